@@ -1,7 +1,6 @@
 """A StreamWire: the words of the bulk channel over one TCP connection, in plain text or TLS.
 
-What ZeroMQ does for the other words costs a copy and a thread at each end. Whole frames go from
-memory to memory here, and the kernel's buffers are their credit.
+Frames go from memory to memory; what the kernel's buffers do not take is not sent.
 """
 
 from __future__ import annotations

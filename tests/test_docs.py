@@ -33,6 +33,8 @@ ROOMS = ("cli", "client", "codecs", "proto", "server", "tiers")
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
 OTHER_FLAGS = {
+    "--zmq": "the changelog, of before --bulk",
+    "--peer-port": "the changelog, of before --bulk",
     "--model-path": "SGLang",
     "--revision": "SGLang",
     "--only": "bench.trust, bench.policy",
@@ -108,7 +110,7 @@ OWN_DEFAULTS = {
     "cpu_slab_bytes": "from `--cpu`",
     "disk": "4GiB:~/.cache/kvstore/disk",
     "socket_path": "/tmp/kvstore-UID/{port}.sock",
-    "zmq_keys": "~/.local/state/kvstore/zmq",
+    "events_keys": "~/.local/state/kvstore/events",
 }
 """Defaults that depend on the machine or on other settings, as the page writes them."""
 

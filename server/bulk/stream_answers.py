@@ -20,8 +20,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.bulk_service import BulkService
 from kvstore.server.bulk.stream_put import StreamPut
-from kvstore.server.bulk.stream_work import SILENCE_S, StreamWork
-from kvstore.server.bulk.zmq_peer import METHODS
+from kvstore.server.bulk.stream_work import StreamWork
 from kvstore.server.sessions import Session, SessionTable
 from kvstore.server.trust.doorkeeper import Door
 
@@ -30,6 +29,10 @@ GUEST_GET_S = 60.0
 REFUSED_S = 2.0
 """For who was refused in the midst of a put to hear of it; what it sent meanwhile is dropped."""
 REFUSED_BYTES = 64 << 20
+MAX_STREAMS = 1024
+"""And an eighth of the descriptors that are left, at most."""
+METHODS: dict[type[bulk.Word], str] = {bulk.Get: "Get", bulk.Find: "Lookup", bulk.Put: "Put"}
+"""What of the service each word that asks is of, in the audit log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +57,8 @@ class Caller:
 @dataclass(frozen=True, slots=True)
 class StreamTerms:
     """Who is let in and what is done for them. ``pause`` is called between parts of a frame for
-    another server; ``threads`` answer those, ``client_threads`` clients.
+    another server; ``threads`` answer those, ``client_threads`` clients. ``most_streams`` are
+    open at once.
     """
 
     sessions: SessionTable
@@ -64,6 +68,7 @@ class StreamTerms:
     client_threads: int
     clock: Callable[[], float]
     pause: Callable[[], None]
+    most_streams: int = MAX_STREAMS
 
 
 class StreamAnswers:
@@ -112,7 +117,7 @@ class StreamAnswers:
         if work.is_broken:
             raise TierUnavailableError("peer", "it did not take what it asked for")
         self.note(caller, "Get", "OK", work.frames_sent)
-        caller.wire.patience(SILENCE_S)  # whoever asked for more than came in time hears of it
+        caller.wire.patience(bulk.SILENCE_S)  # whoever asked for more than came in time hears of it
         caller.wire.send(bulk.Done(word.request, work.frames_sent), b"")
 
     def _send_to_peer(self, work: StreamWork, payload: bytes) -> None:
@@ -143,7 +148,7 @@ class StreamAnswers:
             self._refuse(caller, word, error)
             return
         self.note(caller, "Lookup", "OK", 0)
-        caller.wire.patience(SILENCE_S)
+        caller.wire.patience(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, 0), found)
 
     def take(self, caller: Caller, word: bulk.Put) -> None:
@@ -156,7 +161,7 @@ class StreamAnswers:
             session = self._session(caller, word)
             terms.door.admit(session, "Put")
             put = StreamPut(caller.wire, word, terms.service.checked_put(word))
-            results = terms.service.put_over(put)
+            results = terms.service.put(put)
         except KVStoreError as error:
             if put is None or not put.has_begun:
                 self._refuse(caller, word, error)
@@ -170,7 +175,7 @@ class StreamAnswers:
         payload = bulk.pack_outcomes(
             bytes(result.outcome for result in results), [result.reason for result in results]
         )
-        caller.wire.patience(SILENCE_S)
+        caller.wire.patience(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, len(results)), payload)
 
     def _session(self, caller: Caller, word: bulk.Get | bulk.Put | bulk.Find) -> Session:
@@ -181,7 +186,7 @@ class StreamAnswers:
 
     def _refuse(self, caller: Caller, word: bulk.Word, error: KVStoreError) -> None:
         self.note(caller, METHODS[type(word)], type(error).__name__, 0)
-        caller.wire.patience(SILENCE_S)
+        caller.wire.patience(bulk.SILENCE_S)
         refuse(caller.wire, word, error)
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.stream_wire import StreamWire
-from kvstore.server.bulk.bulk_work import Piece
-
-SILENCE_S = bulk.SILENCE_MS / 1000
-"""For a part to be taken."""
-
 
 FIRST_PART_BYTES = 1 << 16
 """Of a frame for a client: it learns from that where the rest goes, which is not copied then."""
+
+
+class Piece(NamedTuple):
+    """A frame or a segment of it, to be sent from where it lies."""
+
+    chunk: int
+    tier: str
+    frame_bytes: int
+    offset: int
+    data: Bytes
 
 
 def _at_once() -> None:
@@ -47,7 +54,7 @@ class StreamWork:
         # Of what is asked for by layers or ranges the reader knows where it goes.
         is_whole = not word.flags & (bulk.LAYER_MAJOR | bulk.RANGES)
         self._has_short_part = is_for_client and is_whole
-        wire.patience(SILENCE_S, deadline)
+        wire.patience(bulk.SILENCE_S, deadline)
 
     def offer(self, piece: Piece) -> bool:
         """Send *piece*; False when it did not come to its end, or the reader wants no more.
@@ -80,14 +87,10 @@ class StreamWork:
         if not self._wire.has_more():
             return False
         word, _ = self._wire.receive()
-        if word != bulk.Cancel(self.word.request):
+        if not isinstance(word, bulk.Cancel) or word.request != self.word.request:
             raise InvalidRequestError("kind", type(word).__name__, "cancel a get, or wait for it")
         return True
 
     def _part_bytes(self, at: int) -> int:
         is_first = not at and self._has_short_part
         return FIRST_PART_BYTES if is_first else bulk.MAX_PAYLOAD_BYTES
-
-    def settle(self) -> bool:
-        """Whether all that was offered is sent."""
-        return not self.is_broken

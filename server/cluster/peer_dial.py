@@ -65,8 +65,8 @@ class PeerAccess:
             channel.close()
         host = address.rpartition(":")[0]
         terms = PeerTerms(
-            reply.stream_address.replace("*", host),
-            reply.stream_certificate,
+            reply.bulk_address.replace("*", host),
+            reply.bulk_certificate,
             reply.session_id,
             reply.attach_token,
             max(1, reply.heartbeat_ms),

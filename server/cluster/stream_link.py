@@ -207,9 +207,7 @@ class StreamLink:
         sizes = [one.size_bytes for one in self._asked]
         spans = [first, *(bulk.Range(at, 0, sizes[at]) for at in range(1, len(sizes)))]
         flags = bulk.PEER | bulk.RANGES
-        ask = bulk.Get(
-            self._requests, self.terms.session_id, 0, bulk.WINDOW_BYTES, deadline_ms, flags
-        )
+        ask = bulk.Get(self._requests, self.terms.session_id, 0, deadline_ms, flags)
         keys = [one.key for one in self._asked]
         self._say(wire, ask, bulk.pack_ranges(pack_wanted(keys), spans))
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.settings.flags import SUCCESSORS
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -49,7 +50,10 @@ def _fix(item: ErrorDetails, names: Collection[str]) -> str:
     if kind == "value_error":
         return str(item["ctx"]["error"])
     if kind == "extra_forbidden":
-        close = get_close_matches(str(item["loc"][0]), names, n=1)
+        name = str(item["loc"][0])
+        if name in SUCCESSORS:
+            return f"there is no such setting any more; {SUCCESSORS[name]}"
+        close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}?" if close else "kvstore-server --help lists them"
         return f"there is no such setting; {hint}"
     if kind.startswith("int_"):

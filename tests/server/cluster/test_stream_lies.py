@@ -155,10 +155,10 @@ class _Full:
 
 
 def test_without_a_descriptor_it_listens_again_a_little_later(make_server: ServerMaker) -> None:
-    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
-    assert server.node.streams is not None
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
+    assert server.node.bulk is not None
     listener = _Full()
-    terms = server.node.streams._terms
+    terms = server.node.bulk._terms
     told = PeerAccess().dial(server.address, "other", SILENCE_S).terms
     with closing(
         StreamPlane(cast("socket.socket", listener), listener.address, None, terms)

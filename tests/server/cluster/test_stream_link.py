@@ -53,12 +53,11 @@ NOWHERE = "tcp://127.0.0.1:9"
 
 
 @pytest.fixture(params=["plain", "tls"])
-def server(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path) -> LocalServer:
+def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalServer:
     own = ("--cpu", "64MiB", "--peer-requests", "1")
     if request.param == "plain":
-        return make_server("--zmq", "127.0.0.1:0", *own)
-    keys = ("--zmq-keys", str(tmp_path / "keys"))
-    return make_server("--zmq", "0.0.0.0:0", "--insecure", *keys, *own)
+        return make_server("--bulk", "127.0.0.1:0", *own)
+    return make_server("--bulk", "0.0.0.0:0", "--insecure", *own)
 
 
 @pytest.fixture
@@ -212,7 +211,7 @@ def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
     assert server.node.bulk is not None
-    desk = server.node.bulk._service.desk
+    desk = server.node.bulk._terms.service.desk
     with desk.admitted(bulk.Find(1, 1, 1)):
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
             read(link, infos[0])
@@ -228,13 +227,13 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     make_server: ServerMaker,
 ) -> None:
     """One get may have 16 MiB under way, and is counted with as many."""
-    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB", "--peer-bytes", "16MiB")
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--peer-bytes", "16MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     assert server.node.bulk is not None
-    desk = server.node.bulk._service.desk
+    desk = server.node.bulk._terms.service.desk
     with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S).terms)) as link:
-        with desk.admitted(bulk.Get(1, 1, 0, 0, 1000, 0)):
+        with desk.admitted(bulk.Get(1, 1, 0, 1000, 0)):
             (info,) = find(link, keys)
             assert info is not None
             with pytest.raises(QuotaExceededError, match="peer_bytes=16777216"):
@@ -277,7 +276,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
 ) -> None:
     log = tmp_path / "audit"
     server = make_server(
-        *("--zmq", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
+        *("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
     )
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
@@ -326,7 +325,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
                         for line in logs
                     )
                 )
-    streams = server.node.streams
+    streams = server.node.bulk
     assert streams is not None
     assert eventually(lambda: not streams._streams and not streams._strangers)
     with closing(reached(terms)) as link:
@@ -358,8 +357,8 @@ def test_a_session_that_ends_ends_its_streams(
     server.node.sessions.close(terms.session_id)
     with pytest.raises(LeaseExpiredError):
         read(link, infos[0])
-    assert server.node.streams is not None
-    streams = server.node.streams
+    assert server.node.bulk is not None
+    streams = server.node.bulk
     assert eventually(lambda: not streams._streams)
 
 
@@ -367,7 +366,7 @@ def test_what_is_no_get_of_a_peer_is_hung_up_on(
     infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
 ) -> None:
     for word, payload in (
-        (bulk.Get(1, terms.session_id, 0, 1 << 20, 1000, 0), infos[0].key[16:]),
+        (bulk.Get(1, terms.session_id, 0, 1000, 0), infos[0].key[16:]),
         (bulk.Put(1, terms.session_id, 1000, 0), None),
     ):
         with closing(reached(terms)) as link:
@@ -459,11 +458,8 @@ def ends(link: socket.socket) -> bool:
     return True
 
 
-def test_a_server_with_another_certificate_is_not_believed(
-    make_server: ServerMaker, tmp_path: Path
-) -> None:
-    keys = ("--zmq-keys", str(tmp_path / "keys"))
-    server = make_server("--zmq", "0.0.0.0:0", "--insecure", *keys, "--cpu", "64MiB")
+def test_a_server_with_another_certificate_is_not_believed(make_server: ServerMaker) -> None:
+    server = make_server("--bulk", "0.0.0.0:0", "--insecure", "--cpu", "64MiB")
     terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
     for certificate in (make_tls().certificate, b"no certificate"):
         with pytest.raises(TierUnavailableError):
@@ -477,9 +473,9 @@ def test_a_server_with_another_certificate_is_not_believed(
 
 def test_a_port_that_is_taken_is_named(make_server: ServerMaker) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        with pytest.raises(KVStoreError, match="peer_port"):
-            make_server("--zmq", "127.0.0.1:0", "--peer-port", port)
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(KVStoreError, match=f"bulk='{address}': .*is it taken"):
+            make_server("--bulk", address)
 
 
 def test_the_certificate_is_of_one_start() -> None:
@@ -491,7 +487,7 @@ def test_the_certificate_is_of_one_start() -> None:
 def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
     make_server: ServerMaker,
 ) -> None:
-    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
     is_reached = False
@@ -522,7 +518,7 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
 def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_rest(
     make_server: ServerMaker,
 ) -> None:
-    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 4)
     terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S))
@@ -555,7 +551,7 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
 
 def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMaker) -> None:
     own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
-    first = make_server("--zmq", "127.0.0.1:0", *own)
+    first = make_server("--bulk", "127.0.0.1:0", *own)
     second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 8)
@@ -577,7 +573,7 @@ def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
     make_server: ServerMaker,
 ) -> None:
     own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
-    first = make_server("--zmq", "127.0.0.1:0", *own)
+    first = make_server("--bulk", "127.0.0.1:0", *own)
     second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 2)
