@@ -49,13 +49,13 @@ def raw_stream(size_bytes: int) -> Iterator[Callable[[], None]]:
             yield receive
 
 
-def zmq_against_tcp(folder: Path, chunks: int, repeats: int) -> tuple[int, float, float, float]:
-    """Return bytes, then the best seconds of a get and of a put over zmq, and of the raw stream.
+def bulk_against_tcp(folder: Path, chunks: int, repeats: int) -> tuple[int, float, float, float]:
+    """Return bytes, then the best seconds of a get, of a put and of the raw stream.
 
     Every byte of the gets is verified by the client, and compared in the end.
     """
-    flags = ("--tiers", "cpu", "--cpu", "1GiB", "--zmq", "127.0.0.1:0")
-    options = ClientOptions(transport="zmq", deadline_ms=20_000)
+    flags = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
+    options = ClientOptions(transport="tcp", deadline_ms=20_000)
     with (
         serving(*flags, disk=folder / "none") as (address, _),
         Client(address, MODEL, options) as client,
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        size, get_s, put_s, raw_s = zmq_against_tcp(Path(name), 32, 11)
+        size, get_s, put_s, raw_s = bulk_against_tcp(Path(name), 32, 11)
     for what, seconds in (("get", get_s), ("put", put_s), ("raw", raw_s)):
         print(f"{what} {size / seconds / 1e9:.2f} GB/s, {raw_s / seconds:.2f} of raw")
 

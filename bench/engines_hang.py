@@ -2,7 +2,7 @@
 
 ``python -m bench.engines_hang``: the engine has been promised a prefix, and the server is stopped
 before the first byte of it. Over the Unix socket the kernel tells whether it hangs, over gRPC and
-zmq the server may be anywhere and is asked. Short prompts, beside an engine without a store, whose
+tcp the server may be anywhere and is asked. Short prompts, beside an engine without a store, whose
 time is taken off. Needs the environment of ``make vllm-env``.
 """
 
@@ -25,7 +25,7 @@ from bench.report import Report, parse_flags
 from bench.vllm_engine import PYTHON, make_model
 from bench.workload import serving
 
-TRANSPORTS = ("shm", "zmq", "grpc")
+TRANSPORTS = ("shm", "tcp", "grpc")
 KEYS = tuple(f"hang_{transport}_ms" for transport in TRANSPORTS)
 HANGS = 9
 LOOKUP_MS = 2000
@@ -80,7 +80,7 @@ def measure(report: Report, folder: Path) -> None:
     with ExitStack() as stack:
         field = Field(stack, folder)
         plain = field.plain()
-        flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES), "--zmq", f"127.0.0.1:{free_port()}")
+        flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES), "--bulk", f"127.0.0.1:{free_port()}")
         address, pid = stack.enter_context(serving(*flags, disk=folder / "disk"))
         # A lookup that is late on a busy machine would be a miss, and no load would follow.
         patience = {"lookup_deadline_ms": LOOKUP_MS}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.bulk import zmq_against_tcp
+from bench.bulk import bulk_against_tcp
 from bench.footprint import bench_import, bench_metadata
 from bench.limits import in_steps, looked_at, parts_of, ring_put, steps_of, summed_get, summed_read
 from bench.redis_gets import redis_gets
@@ -157,12 +157,12 @@ def _flood_tensors(client: Client) -> list[LayerTensors]:
 
 def bench_bulk(folder: Path, report: Report) -> None:
     """The bulk channel against a bare TCP stream of the same bytes into ready memory."""
-    size, get_s, put_s, raw_s = zmq_against_tcp(folder, PROMPT_CHUNKS, REPEATS)
+    size, get_s, put_s, raw_s = bulk_against_tcp(folder, PROMPT_CHUNKS, REPEATS)
     report.add(
-        "zmq_get_vs_raw_tcp", raw_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
+        "bulk_get_vs_raw_tcp", raw_s / get_s, f"get {size / get_s / 1e9:.2f} GB/s",
         f"TCP {size / raw_s / 1e9:.2f} GB/s, bar 0.6",
     )  # fmt: skip
-    report.note("zmq put", f"{raw_s / put_s:.3f}", f"put {size / put_s / 1e9:.2f} GB/s")
+    report.note("bulk put", f"{raw_s / put_s:.3f}", f"put {size / put_s / 1e9:.2f} GB/s")
 
 
 def bench_disk(folder: Path, report: Report) -> None:

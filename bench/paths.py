@@ -96,7 +96,7 @@ def measure_requests(report: Report) -> None:
                         assert len(client.get(keys)) == 1
                     get = tracer.of("rpc")
         finally:
-            threading.setprofile(None)  # type: ignore[arg-type]
+            threading.setprofile(None)
             node.stop(5.0)
     report.add("put_files", put[0], "of the server, on the request's thread", "25")
     report.add("put_functions", put[1], "the same", "60")

@@ -131,7 +131,7 @@ def two_nodes(folder: Path, *flags: str) -> Iterator[tuple[str, str]]:
         one.mkdir(mode=0o700)
     own = (*_FLAGS, *flags)
     with (
-        serving(*own, "--zmq", "127.0.0.1:0", disk=folders[0] / "none") as (first, _),
+        serving(*own, "--bulk", "127.0.0.1:0", disk=folders[0] / "none") as (first, _),
         serving(*own, "--peers", "directory" if flags else first, disk=folders[1] / "none") as (
             second,
             _,

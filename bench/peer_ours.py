@@ -202,8 +202,8 @@ def request_side(
 ) -> Iterator[RequestSide]:
     """Run a server of 1 GiB of CPU memory and a client of *transport*."""
     flags = ["--tiers", "cpu", "--cpu", "1GiB"]
-    if transport == "zmq":
-        flags += ["--zmq", "127.0.0.1:0"]
+    if transport == "tcp":
+        flags += ["--bulk", "127.0.0.1:0"]
     options = ClientOptions(transport=transport, deadline_ms=DEADLINE_MS)
     with (
         serving(*flags, disk=folder / "none") as (address, _),

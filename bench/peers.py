@@ -157,12 +157,12 @@ def compare_shm(run: Run, peer: LMCache) -> None:
 
 def compare_mooncake(run: Run, peer: Mooncake) -> None:
     """Objects of 16 MiB, one at a time, over TCP on the loopback device."""
-    ours = Side("put and get through zmq, verified")
+    ours = Side("put and get over tcp, verified")
     theirs = Side(f"{MOONCAKE}, put_from and get_into, TCP")
     bare = Side("a bare stream, sendall and recv_into, TCP")
     with (
         run.scratch("tcp") as folder,
-        request_side(folder, "zmq", 16, 1) as side,
+        request_side(folder, "tcp", 16, 1) as side,
         raw_stream(side.size_bytes) as receive,
         peer.client(side.size_bytes) as client,
     ):
@@ -178,12 +178,12 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
 
 def compare_infinistore(run: Run, peer: InfiniStore) -> None:
     """Blocks of 2 MiB over TCP, through InfiniStore's own benchmark."""
-    ours = Side("put and get through zmq, verified")
+    ours = Side("put and get over tcp, verified")
     theirs = Side(f"{INFINISTORE}, its benchmark, TCP")
     size_bytes = 128 * MIB
     with (
         run.scratch("tcp") as folder,
-        request_side(folder, "zmq", 2, OBJECTS) as side,
+        request_side(folder, "tcp", 2, OBJECTS) as side,
         peer.server() as port,
     ):
         for _ in range(ROUNDS):

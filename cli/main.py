@@ -330,7 +330,7 @@ def bench(
     address: Address = DEFAULT_ADDRESS,
     chunks: Annotated[int, typer.Option(metavar="N", help="How many.")] = 64,
     chunk_bytes: Annotated[int, typer.Option(metavar="N", help="Of each.")] = 1 << 20,
-    transport: Annotated[str, typer.Option(help="auto, shm, grpc or zmq.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, tcp or grpc.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Put made-up chunks, get them back, compare, delete; exits with 1 unless all are right."""

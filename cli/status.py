@@ -72,7 +72,7 @@ def _directory_as_dict(reply: pb.StatusResponse) -> dict[str, object] | None:
     if not reply.HasField("directory"):
         return None
     one = reply.directory
-    names = ("node_id", "incarnation", "grpc_address", "zmq_address")
+    names = ("node_id", "incarnation", "grpc_address", "bulk_address")
     return {
         "node_id": one.node_id,
         "incarnation": one.incarnation,

@@ -17,6 +17,7 @@ from kvstore.client.batches import (
     behind,
     digest_batches,
 )
+from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.client_state import ClientState
 from kvstore.client.connection import Connection
 from kvstore.client.forks import FORKS
@@ -143,13 +144,11 @@ class Caller:
                 if wanted == "shm":
                     session.close()
                     raise
-        if wanted == "zmq" or (wanted == "auto" and session.terms.zmq_address):
-            from kvstore.client.zmq_transport import ZmqTransport
-
+        if wanted == "tcp" or (wanted == "auto" and session.terms.bulk_address):
             try:
-                return ZmqTransport(session)
+                return BulkTransport(session)
             except (TierUnavailableError, DeadlineError):
-                if wanted == "zmq":
+                if wanted == "tcp":
                     session.close()
                     raise
         return StreamTransport(session)
@@ -213,7 +212,7 @@ class Caller:
 
     @property
     def transport_name(self) -> str:
-        """How bytes travel: ``shm``, ``zmq`` or ``grpc``."""
+        """How bytes travel: ``shm``, ``tcp`` or ``grpc``."""
         return self._connected().name
 
     @property

@@ -1,4 +1,4 @@
-"""A FrameStream: one TCP connection of a session, over which whole frames come and go."""
+"""A FrameStream: one TCP connection of a session, over which frames come and go."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.stream_wire import MAX_REASON_BYTES, StreamWire
+from kvstore.proto.stream_wire import StreamWire
 
 T = TypeVar("T")
 
-MAX_DIGESTS_BYTES = MAX_REASON_BYTES
-"""Of one get: a server takes no more over a stream."""
+LEAVE_S = 0.05
+"""For the server to end a get that is wanted no more; past it the stream is closed."""
 _SKIP_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Where a server's streams are, ``tcp://host:port`` or empty, and the word that lets us in.
+    """Where a server's bulk channel is, ``tcp://host:port``, and the word that lets us in.
 
     ``certificate`` in DER: TLS with that one alone; empty: in plain text.
     """
@@ -46,17 +46,19 @@ class Entrance:
     word: bulk.Attach | bulk.Guest
 
     @classmethod
-    def of(cls, where: str, terms: SessionTerms) -> Entrance:
-        """Return that of our own session's server."""
+    def of(cls, terms: SessionTerms, address: str) -> Entrance:
+        """Return that of our own session's server, which was reached at *address*."""
+        host = address.rpartition(":")[0].rpartition("/")[2]
+        where = terms.bulk_address.replace("*", host or "127.0.0.1")
         word = bulk.Attach(0, terms.session_id, terms.attach_token)
-        return cls(where, terms.stream_certificate, word)
+        return cls(where, terms.bulk_certificate, word)
 
 
 class FrameStream:
     """Connected and attached at birth; one get or put at a time, used by one thread.
 
-    What ZeroMQ would keep goes from the socket to its place, and from its place to the socket.
-    Raises TierUnavailableError or DeadlineError when *entrance* does not let us in within
+    Frames go from the socket to their place, and from their place to the socket. Raises
+    TierUnavailableError or DeadlineError when *entrance* does not let us in within
     *within_s* seconds, the server's own errors. A request that does not come to its end, or of
     which nothing comes for *silence_s*, leaves it of no use.
     """
@@ -71,6 +73,9 @@ class FrameStream:
         self._is_closing = is_closing
         self._silence_s = silence_s
         self._is_given_up = False
+        self._is_spoiled = False
+        """A call failed: what comes next is not known."""
+        self._coming: _Coming | None = None
         self._requests = 0
         self._heard: tuple[bulk.Word, Payload | None] | None = None
         self._wire = _wire(entrance.where, entrance.certificate, within_s)
@@ -83,6 +88,11 @@ class FrameStream:
         except KVStoreError:
             self.close()
             raise
+
+    @property
+    def request(self) -> int:
+        """The number of the last request."""
+        return self._requests
 
     def next_request(self) -> int:
         """Return a number that no earlier request of this stream had."""
@@ -121,18 +131,37 @@ class FrameStream:
         if isinstance(word, bulk.Part):
             if word.request != self._requests:
                 raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
-            return word, _Coming(self, size_bytes, deadline)
+            self._coming = _Coming(self, size_bytes, deadline)
+            return word, self._coming
         payload = self._try(deadline, lambda: self._wire.take(size_bytes))
         if isinstance(word, bulk.Failed) and not word.request:  # of the session, not of a request
             raise bulk.unpack_failure(payload)
         return word, as_bytes(payload)
 
-    def grant(self, request: int, credit_bytes: int, deadline: float) -> None:
-        """Say nothing: the kernel's buffers are the credit."""
+    def leave(self, deadline: float) -> bool:
+        """Want no more of the last get; whether the stream is fit for another by then.
 
-    def cancel(self, request: int, deadline: float) -> None:
-        """Hang up: what is on its way cannot be called back."""
-        raise TierUnavailableError("server", "a get was left before its end")
+        What is on its way is passed by, for LEAVE_S at most.
+        """
+        is_inside = self._heard is None and self._coming is not None and self._coming.left
+        if self._is_spoiled or is_inside:
+            return False
+        soon = min(deadline, time.monotonic() + LEAVE_S)
+        is_told = False
+        try:
+            while True:
+                if not is_told and self._heard is None and not self.has_more():
+                    self.send(bulk.Cancel(self._requests), soon)
+                    is_told = True
+                word, payload = self.receive(soon)
+                if not isinstance(word, bulk.Part) or not isinstance(payload, _Coming):
+                    return isinstance(word, bulk.Done | bulk.Failed)
+                payload.skip(len(payload))
+                if not is_told:
+                    self.send(bulk.Cancel(self._requests), soon)
+                    is_told = True
+        except KVStoreError:
+            return False
 
     def fill(self, out: Bytes, deadline: float) -> None:
         """Fill *out* with the next bytes of a part. Raises as ``receive``."""
@@ -149,7 +178,8 @@ class FrameStream:
 
     def is_broken(self) -> bool:
         """Whether the server hung up, said what nobody asked for, or is waited for no more."""
-        return self._is_given_up or self._wire.fileno() < 0 or self._wire.has_more()
+        is_ended = self._is_given_up or self._is_spoiled or self._wire.fileno() < 0
+        return is_ended or self._wire.has_more()
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -162,7 +192,10 @@ class FrameStream:
     def _try(self, deadline: float, call: Callable[[], T]) -> T:
         try:
             return call()
-        except (DeadlineError, TierUnavailableError) as error:
+        except KVStoreError as error:
+            self._is_spoiled = True
+            if not isinstance(error, DeadlineError | TierUnavailableError):
+                raise
             if self._is_closing():
                 raise KVStoreError("the client is closed") from None
             if self._is_given_up:
@@ -177,6 +210,8 @@ class _Coming:
     """The payload of a part that is to be received."""
 
     def __init__(self, stream: FrameStream, size_bytes: int, deadline: float) -> None:
+        self.left = size_bytes
+        """Bytes that are not received yet."""
         self._stream = stream
         self._size_bytes = size_bytes
         self._deadline = deadline
@@ -187,17 +222,20 @@ class _Coming:
     def into(self, out: Bytes) -> None:
         """Receive the next bytes where they are to stay."""
         self._stream.fill(out, self._deadline)
+        self.left -= len(out)
 
     def summed(self, out: Bytes, digest: xxh3_64) -> None:
         """The same, and add them to *digest*."""
         self._stream.fill_summed(out, digest, self._deadline)
+        self.left -= len(out)
 
     def skip(self, size_bytes: int) -> None:
         """Receive so many for nobody."""
+        nowhere = np.empty(min(size_bytes, _SKIP_BYTES), np.uint8)
         while size_bytes:
-            size = min(size_bytes, _SKIP_BYTES)
-            self._stream.fill(np.empty(size, np.uint8), self._deadline)
-            size_bytes -= size
+            out = nowhere[:size_bytes]
+            self.into(out)
+            size_bytes -= len(out)
 
 
 def _wire(where: str, certificate: bytes, within_s: float) -> StreamWire:

@@ -1,26 +1,34 @@
-"""The FrameStreams of one session: connected beside its calls, kept for the next."""
+"""The FrameStreams of one session: connected when they are needed, kept for the next call."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from contextlib import suppress
 
 from kvstore.client.frame_stream import Entrance, FrameStream
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import (
+    DeadlineError,
+    KVStoreError,
+    QuotaExceededError,
+    TierUnavailableError,
+)
 
 MAX_STREAMS = 8
-"""Gets and puts at once; more go through ZeroMQ. Below what a server allows one session."""
+"""Gets and puts at once; more go through gRPC. Below what a server allows one session."""
 DIAL_S = 2.0
-"""For a connection, which no call waits for."""
+"""For a connection; a call that waits for one gives it half of its time at most."""
+AGAIN_S = 30.0
+"""A server that did not let us in is not dialled again for."""
 _JOIN_S = 0.2
 
 
 class FrameStreams:
-    """Thread-safe. There are none where *entrance* leads nowhere; *silence_s* as theirs.
+    """Thread-safe. *silence_s* as theirs.
 
-    A call takes one that is there, or does without, and the next finds one: a port that a firewall
-    keeps shut delays nobody. After a server that does not let us in no more are tried.
+    A call takes one that is idle or connects one, or does without where there are as many as there
+    may be, or the server does not let us in.
     """
 
     def __init__(self, entrance: Entrance, silence_s: float = math.inf) -> None:
@@ -29,11 +37,11 @@ class FrameStreams:
         self._idle: list[FrameStream] = []
         self._busy: set[FrameStream] = set()
         self._dialling: threading.Thread | None = None
+        self._connecting = 0
         self._is_closed = False
-        self._is_refused = not entrance.where
-        # Guards the five above.
+        self._refused_until = -math.inf
+        # Guards the six above.
         self._lock = threading.Lock()
-        self._dial_if_due()
 
     @property
     def is_ready(self) -> bool:
@@ -42,19 +50,35 @@ class FrameStreams:
             self._dial_if_due()
         return bool(self._idle)
 
-    def take(self) -> FrameStream | None:
-        """Return a stream of our own for one call; None when there is none yet."""
+    def take(self, within_s: float = 0.0) -> FrameStream | None:
+        """Return a stream of our own for one call of *within_s* seconds; None when there is none.
+
+        Without time to connect one, one is connected beside the call, for the next.
+        """
         while True:
             with self._lock:
                 stream = self._idle.pop() if self._idle else None
                 if stream is not None:
                     self._busy.add(stream)
             if stream is None:
-                self._dial_if_due()
-                return None
+                break
             if not stream.is_broken():
                 return stream
             self.give_back(stream, is_clean=False)
+        if within_s <= 0 or self._dialling is not None:
+            self._dial_if_due()
+        elif self._may_connect():
+            try:
+                return self._connected(within_s / 2)
+            except (DeadlineError, TierUnavailableError, QuotaExceededError):
+                self._refused_until = -math.inf  # it had the time of one call: that says little
+                self._dial_if_due()
+        return None
+
+    def connect(self, within_s: float) -> None:
+        """Connect a stream for the first call. Raises as ``FrameStream``."""
+        if self._may_connect():
+            self.give_back(self._connected(within_s), is_clean=True)
 
     def give_back(self, stream: FrameStream, *, is_clean: bool) -> None:
         """Take back a stream; one whose call did not come to its end is closed."""
@@ -92,25 +116,39 @@ class FrameStreams:
         if dialling is not None:
             dialling.join(_JOIN_S)
 
-    def _dial_if_due(self) -> None:
+    def _may_connect(self) -> bool:
+        """Whether one more may be connected now; if so, it is counted."""
         with self._lock:
-            is_enough = len(self._idle) + len(self._busy) >= MAX_STREAMS
-            if self._is_closed or self._is_refused or self._dialling or is_enough:
-                return
+            count = len(self._idle) + len(self._busy) + self._connecting
+            is_refused = time.monotonic() < self._refused_until
+            if self._is_closed or is_refused or count >= MAX_STREAMS:
+                return False
+            self._connecting += 1
+            return True
+
+    def _connected(self, within_s: float) -> FrameStream:
+        """Return one more, in use. Raises as it does, for a while after which none is tried."""
+        stream: FrameStream | None = None
+        seconds = min(within_s, DIAL_S)
+        try:
+            stream = FrameStream(self._entrance, lambda: self._is_closed, seconds, self._silence_s)
+        finally:
+            with self._lock:
+                self._connecting -= 1
+                if stream is None:
+                    self._refused_until = time.monotonic() + AGAIN_S
+                else:
+                    self._busy.add(stream)
+        return stream
+
+    def _dial_if_due(self) -> None:
+        if self._dialling is None and self._may_connect():
             self._dialling = threading.Thread(
                 target=self._dial, name="kvstore-stream-dial", daemon=True
             )
             self._dialling.start()
 
     def _dial(self) -> None:
-        stream: FrameStream | None = None
-        with suppress(KVStoreError):  # what comes over ZeroMQ comes as well
-            stream = FrameStream(self._entrance, lambda: self._is_closed, DIAL_S, self._silence_s)
-        with self._lock:
-            self._dialling = None
-            self._is_refused = stream is None
-            is_wanted = stream is not None and not self._is_closed
-            if is_wanted and stream is not None:
-                self._idle.append(stream)
-        if stream is not None and not is_wanted:
-            stream.close()
+        with suppress(KVStoreError):
+            self.give_back(self._connected(DIAL_S), is_clean=True)
+        self._dialling = None

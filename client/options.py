@@ -13,7 +13,7 @@ from kvstore.proto.keys import check_chunk_tokens
 from kvstore.proto.text import check_text
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
-TransportName = Literal["auto", "shm", "zmq", "grpc"]
+TransportName = Literal["auto", "shm", "tcp", "grpc"]
 
 MAX_DEADLINE_MS = 600_000
 """The longest that a server grants."""
@@ -23,7 +23,7 @@ MAX_NAME_CHARS = 128
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """``transport`` auto takes shared memory on the server's host; elsewhere zmq where the server
+    """``transport`` auto takes shared memory on the server's host; elsewhere tcp where the server
     offers it, else gRPC.
 
     ``deadline_ms`` bounds every call. ``staging_bytes`` of memory are shared with the server
@@ -54,7 +54,10 @@ class ClientOptions:
 
     def __post_init__(self) -> None:
         if self.transport not in get_args(TransportName):
-            raise InvalidRequestError("transport", self.transport, "use auto, shm, zmq or grpc")
+            fix = "use auto, shm, tcp or grpc"
+            if str(self.transport) == "zmq":
+                fix = "there is no such transport any more; use tcp"
+            raise InvalidRequestError("transport", self.transport, fix)
         check_chunk_tokens(self.chunk_tokens)
         for name in ("deadline_ms", "staging_bytes", "retry_after_ms", "copy_threads"):
             value = getattr(self, name)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.frame_stream import Entrance, FrameStream
-from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.frame_streams import DIAL_S, FrameStreams
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrived, Direct
 from kvstore.proto import bulk
@@ -122,9 +122,11 @@ class PeerReads:
         )
         space = self._session.terms.namespace
         guest = bulk.Guest(0, reply.session_id, space, reply.until_s, reply.token)
-        entrance = Entrance(reply.stream_address, reply.stream_certificate, guest)
+        entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
         renewed_at = asked_at + reply.valid_ms / 2000
-        return _Lender(FrameStreams(entrance, SILENCE_S), reply.session_id, renewed_at)
+        streams = FrameStreams(entrance, SILENCE_S)
+        streams.connect(DIAL_S)
+        return _Lender(streams, reply.session_id, renewed_at)
 
     def _leave_alone(self, number: int) -> None:
         with self._lock:
@@ -166,13 +168,11 @@ class PeerReads:
         limit_bytes = self._session.terms.max_frame_bytes
         reading = BulkReading(stream.next_request(), limit_bytes, room)
         left_ms = max(1, int(1000 * (deadline - time.monotonic())))
-        ask = bulk.Get(reading.request, session_id, 0, reading.open(), left_ms, bulk.PEER)
+        ask = bulk.Get(reading.request, session_id, 0, left_ms, bulk.PEER)
         stream.send(ask, deadline, pack_wanted(lent.keys))
         while not reading.is_over:
             word, payload = stream.receive(deadline)
             landed = reading.take(word, payload)
-            if isinstance(word, bulk.Part) and payload is not None:
-                reading.credit(len(payload))  # the kernel's buffers are what bounds it
             if landed is not None:
                 frame: Bytes | DirectFrame = landed.frame  # type: ignore[assignment]
                 yield Arrived(lent.first + landed.chunk, TIER, frame, _stays)

@@ -223,7 +223,7 @@ def direct(
         header = check_header(session, keys[index], start, size)
         if header.codec_id != RawCodec.codec_id:
             return None
-        head = start[: header.header_bytes].copy()  # the part's memory is ZeroMQ's
+        head = start[: header.header_bytes].copy()  # a part is longer
         return DirectFrame(header, head, room(index, header.layout))
     except KVStoreError:
         return None

@@ -37,10 +37,8 @@ class SessionTerms:
     host_id: str
     socket_path: str
     attach_token: bytes
-    zmq_address: str
-    zmq_public_key: bytes
-    stream_address: str
-    stream_certificate: bytes
+    bulk_address: str
+    bulk_certificate: bytes
     arena_device: str
     arena_bytes: int
     server_pid: int
@@ -94,10 +92,8 @@ class Session:
             reply.host_id,
             reply.socket_path,
             reply.attach_token,
-            reply.zmq_address,
-            reply.zmq_public_key,
-            reply.stream_address,
-            reply.stream_certificate,
+            reply.bulk_address,
+            reply.bulk_certificate,
             reply.arena_device,
             reply.arena_bytes,
             reply.server_pid,

@@ -34,7 +34,7 @@ class StreamUpload:
         """Ask as *word* does, and hear that frames may come. Raises the server's errors."""
         self.stream.send(word._replace(request=self._request), self._deadline)
         answer, _ = self._answer()
-        if not isinstance(answer, bulk.Credit):
+        if not isinstance(answer, bulk.Ready):
             raise InvalidFrameError("kind", type(answer).__name__, "not an answer to a put")
 
     def run(self, chunks: Sequence[Outgoing], hints: Hints = NO_HINTS) -> list[Put]:

@@ -1,7 +1,7 @@
-"""The words of the bulk channel: what a reader or writer of frames and a server say over ZeroMQ.
+"""The words of the bulk channel: what a reader or writer of frames and a server say over TCP.
 
-A message is a header, whose length its kind fixes, and for some kinds a payload: one or two
-frames of a ZeroMQ multipart message. The table is in docs/format.md. Nothing here does I/O.
+A message is a header, whose length its kind fixes, and for some kinds a payload. The table is in
+docs/format.md. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -16,34 +16,15 @@ from kvstore.proto.types import DIGEST_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 
 MAGIC = b"KVSZ"
-VERSION = 1
+VERSION = 2
 TOKEN_BYTES = 16
 TIER_BYTES = 8
 
 MAX_PAYLOAD_BYTES = MESSAGE_BYTES
 """Of one message."""
 
-MAX_WIRE_BYTES = MAX_PAYLOAD_BYTES + 1024
-"""With what encryption adds; a peer that sends more is hung up on by ZeroMQ itself."""
-
-HEARTBEAT_MS = 2000
-SILENCE_MS = 6000
-"""A peer that does not even answer ZeroMQ's heartbeats this long is hung up on, by either side."""
-
-QUEUE_MESSAGES = 2048
-"""At a reader: more than the window lets be under way, so that credit is what bounds it."""
-
-PART_COST_BYTES = 1 << 14
-"""What a part costs beyond its payload, so that credit bounds the number of parts too."""
-
-WINDOW_BYTES = 8 << 20
-"""What a receiver lets be under way to it."""
-
-MAX_CREDIT_BYTES = 16 << 20
-"""More is refused: whoever asks for it never means to read it in time."""
-
-MAX_REQUESTS = 4
-"""Of one peer at a time."""
+SILENCE_S = 6.0
+"""Who takes or sends nothing of a request for so long is hung up on."""
 
 DURABLE = 1
 """Flag of a put."""
@@ -82,7 +63,6 @@ class Kind(IntEnum):
     get = 3
     put = 4
     part = 5
-    credit = 6
     cancel = 7
     finish = 8
     done = 9
@@ -90,6 +70,7 @@ class Kind(IntEnum):
     find = 11
     guest = 12
     hint = 13
+    ready = 14
 
 
 class Attach(NamedTuple):
@@ -125,7 +106,6 @@ class Get(NamedTuple):
     request: int
     session_id: int
     lease_id: int
-    credit_bytes: int
     deadline_ms: int
     flags: int
 
@@ -142,7 +122,7 @@ class Find(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Frames follow in parts, once there is credit; then ``Finish``."""
+    """Answered by ``Ready``; then frames follow in parts, then ``Finish``."""
 
     request: int
     session_id: int
@@ -152,7 +132,7 @@ class Put(NamedTuple):
 
 class Hint(NamedTuple):
     """What the writer of a put says of all of its chunks, before the first. Payload: a ``Hints``
-    of kvstore.proto. Over streams alone.
+    of kvstore.proto.
     """
 
     request: int
@@ -177,11 +157,10 @@ class Part(NamedTuple):
         return self.tier.rstrip(b"\0").decode("ascii", "replace")
 
 
-class Credit(NamedTuple):
-    """The receiver of parts lets so many bytes more be sent."""
+class Ready(NamedTuple):
+    """The frames of a put may come."""
 
     request: int
-    credit_bytes: int
 
 
 class Cancel(NamedTuple):
@@ -213,7 +192,7 @@ class Failed(NamedTuple):
 
 
 Word: TypeAlias = (
-    Attach | Guest | Attached | Get | Put | Hint | Part | Credit | Cancel | Finish | Done | Failed
+    Attach | Guest | Attached | Get | Put | Hint | Ready | Part | Cancel | Finish | Done | Failed
     | Find
 )  # fmt: skip
 
@@ -232,16 +211,16 @@ def _shape(kind: type[Word], body: str, max_payload_bytes: int | None = None) ->
 SHAPES: dict[int, _Shape] = {
     Kind.attach: _shape(Attach, f"Q{TOKEN_BYTES}s"),
     Kind.attached: _shape(Attached, ""),
-    Kind.get: _shape(Get, "QQQII", MAX_PAYLOAD_BYTES),
+    Kind.get: _shape(Get, "QQII", MAX_PAYLOAD_BYTES),
     Kind.put: _shape(Put, "QII"),
     Kind.part: _shape(Part, f"QQI{TIER_BYTES}s", MAX_PAYLOAD_BYTES),
-    Kind.credit: _shape(Credit, "Q"),
     Kind.cancel: _shape(Cancel, ""),
     Kind.finish: _shape(Finish, "I"),
     Kind.done: _shape(Done, "I", MAX_PAYLOAD_BYTES),
     Kind.failed: _shape(Failed, "", 4096),
     Kind.find: _shape(Find, "QI", MAX_PAYLOAD_BYTES),
     Kind.hint: _shape(Hint, "", MAX_HINTS_BYTES),
+    Kind.ready: _shape(Ready, ""),
     Kind.guest: _shape(Guest, f"Q{DIGEST_BYTES}sI{TOKEN_BYTES}s"),
 }
 _KINDS = {shape.kind: (number, shape.body) for number, shape in SHAPES.items()}
@@ -270,7 +249,7 @@ def unpack(header: bytes, payload_bytes: int | None = None) -> Word:
         )
     limit = shape.max_payload_bytes
     if (payload_bytes is None) != (limit is None):
-        raise InvalidRequestError("payload", payload_bytes, f"{Kind(kind).name} has 2 frames or 1")
+        raise InvalidRequestError("payload", payload_bytes, f"{Kind(kind).name} has one, or none")
     if limit is not None and payload_bytes is not None and payload_bytes > limit:
         raise InvalidRequestError("payload", payload_bytes, f"at most {limit} bytes")
     return shape.kind(request, *shape.body.unpack_from(header, _HEAD.size))

@@ -10,7 +10,6 @@ from xxhash import xxh3_64
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed
-from kvstore.proto.credit import Window
 from kvstore.proto.errors import InvalidFrameError
 
 
@@ -78,22 +77,14 @@ class Landed(NamedTuple):
 
 
 class BulkPieces:
-    """The parts of a get as they come. Used by one thread.
+    """The parts of a get as they come: feed it what the server sends. Used by one thread."""
 
-    Feed it what the server sends; it says which parts are ours and what credit to give.
-    """
-
-    def __init__(self, request: int, window_bytes: int = bulk.WINDOW_BYTES) -> None:
+    def __init__(self, request: int) -> None:
         self.request = request
         self.is_over = False
         """The server said its last word about this request."""
         self.frames = 0
         """What that word counted."""
-        self._window = Window(window_bytes)
-
-    def open(self) -> int:
-        """Return the first credit, to be sent with the request."""
-        return self._window.open()
 
     def take(self, word: bulk.Word, payload: Payload | None) -> bulk.Part | None:
         """Take a message; return it if it is a part.
@@ -105,22 +96,17 @@ class BulkPieces:
             return None
         if isinstance(word, bulk.Failed):
             self.is_over = True
-            raise bulk.unpack_failure(b"" if payload is None else _here(payload).tobytes())
+            raise bulk.unpack_failure(b"" if payload is None else here(payload).tobytes())
         if isinstance(word, bulk.Done):
             self.is_over, self.frames = True, word.frames
             return None
         if not isinstance(word, bulk.Part) or payload is None:
             raise InvalidFrameError("kind", type(word).__name__, "not an answer to a get")
-        self._window.receive(len(payload))
         return word
-
-    def credit(self, size_bytes: int) -> int:
-        """Return what to grant now that *size_bytes* of a part were dealt with, mostly 0."""
-        return self._window.consume(size_bytes)
 
 
 class BulkReading:
-    """Feed it what the server sends; it says what frame is whole and what credit to give.
+    """Feed it what the server sends; it says what frame is whole.
 
     No frame over *limit_bytes* is believed. Used by one thread.
     """
@@ -144,10 +130,6 @@ class BulkReading:
         """Whether the server said its last word about this request."""
         return self._pieces.is_over
 
-    def open(self) -> int:
-        """Return the first credit, to be sent with the request."""
-        return self._pieces.open()
-
     def take(self, word: bulk.Word, payload: Payload | None) -> Landed | None:
         """Take a message; return the frame that it made whole.
 
@@ -159,10 +141,6 @@ class BulkReading:
         if self.is_over and not was_over and self._pieces.frames != self._chunk:
             raise InvalidFrameError("frames", self._pieces.frames, f"{self._chunk} came")
         return None if part is None or payload is None else self._add(part, payload)
-
-    def credit(self, size_bytes: int) -> int:
-        """Return what to grant now that *size_bytes* of a part were dealt with, mostly 0."""
-        return self._pieces.credit(size_bytes)
 
     def _add(self, part: bulk.Part, data: Payload) -> Landed | None:
         if not part.offset:
@@ -176,7 +154,7 @@ class BulkReading:
             raise InvalidFrameError("offset", part.offset, "parts must follow each other")
         if not part.offset:
             self._frame_bytes = part.frame_bytes
-            data = _here(data)
+            data = here(data)
             self._frame = self._room(part.chunk, part.frame_bytes, data)
         coming = Here(data) if isinstance(data, np.ndarray) else data
         if isinstance(self._frame, np.ndarray):
@@ -193,7 +171,8 @@ class BulkReading:
         return None if frame is None else Landed(part.chunk, part.tier_name, frame)
 
 
-def _here(payload: Payload) -> Bytes:
+def here(payload: Payload) -> Bytes:
+    """Return a payload in memory of its own, or where it has come already."""
     if isinstance(payload, np.ndarray):
         return payload
     data = np.empty(len(payload), np.uint8)

@@ -120,7 +120,7 @@ class OpenSessionRequest(_message.Message):
     def __init__(self, representation: _Optional[_Union[Representation, _Mapping]] = ..., client: _Optional[str] = ..., tenant: _Optional[str] = ..., process: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
-    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "zmq_address", "zmq_public_key", "arena_device", "arena_bytes", "stream_address", "stream_certificate", "peers", "server_pid", "pid_namespace", "weighs")
+    __slots__ = ("server", "session_id", "key_namespace", "heartbeat_ms", "max_message_bytes", "max_frame_bytes", "max_batch_chunks", "host_id", "socket_path", "attach_token", "codecs", "arena_device", "arena_bytes", "bulk_address", "bulk_certificate", "peers", "server_pid", "pid_namespace", "weighs")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -132,12 +132,10 @@ class OpenSessionResponse(_message.Message):
     SOCKET_PATH_FIELD_NUMBER: _ClassVar[int]
     ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
-    ZMQ_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    ZMQ_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     ARENA_DEVICE_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    STREAM_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    BULK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BULK_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SERVER_PID_FIELD_NUMBER: _ClassVar[int]
     PID_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -153,17 +151,15 @@ class OpenSessionResponse(_message.Message):
     socket_path: str
     attach_token: bytes
     codecs: _containers.RepeatedScalarFieldContainer[str]
-    zmq_address: str
-    zmq_public_key: bytes
     arena_device: str
     arena_bytes: int
-    stream_address: str
-    stream_certificate: bytes
+    bulk_address: str
+    bulk_certificate: bytes
     peers: _containers.RepeatedScalarFieldContainer[int]
     server_pid: int
     pid_namespace: int
     weighs: bool
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., server_pid: _Optional[int] = ..., pid_namespace: _Optional[int] = ..., weighs: bool = ...) -> None: ...
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., host_id: _Optional[str] = ..., socket_path: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., codecs: _Optional[_Iterable[str]] = ..., arena_device: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., bulk_address: _Optional[str] = ..., bulk_certificate: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., server_pid: _Optional[int] = ..., pid_namespace: _Optional[int] = ..., weighs: bool = ...) -> None: ...
 
 class OpenPeerRequest(_message.Message):
     __slots__ = ("node_id",)
@@ -172,28 +168,24 @@ class OpenPeerRequest(_message.Message):
     def __init__(self, node_id: _Optional[str] = ...) -> None: ...
 
 class OpenPeerResponse(_message.Message):
-    __slots__ = ("server", "session_id", "attach_token", "heartbeat_ms", "max_frame_bytes", "max_batch_chunks", "zmq_address", "zmq_public_key", "stream_address", "stream_certificate")
+    __slots__ = ("server", "session_id", "attach_token", "heartbeat_ms", "max_frame_bytes", "max_batch_chunks", "bulk_address", "bulk_certificate")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    ZMQ_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    ZMQ_PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
-    STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    STREAM_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    BULK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BULK_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     server: Server
     session_id: int
     attach_token: bytes
     heartbeat_ms: int
     max_frame_bytes: int
     max_batch_chunks: int
-    zmq_address: str
-    zmq_public_key: bytes
-    stream_address: str
-    stream_certificate: bytes
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., attach_token: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., zmq_address: _Optional[str] = ..., zmq_public_key: _Optional[bytes] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ...) -> None: ...
+    bulk_address: str
+    bulk_certificate: bytes
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., session_id: _Optional[int] = ..., attach_token: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_batch_chunks: _Optional[int] = ..., bulk_address: _Optional[str] = ..., bulk_certificate: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("session_id", "counts")
@@ -433,22 +425,22 @@ class LendPeerRequest(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class LendPeerResponse(_message.Message):
-    __slots__ = ("server", "stream_address", "stream_certificate", "session_id", "until_s", "token", "valid_ms")
+    __slots__ = ("server", "bulk_address", "bulk_certificate", "session_id", "until_s", "token", "valid_ms")
     SERVER_FIELD_NUMBER: _ClassVar[int]
-    STREAM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    STREAM_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    BULK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BULK_CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     UNTIL_S_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     VALID_MS_FIELD_NUMBER: _ClassVar[int]
     server: Server
-    stream_address: str
-    stream_certificate: bytes
+    bulk_address: str
+    bulk_certificate: bytes
     session_id: int
     until_s: int
     token: bytes
     valid_ms: int
-    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., stream_address: _Optional[str] = ..., stream_certificate: _Optional[bytes] = ..., session_id: _Optional[int] = ..., until_s: _Optional[int] = ..., token: _Optional[bytes] = ..., valid_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., bulk_address: _Optional[str] = ..., bulk_certificate: _Optional[bytes] = ..., session_id: _Optional[int] = ..., until_s: _Optional[int] = ..., token: _Optional[bytes] = ..., valid_ms: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "lease_ids", "hints")
@@ -916,16 +908,16 @@ class Directory(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., standing: _Optional[str] = ..., failure: _Optional[str] = ..., announced: _Optional[int] = ..., waiting: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[DirectoryNode, _Mapping]]] = ...) -> None: ...
 
 class DirectoryNode(_message.Message):
-    __slots__ = ("node_id", "incarnation", "grpc_address", "zmq_address")
+    __slots__ = ("node_id", "incarnation", "grpc_address", "bulk_address")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    ZMQ_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BULK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: int
     grpc_address: str
-    zmq_address: str
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., grpc_address: _Optional[str] = ..., zmq_address: _Optional[str] = ...) -> None: ...
+    bulk_address: str
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., grpc_address: _Optional[str] = ..., bulk_address: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms",)

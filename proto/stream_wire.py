@@ -1,7 +1,6 @@
 """A StreamWire: the words of the bulk channel over one TCP connection, in plain text or TLS.
 
-What ZeroMQ does for the other words costs a copy and a thread at each end. Whole frames go from
-memory to memory here, and the kernel's buffers are their credit.
+Frames go from memory to memory; what the kernel's buffers do not take is not sent.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
 
 MAX_HEADER_BYTES = 256
-MAX_REASON_BYTES = 1 << 16
-"""Of a payload that is no part of a frame."""
 MAX_PIECES = 512
 """Of one message: the kernel takes twice as many at once."""
 STEP_BYTES = 1 << 16
@@ -156,12 +153,7 @@ class StreamWire:
         return word_of(self._head[:size])
 
     def take(self, size_bytes: int) -> bytes:
-        """Return so many bytes of a payload that is no part of a frame.
-
-        Raises InvalidRequestError when they are too many.
-        """
-        if size_bytes > MAX_REASON_BYTES:
-            raise InvalidRequestError("payload", size_bytes, f"at most {MAX_REASON_BYTES} bytes")
+        """Return so many bytes of a payload that is no part of a frame: its word bounds them."""
         data = bytearray(size_bytes)
         self.fill(memoryview(data))
         return bytes(data)

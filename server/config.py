@@ -88,7 +88,9 @@ def _disk_path() -> Path:
 
 
 def _keys_path() -> Path:
-    return _user_folder("XDG_STATE_HOME", os.path.expanduser("~/.local/state")) / "kvstore" / "zmq"
+    return (
+        _user_folder("XDG_STATE_HOME", os.path.expanduser("~/.local/state")) / "kvstore" / "events"
+    )
 
 
 def _socket_path() -> str:
@@ -192,13 +194,15 @@ class ServerConfig(
         validate_default=True,
         description="Unix socket of the shared-memory path; {port} becomes the bound port; or off",
     )
-    zmq: BulkEndpoint = Field(
-        default="off", description="address of the bulk channel for other hosts, ipc:PATH, or off"
+    bulk: BulkEndpoint = Field(
+        default="off",
+        description="address of the bulk channel, over which clients of other hosts and other"
+        " servers read and write chunks, or off",
     )
-    zmq_keys: Annotated[Path, AfterValidator(absolute), "PATH"] = Field(
+    events_keys: Annotated[Path, AfterValidator(absolute), "PATH"] = Field(
         default_factory=_keys_path,
-        description="folder of the bulk channel's keys, made at the first start; loopback and ipc"
-        " go without",
+        description="folder of the key of published events, made at the first start with"
+        " --events-readers",
     )
     http: Endpoint = Field(default="off", description="address of the metrics page, or off")
 

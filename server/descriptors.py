@@ -17,7 +17,9 @@ LEAST = 16
 GRPC_SHARE = 2
 """One of so many that are left may be a connection of gRPC."""
 SOCKET_SHARE = 4
-"""The same of the Unix socket. The bulk channel has an eighth of all."""
+"""The same of the Unix socket."""
+BULK_SHARE = 8
+"""The same of the bulk channel."""
 PER_SESSION = 12
 """So many for each session let it have three at the socket, two of them for its memory."""
 

@@ -11,7 +11,7 @@ from kvstore.server.metrics import Gauge
 from kvstore.server.policy.partitions import Quota
 from kvstore.server.policy_report import PartitionUse, PolicyReport
 
-if TYPE_CHECKING:  # its file loads zmq
+if TYPE_CHECKING:
     from kvstore.server.cluster.peer_tier import PeerTier
 
 SHOWN_GATES = 64

@@ -98,9 +98,7 @@ COUNTERS: Mapping[str, str] = {
     "peer_served_bytes": "frame bytes that other servers were sent",
     "peer_refused_requests": "requests of other servers refused, as their most were at work",
     "read_throughs": "gets served past a full CPU tier",
-    "bulk_ignored_messages": "messages over zmq from peers that named no session",
-    "bulk_invalid_messages": "messages over zmq that were none of ours",
-    "zmq_refused_connections": "connections over zmq hung up on, as there were too many",
+    "zmq_refused_connections": "readers of events hung up on, as there were too many",
 }
 """Counter names and what they count; exported as ``kvstore_<name>_total``."""
 

@@ -24,7 +24,7 @@ from kvstore.server.cluster.directory_start import open_directory
 from kvstore.server.cluster.peer_start import Me, desk_limits, ready_peers
 from kvstore.server.config import ServerConfig
 from kvstore.server.dataplane import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
-from kvstore.server.descriptors import SOCKET_SHARE, check_enough, share_of, taken
+from kvstore.server.descriptors import BULK_SHARE, SOCKET_SHARE, check_enough, share_of, taken
 from kvstore.server.events.event_start import NodeEvents
 from kvstore.server.history_keeper import HistoryKeeper
 from kvstore.server.known_models import KnownModels
@@ -32,7 +32,7 @@ from kvstore.server.local_calls import LocalCalls
 from kvstore.server.manager_start import build_manager
 from kvstore.server.metrics import Counters
 from kvstore.server.rpc.checks import Checks, ServiceLimits
-from kvstore.server.rpc.grpc_start import REQUESTS_PER_WORKER, bind, bind_health
+from kvstore.server.rpc.grpc_start import bind, bind_health
 from kvstore.server.rpc.health import Health
 from kvstore.server.rpc.overload import Overload
 from kvstore.server.rpc.request_scope import RequestScope
@@ -45,7 +45,7 @@ from kvstore.server.web.dashboard_view import Subject
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
     from kvstore.server.bulk.stream_plane import StreamPlane
-    from kvstore.server.bulk.zmq_plane import ZmqPlane
+    from kvstore.server.bulk.stream_start import BulkAt
     from kvstore.server.device_puts import DevicePuts
     from kvstore.server.web.http_start import HttpPort
 
@@ -108,16 +108,12 @@ class Node:
             config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
         checks = Checks(limits, clock)
-        self.streams: StreamPlane | None = None
-        self._streams_at = ("", b"")
         self.device_puts = self._open_device_puts()
-        self.bulk = self._open_bulk(checks)
-        bulk_terms = (self.bulk.address, self.bulk.public_key) if self.bulk else ("", b"")
-        identity = Identity(
-            _new_id(), kvstore.__version__, host_id(), clock(), *bulk_terms, *self._streams_at
-        )
+        self.bulk: StreamPlane | None = None
+        bulk_at = self._open_bulk(checks)
+        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk_at)
         self.directory = open_directory(
-            config, identity.boot_id, self.port, bulk_terms[0], self.counters, clock
+            config, identity.boot_id, self.port, identity.bulk_address, self.counters, clock
         )
         if self.directory is not None:
             self._closers.append(self.directory.close)
@@ -237,32 +233,20 @@ class Node:
             return arena, os.fstat(arena).st_size
         return transfers.cpu_tier.slab_file(slab_id, tenant), transfers.cpu_tier.slab_bytes
 
-    def _open_bulk(self, checks: Checks) -> ZmqPlane | None:
+    def _open_bulk(self, checks: Checks) -> BulkAt | tuple[()]:
         config = self._config
-        if config.zmq == "off":
-            return None
+        if config.bulk == "off":
+            return ()
         from kvstore.server.bulk.bulk_service import BulkService
+        from kvstore.server.bulk.stream_answers import MAX_STREAMS
         from kvstore.server.bulk.stream_start import open_streams
-        from kvstore.server.bulk.zmq_connections import most_links
-        from kvstore.server.bulk.zmq_keys import load_keys
-        from kvstore.server.bulk.zmq_plane import BulkLimits, ZmqPlane
-        from kvstore.server.bulk.zmq_socket import is_private
 
-        keys = None if is_private(config.zmq) else load_keys(config.zmq_keys)
         service = BulkService(self.manager, self.sessions, checks, desk_limits(config))
         service.tracing = self._tracing
-        links = most_links(config.max_sessions)
-        limits = BulkLimits(config.workers, REQUESTS_PER_WORKER * config.workers, links)
-        door = self.trust.doorkeeper.door
-        plane = ZmqPlane(config.zmq, keys, self.sessions, service, limits, door)
-        self._closers.append(plane.close)
-        opened = open_streams(
-            config, service, self.sessions, door, self._clock, is_encrypted=keys is not None
-        )
-        if opened is not None:
-            self.streams, self._streams_at = opened
-            self._closers.append(self.streams.close)
-        return plane
+        door, most = self.trust.doorkeeper.door, share_of(BULK_SHARE, self._taken, MAX_STREAMS)
+        self.bulk, where = open_streams(config, service, self.sessions, door, self._clock, most)
+        self._closers.append(self.bulk.close)
+        return where
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
         shelf = self.manager.transfers.filed
@@ -317,7 +301,6 @@ class Node:
         """Whether every thread the node depends on lives."""
         plane = self.data_plane
         is_bulk_alive = self.bulk is None or self.bulk.is_alive()
-        is_bulk_alive &= self.streams is None or self.streams.is_alive()
         is_publishing = is_bulk_alive and self.events.is_alive()
         return self.manager.is_alive() and is_publishing and (plane is None or plane.is_alive())
 

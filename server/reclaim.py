@@ -33,7 +33,7 @@ from kvstore.server.shelf import Room, Shelf
 from kvstore.tiers.base import PeerPlace, Reservation
 from kvstore.tiers.cpu import CpuTier
 
-if TYPE_CHECKING:  # their files load zmq and torch
+if TYPE_CHECKING:  # one of their files loads torch
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.tiers.gpu import GpuTier
 

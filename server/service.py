@@ -58,10 +58,8 @@ class Identity:
     version: str
     host_id: str
     started_at: float
-    zmq_address: str = ""
-    zmq_public_key: bytes = b""
-    stream_address: str = ""
-    stream_certificate: bytes = b""
+    bulk_address: str = ""
+    bulk_certificate: bytes = b""
 
 
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
@@ -130,11 +128,9 @@ class KVStoreService(
             max_batch_chunks=self._checks.limits.max_batch_chunks,
             host_id=self._identity.host_id if plane else "",
             socket_path=str(plane.path) if plane else "",
-            attach_token=session.attach_token if plane or self._identity.zmq_address else b"",
-            zmq_address=self._identity.zmq_address,
-            zmq_public_key=self._identity.zmq_public_key,
-            stream_address=self._identity.stream_address,
-            stream_certificate=self._identity.stream_certificate,
+            attach_token=session.attach_token if plane or self._identity.bulk_address else b"",
+            bulk_address=self._identity.bulk_address,
+            bulk_certificate=self._identity.bulk_certificate,
             codecs=list(CODECS),
             arena_device=gpu.device.identity if gpu and plane else "",
             arena_bytes=gpu.capacity_bytes if gpu and plane else 0,

@@ -1,20 +1,23 @@
-"""A peer of a server under test that answers as it likes: a ROUTER socket in a thread."""
+"""A peer of a server under test that answers as it likes: a listener, and a thread a stream."""
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
-
-import zmq
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.bulk import Attach, Attached, Done, Failed, Find, Get, Part
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.peer_words import pack_found, unpack_wanted
+from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.peer_dial import LetIn
-from kvstore.server.cluster.peer_link import PeerTerms
+from kvstore.server.cluster.stream_link import PeerTerms
 
 Message = tuple[bulk.Word, bytes | None]
 Lie = Callable[[Message], list[Message]]
@@ -30,13 +33,11 @@ class FakePeer:
         self.dials = 0
         self._frames = dict(frames)
         self._infos = {key: parse_header(frame).info() for key, frame in frames.items()}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.linger = 0
-        self._port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fake-peer")
-        self._thread.start()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port = self._listener.getsockname()[1]
+        self._wires: list[StreamWire] = []
+        self._threads = [threading.Thread(target=self._run, name="fake-peer")]
+        self._threads[0].start()
 
     def dial(self, address: str, node_id: str, within_s: float) -> LetIn:
         """Let anybody in."""
@@ -45,16 +46,26 @@ class FakePeer:
         return LetIn(1, PeerTerms(where, b"", 7, bytes(16), 60_000, 1 << 28, 4096))
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            if not self._router.poll(20):
-                continue
-            identity, *frames = self._router.recv_multipart()
-            payload = frames[1] if len(frames) == 2 else None
-            word = bulk.unpack(frames[0], None if payload is None else len(payload))
-            for answer in self._answers(word, payload or b""):
-                for header, data in self.lie(answer):
-                    parts = [identity, bulk.pack(header), *([] if data is None else [data])]
-                    self._router.send_multipart(parts)
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return
+            wire = StreamWire(link, "server", time.monotonic, is_encrypted=False)
+            self._wires.append(wire)
+            self._threads.append(threading.Thread(target=self._answer, args=(wire,)))
+            self._threads[-1].start()
+
+    def _answer(self, wire: StreamWire) -> None:
+        wire.patience(3600.0, math.inf)
+        try:
+            while True:
+                word, size_bytes = wire.receive()
+                for answer in self._answers(word, wire.take(size_bytes)):
+                    for header, data in self.lie(answer):
+                        wire.send(header, data)
+        except KVStoreError:
+            wire.close()
 
     def _answers(self, word: bulk.Word, payload: bytes) -> list[Message]:
         if isinstance(word, Attach):
@@ -64,29 +75,33 @@ class FakePeer:
             keys = unpack_wanted(payload, 4096)
             return [(Done(word.request, 0), pack_found(map(self._infos.get, keys)))]
         if isinstance(word, Get):
-            return self._frame(word, payload)
+            return self._read(word, payload)
         return []
 
-    def _frame(self, word: Get, payload: bytes) -> list[Message]:
-        wanted, (span,) = bulk.unpack_ranges(payload)
-        (key,) = unpack_wanted(wanted, 1)
-        frame = self._frames.get(key)
-        if frame is None:
-            return [(Done(word.request, 0), b"")]
-        data, size = frame[span.start : span.stop].tobytes(), len(frame)
-        at = range(0, len(data), bulk.MAX_PAYLOAD_BYTES)
+    def _read(self, word: Get, payload: bytes) -> list[Message]:
+        wanted, spans = bulk.unpack_ranges(payload)
+        keys = unpack_wanted(wanted, 4096)
         found: list[Message] = []
-        for start in at:
-            part = Part(word.request, size, span.start + start, 0, bulk.tier_bytes("cpu"))
-            found.append((part, data[start : start + bulk.MAX_PAYLOAD_BYTES]))
-        return [*found, (Done(word.request, 1), b"")]
+        for number, first, stop in spans:
+            frame = self._frames.get(keys[number])
+            if frame is None:
+                return [*found, (Done(word.request, number), b"")]
+            data, size = frame[first:stop].tobytes(), len(frame)
+            for start in range(0, len(data), bulk.MAX_PAYLOAD_BYTES):
+                at = first + start
+                part = Part(word.request, size, at, number, bulk.tier_bytes("cpu"))
+                found.append((part, data[start : start + bulk.MAX_PAYLOAD_BYTES]))
+        return [*found, (Done(word.request, len(spans)), b"")]
 
     def close(self) -> None:
-        """End the thread and the socket."""
-        self._stopping.set()
-        self._thread.join()
-        self._router.close(0)
-        self._context.term()
+        """Hang up on all, and end the threads."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for wire in self._wires:
+            wire.hang_up()
+        for thread in self._threads[1:]:
+            thread.join()
 
 
 def is_part(message: Message) -> bool:

@@ -102,12 +102,6 @@ class Both:
         self.client = Client(address, SMALL, options(transport))
         self.other = AsyncClient(address, SMALL, options(transport))
         self.round_trip(range(1))
-        if transport == "zmq":  # what it says over TCP begins once that is connected
-            streams: Any = [c._connected() for c in (self.client, self.other.sync)]
-            until = time.monotonic() + STARTED_S
-            while not all(one._streams.is_ready for one in streams):
-                assert time.monotonic() < until
-                time.sleep(0.01)
 
     def round_trip(self, seeds: Sequence[int]) -> list[str]:
         """Put, look up and get the prompts of *seeds*; return what went wrong."""

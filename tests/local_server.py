@@ -14,7 +14,6 @@ from prompts import SMALL
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.options import TransportName
-from kvstore.client.zmq_transport import ZmqTransport
 from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto import kvstore_pb2 as pb
@@ -40,13 +39,6 @@ def eventually(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.01)
     return True
-
-
-def wait_for_stream(client: Client) -> None:
-    """A zmq client dials one beside its first calls, which go through ZeroMQ until it is there."""
-    transport = client._connected()
-    assert isinstance(transport, ZmqTransport)
-    assert eventually(lambda: transport._streams.is_ready)
 
 
 @lru_cache(maxsize=16)

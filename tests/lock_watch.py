@@ -58,9 +58,9 @@ def load(folder: Path) -> None:
     from local_server import LocalServer
     from prompts import chunks_of, keys_of
 
-    sizes = ("--cpu", "4MiB", "--disk", f"8MiB:{folder / 'disk'}", "--zmq", "127.0.0.1:0")
+    sizes = ("--cpu", "4MiB", "--disk", f"8MiB:{folder / 'disk'}", "--bulk", "127.0.0.1:0")
     server = LocalServer(folder, *sizes, "--tenant-quotas", "default=512KiB")
-    clients = [server.connect(name) for name in ("grpc", "shm", "zmq")]
+    clients = [server.connect(name) for name in ("grpc", "shm", "tcp")]
 
     def work(number: int) -> None:
         client = clients[number % len(clients)]

@@ -107,7 +107,7 @@ OWN_DEFAULTS = {
     "cpu_slab_bytes": "from `--cpu`",
     "disk": "4GiB:~/.cache/kvstore/disk",
     "socket_path": "/tmp/kvstore-UID/{port}.sock",
-    "zmq_keys": "~/.local/state/kvstore/zmq",
+    "events_keys": "~/.local/state/kvstore/events",
 }
 """Defaults that depend on the machine or on other settings, as the page writes them."""
 

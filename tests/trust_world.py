@@ -37,7 +37,7 @@ class World:
         self.reader, self.admin = self.ring.make("acme", "read"), self.ring.make("ops", "admin")
         self.server = LocalServer(
             folder, "--tls-cert", str(self.cert), "--tls-key", str(self.key),
-            "--auth-keys", str(self.ring.path), "--zmq", "127.0.0.1:0", *flags,
+            "--auth-keys", str(self.ring.path), "--bulk", "127.0.0.1:0", *flags,
         )  # fmt: skip
         self._open: list[Client | Connection] = []
 

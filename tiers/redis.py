@@ -29,7 +29,6 @@ from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.redis_chunks import (
-    DEFAULT_PREFIX,
     MAX_PART_BYTES,
     MAX_PARTS,
     MIN_PART_BYTES,
@@ -40,6 +39,7 @@ from kvstore.tiers.redis_chunks import (
 )
 from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, NodeDown, RedisClient
 from kvstore.tiers.redis_health import check_health
+from kvstore.tiers.redis_url import DEFAULT_PREFIX
 
 logger = structlog.get_logger(__name__)
 

@@ -44,8 +44,6 @@ MAX_PARTS = 1024
 
 _FIXED = struct.Struct("<B3xIIQ8s")
 _CHECKSUM = struct.Struct("<Q")
-DEFAULT_PREFIX = "kvs:1:"
-"""What all names begin with, unless the operator says otherwise."""
 _PREFIX = re.compile(r"[A-Za-z0-9:_.-]{1,64}")
 
 

@@ -15,6 +15,8 @@ HostPort = tuple[str, int]
 
 MAX_HOSTS = 64
 """Hosts in one URL."""
+DEFAULT_PREFIX = "kvs:1:"
+"""What all names begin with, unless the operator says otherwise."""
 
 _MODES: dict[str, Mode] = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
 _PORTS: dict[Mode, int] = {"single": 6379, "sentinel": 26379, "cluster": 6379}

@@ -1,1 +1,1 @@
-"""Whole frames over zmq and TCP streams: who connects there, and what is asked of the manager."""
+"""Frames over TCP streams: who connects there, and what is asked of the manager."""

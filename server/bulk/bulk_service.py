@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from itertools import groupby
 from operator import attrgetter
@@ -13,8 +13,8 @@ from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.bulk.bulk_work import GetWork, Piece, PutWork
-from kvstore.server.cluster.peer_desk import DeskLimits, PeerDesk, Sending
+from kvstore.server.bulk.stream_work import Piece, StreamWork
+from kvstore.server.cluster.peer_desk import DeskLimits, PeerDesk
 from kvstore.server.intake import PutResult
 from kvstore.server.manager import TierManager
 from kvstore.server.rpc.checks import Checks, fidelity
@@ -46,14 +46,6 @@ class BulkService:
         self._own_gets = 0
         self._lock = threading.Lock()  # guards that
 
-    def count(self, name: str) -> None:
-        """Count one of *name*."""
-        self._manager.counters.add(name)
-
-    def new_get(self, session: Session, word: bulk.Get, wake: Callable[[], None]) -> GetWork:
-        """Return a get about to run. Raises InvalidRequestError."""
-        return GetWork(session, word, self.checked(word), self._checks.clock, wake)
-
     def checked(self, word: bulk.Get) -> float:
         """Return the deadline of a get. Raises InvalidRequestError."""
         known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
@@ -64,22 +56,13 @@ class BulkService:
         _check_flags(word.flags, known)
         return self._checks.deadline(word.deadline_ms)
 
-    def new_put(self, session: Session, word: bulk.Put) -> PutWork:
-        """Return a put about to run. Raises InvalidRequestError."""
-        return PutWork(session, word, self.checked_put(word), self._checks.clock)
-
     def checked_put(self, word: bulk.Put) -> float:
         """Return the deadline of a put. Raises InvalidRequestError."""
         _check_flags(word.flags, bulk.DURABLE)
         return self._checks.deadline(word.deadline_ms)
 
-    def find(self, word: bulk.Find, wanted: bytes) -> bytes:
-        """Return the answer to a peer's find. Raises InvalidRequestError."""
-        self._sessions.get(word.session_id)  # which is heard of
-        return self.desk.find(wanted)
-
-    def get(self, work: Sending, digests: bytes) -> None:
-        """Offer the frames of *digests*, in order, up to the first missing or late one, or layers.
+    def get(self, work: StreamWork, digests: bytes) -> None:
+        """Send the frames of *digests*, in order, up to the first missing or late one, or layers.
 
         With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
         ``unpack_skipped`` parse. Return once their memory is in use no more, or the deadline is
@@ -106,9 +89,9 @@ class BulkService:
         return self._own_gets > 0
 
     def _traced(self, method: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.tracing is None else self.tracing.call(method, "zmq")
+        return nullcontext() if self.tracing is None else self.tracing.call(method, "tcp")
 
-    def _get(self, session: Session, work: Sending, digests: bytes) -> None:
+    def _get(self, session: Session, work: StreamWork, digests: bytes) -> None:
         ranges: list[bulk.Range] = []
         if work.word.flags & bulk.RANGES:
             digests, ranges = bulk.unpack_ranges(digests)
@@ -134,7 +117,6 @@ class BulkService:
                 for piece in found:
                     if not work.offer(piece):
                         break
-            work.settle()
         finally:
             if not work.word.lease_id:
                 self._manager.release(session, lease_id)
@@ -143,7 +125,7 @@ class BulkService:
         self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
     ) -> Generator[Piece, None, None]:
         for one in self._manager.gets.get(session, keys, deadline, least=least):
-            yield Piece(one.index, one.tier, len(one.frame), 0, one.frame, one.place is None)
+            yield Piece(one.index, one.tier, len(one.frame), 0, one.frame)
 
     def _layers(self, layered: LayeredGet) -> Generator[Piece, None, None]:
         for part in layered.parts():
@@ -167,24 +149,13 @@ class BulkService:
                 for span, data in zip(spans, stored.data, strict=True):
                     if len(data):
                         size = stored.frame_bytes
-                        yield Piece(index, stored.tier, size, span.start, data, stored.is_loose)
+                        yield Piece(index, stored.tier, size, span.start, data)
 
-    def put(self, work: PutWork, grant: Callable[[int], None]) -> list[PutResult]:
-        """Store the frames of *work* and return what became of each; *grant* sends credit.
+    def put(self, put: StreamPut) -> list[PutResult]:
+        """Store the frames of *put*, received where they stay; return what became of each.
 
         Raises as ``PutStream`` does; frames before a bad one stay stored.
         """
-        with self._putting(work.word) as stream:
-            for part, data in work.parts():
-                session = self._next(stream, part, work.word)
-                stream.take(session, 0 if part.offset else part.frame_bytes, data)
-                credit_bytes = work.consume(len(data))
-                if credit_bytes:
-                    grant(credit_bytes)
-            return stream.finish()
-
-    def put_over(self, put: StreamPut) -> list[PutResult]:
-        """Do the same of a put whose parts are received where they stay. Raises as ``put``."""
         with self._putting(put.word) as stream:
             for word, size_bytes in put.words():
                 if isinstance(word, bulk.Hint):

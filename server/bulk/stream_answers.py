@@ -1,4 +1,6 @@
-"""StreamAnswers: what is asked over a stream: gets of servers and clients, and puts of clients."""
+"""StreamAnswers: what is asked over a stream: gets of servers and clients, puts of clients, and
+what another server finds here.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.bulk_service import BulkService
 from kvstore.server.bulk.stream_put import StreamPut
-from kvstore.server.bulk.stream_work import SILENCE_S, StreamWork
-from kvstore.server.bulk.zmq_peer import METHODS
+from kvstore.server.bulk.stream_work import StreamWork
 from kvstore.server.sessions import Session, SessionTable
 from kvstore.server.trust.doorkeeper import Door
 
@@ -28,6 +29,10 @@ GUEST_GET_S = 60.0
 REFUSED_S = 2.0
 """For who was refused in the midst of a put to hear of it; what it sent meanwhile is dropped."""
 REFUSED_BYTES = 64 << 20
+MAX_STREAMS = 1024
+"""And an eighth of the descriptors that are left, at most."""
+METHODS: dict[type[bulk.Word], str] = {bulk.Get: "Get", bulk.Find: "Lookup", bulk.Put: "Put"}
+"""What of the service each word that asks is of, in the audit log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +57,8 @@ class Caller:
 @dataclass(frozen=True, slots=True)
 class StreamTerms:
     """Who is let in and what is done for them. ``pause`` is called between parts of a frame for
-    another server; ``threads`` answer those, ``client_threads`` clients.
+    another server; ``threads`` answer those, ``client_threads`` clients. ``most_streams`` are
+    open at once.
     """
 
     sessions: SessionTable
@@ -62,6 +68,7 @@ class StreamTerms:
     client_threads: int
     clock: Callable[[], float]
     pause: Callable[[], None]
+    most_streams: int = MAX_STREAMS
 
 
 class StreamAnswers:
@@ -110,16 +117,13 @@ class StreamAnswers:
         if work.is_broken:
             raise TierUnavailableError("peer", "it did not take what it asked for")
         self.note(caller, "Get", "OK", work.frames_sent)
-        caller.wire.patience(SILENCE_S)  # whoever asked for more than came in time hears of it
+        caller.wire.patience(bulk.SILENCE_S)  # whoever asked for more than came in time hears of it
         caller.wire.send(bulk.Done(word.request, work.frames_sent), b"")
 
     def _send_to_peer(self, work: StreamWork, payload: bytes) -> None:
         desk = self._terms.service.desk
-        desk.enter(work.word)
-        try:
+        with desk.admitted(work.word):
             desk.get(work, payload)
-        finally:
-            desk.leave(work.word)
 
     def _send_to_guest(
         self, caller: Caller, guest: bulk.Guest, work: StreamWork, payload: bytes
@@ -131,6 +135,22 @@ class StreamAnswers:
             raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
         self._terms.service.desk.get(work, payload)
 
+    def find(self, caller: Caller, word: bulk.Find, payload: bytes) -> None:
+        """Answer another server, which asks what is in memory."""
+        if caller.guest is not None or not caller.session.is_peer:
+            raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
+        desk = self._terms.service.desk
+        try:
+            self._terms.door.admit(self._session(caller, word), "OpenPeer")
+            with desk.admitted(word):
+                found = desk.find(payload)
+        except KVStoreError as error:
+            self._refuse(caller, word, error)
+            return
+        self.note(caller, "Lookup", "OK", 0)
+        caller.wire.patience(bulk.SILENCE_S)
+        caller.wire.send(bulk.Done(word.request, 0), found)
+
     def take(self, caller: Caller, word: bulk.Put) -> None:
         """Answer a put: have its frames sent, and store them."""
         if caller.guest is not None or caller.session.is_peer:
@@ -141,7 +161,7 @@ class StreamAnswers:
             session = self._session(caller, word)
             terms.door.admit(session, "Put")
             put = StreamPut(caller.wire, word, terms.service.checked_put(word))
-            results = terms.service.put_over(put)
+            results = terms.service.put(put)
         except KVStoreError as error:
             if put is None or not put.has_begun:
                 self._refuse(caller, word, error)
@@ -155,18 +175,18 @@ class StreamAnswers:
         payload = bulk.pack_outcomes(
             bytes(result.outcome for result in results), [result.reason for result in results]
         )
-        caller.wire.patience(SILENCE_S)
+        caller.wire.patience(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, len(results)), payload)
 
-    def _session(self, caller: Caller, word: bulk.Get | bulk.Put) -> Session:
+    def _session(self, caller: Caller, word: bulk.Get | bulk.Put | bulk.Find) -> Session:
         session = self._terms.sessions.get(caller.session.session_id)
         if word.session_id != session.session_id:
             raise UnauthenticatedError("session_id: ask on the connection of your session")
         return session
 
-    def _refuse(self, caller: Caller, word: bulk.Get | bulk.Put, error: KVStoreError) -> None:
+    def _refuse(self, caller: Caller, word: bulk.Word, error: KVStoreError) -> None:
         self.note(caller, METHODS[type(word)], type(error).__name__, 0)
-        caller.wire.patience(SILENCE_S)
+        caller.wire.patience(bulk.SILENCE_S)
         refuse(caller.wire, word, error)
 
 

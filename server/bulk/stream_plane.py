@@ -1,5 +1,5 @@
-"""StreamPlane: TCP connections over which other servers read this one's memory, and clients get and
-put whole frames.
+"""StreamPlane: the bulk channel, TCP connections over which other servers read this one's memory,
+and clients get and put frames.
 
 One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
 connection it is has threads of his own to be slow with, and so have clients, those of other
@@ -28,10 +28,14 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.guest_token import is_genuine
 from kvstore.proto.stream_wire import StreamWire
-from kvstore.server.bulk.stream_answers import Caller, StreamAnswers, StreamTerms, refuse
+from kvstore.server.bulk.stream_answers import (
+    METHODS,
+    Caller,
+    StreamAnswers,
+    StreamTerms,
+    refuse,
+)
 from kvstore.server.bulk.stream_hello import Stranger, least_welcome
-from kvstore.server.bulk.stream_work import SILENCE_S
-from kvstore.server.bulk.zmq_peer import METHODS
 from kvstore.server.interceptors import known_errors
 from kvstore.server.sessions import Session
 
@@ -43,9 +47,8 @@ HELLO_S = 4.0
 MAX_STRANGERS = 64
 """Connections that have not said whose they are. For one more the first of those goes that came
 from the address with the most: none keeps the others out."""
-MAX_STREAMS = 1024
 MAX_CLIENT_STREAMS = 512
-"""Of them those of clients, so that other servers find room."""
+"""And half of all at most, so that other servers find room."""
 STREAMS_PER_SESSION = 16
 GUEST_STREAMS_PER_SESSION = 128
 """Of the clients of one other server, all together."""
@@ -151,7 +154,7 @@ class StreamPlane:
     def _serve_client(self, stream: Caller) -> None:
         """Hang up when all threads are at work: who is slow to take or to send keeps them so.
 
-        The client asks through the bulk channel then, where nobody waits for another.
+        The client asks over gRPC then.
         """
         with self._lock:
             is_full = self._clients_served >= self._terms.client_threads
@@ -181,7 +184,9 @@ class StreamPlane:
             return
         with self._lock:
             known = len(self._strangers)
-            is_full = known >= MAX_STRANGERS or known + len(self._streams) >= MAX_STREAMS
+            is_full = (
+                known >= MAX_STRANGERS or known + len(self._streams) >= self._terms.most_streams
+            )
             if not is_full:
                 self._strangers.add(stranger)
         if is_full:
@@ -262,9 +267,10 @@ class StreamPlane:
             alike = [one for one in self._streams if one.session is session]
             if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
                 raise QuotaExceededError("streams_per_session", most, session.client)
-            is_full = sum(one.is_client for one in self._streams) >= MAX_CLIENT_STREAMS
+            most_clients = min(MAX_CLIENT_STREAMS, self._terms.most_streams // 2)
+            is_full = sum(one.is_client for one in self._streams) >= most_clients
             if is_full and stream.is_client:
-                raise QuotaExceededError("client_streams", MAX_CLIENT_STREAMS, session.client)
+                raise QuotaExceededError("client_streams", most_clients, session.client)
             self._streams.add(stream)
 
     def _serve(self, stream: Caller) -> None:
@@ -272,7 +278,7 @@ class StreamPlane:
         stream.is_served, is_answered = True, False
         method = METHODS[bulk.Get]
         try:
-            stream.wire.patience(SILENCE_S, self._terms.clock() + SILENCE_S)
+            stream.wire.patience(bulk.SILENCE_S, self._terms.clock() + bulk.SILENCE_S)
             word, size_bytes = stream.wire.receive()
             method = METHODS.get(type(word), method)
             with known_errors(f"stream {method}"):
@@ -297,7 +303,9 @@ class StreamPlane:
             self._answers.send(stream, word, payload)
         elif isinstance(word, bulk.Put):
             self._answers.take(stream, word)
-        else:
+        elif isinstance(word, bulk.Find):
+            self._answers.find(stream, word, payload)
+        elif not isinstance(word, bulk.Cancel):  # of a get that had ended meanwhile
             raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
 
     def _wait_again(self, one: Caller | Stranger) -> None:

@@ -14,7 +14,6 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.hints import Hints
 from kvstore.proto.stream_wire import STEP_BYTES, StreamWire
 from kvstore.proto.wire import hints_from_message
-from kvstore.server.bulk.stream_work import SILENCE_S
 from kvstore.server.rpc.put_stream import PutStream
 from kvstore.server.sessions import Session
 
@@ -31,7 +30,7 @@ class StreamPut:
         """Frames are on their way, and only the end of the stream ends them."""
         self._wire = wire
         self._room = np.empty(STEP_BYTES, np.uint8)
-        wire.patience(SILENCE_S, deadline)
+        wire.patience(bulk.SILENCE_S, deadline)
 
     def words(self) -> Iterator[tuple[bulk.Part | bulk.Hint, int]]:
         """Have frames sent, and yield their parts as they come, each with its length: ``land`` it.
@@ -39,7 +38,7 @@ class StreamPut:
         What is said of them comes before: take its ``hints``. Raises InvalidFrameError,
         InvalidRequestError, and as StreamWire does.
         """
-        self._wire.send(bulk.Credit(self.word.request, bulk.MAX_CREDIT_BYTES))
+        self._wire.send(bulk.Ready(self.word.request))
         self.has_begun = True
         frames = 0
         while True:

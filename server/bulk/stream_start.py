@@ -1,4 +1,4 @@
-"""Opens the port of streams beside the bulk channel, as the settings say."""
+"""Opens the bulk channel, as the settings say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.server.bulk.stream_answers import StreamTerms
 from kvstore.server.bulk.stream_plane import StreamPlane
 from kvstore.server.config import ServerConfig
 from kvstore.server.sessions import SessionTable
-from kvstore.server.settings.units import parse_endpoint
+from kvstore.server.settings.units import is_loopback, join_endpoint, parse_endpoint
 from kvstore.server.trust.doorkeeper import Door
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 _BACKLOG = 128
 
 
-class StreamsAt(NamedTuple):
-    """What peers are told: where streams are, and by which certificate they know them."""
+class BulkAt(NamedTuple):
+    """What clients and peers are told: where the channel is, and its certificate."""
 
     address: str = ""
     certificate: bytes = b""
@@ -37,31 +37,30 @@ def open_streams(
     sessions: SessionTable,
     door: Door,
     clock: Callable[[], float],
-    *,
-    is_encrypted: bool,
-) -> tuple[StreamPlane, StreamsAt] | None:
-    """Return the streams of a server whose bulk channel is at ``config.zmq``; None on a Unix
-    socket, which has none.
+    most_streams: int,
+) -> tuple[StreamPlane, BulkAt]:
+    """Return the channel at ``config.bulk``, in plain text where only this machine can reach it.
 
-    Raises InvalidRequestError when the port cannot be had.
+    Raises InvalidRequestError when the address cannot be had.
     """
-    if config.zmq.startswith("ipc:"):
-        return None
+    host, port = parse_endpoint(config.bulk)
     tls = None
-    if is_encrypted:
+    if not is_loopback(host):
         from kvstore.proto.stream_tls import make_tls
 
         tls = make_tls()
-    listener, address = listen(parse_endpoint(config.zmq)[0], config.peer_port)
+    listener, address = listen(host, port)
 
     def pause() -> None:
         if service.is_busy:
             time.sleep(YIELD_S)
 
     threads = config.peer_requests + 1
-    terms = StreamTerms(sessions, door, service, threads, config.workers, clock, pause)
+    terms = StreamTerms(
+        sessions, door, service, threads, config.workers, clock, pause, most_streams
+    )
     streams = StreamPlane(listener, address, tls.context if tls else None, terms)
-    return streams, StreamsAt(address, tls.certificate if tls else b"")
+    return streams, BulkAt(address, tls.certificate if tls else b"")
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -74,7 +73,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
         bound = host.replace("*", _ANY_HOST[0])
         listener = socket.create_server((bound, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        fix = f"{error.strerror}; is it taken? choose another port"
-        raise InvalidRequestError("peer_port", port, fix) from None
+        fix = f"{error.strerror}; is it taken? choose another address"
+        raise InvalidRequestError("bulk", join_endpoint(host, port), fix) from None
     named = "*" if host in _ANY_HOST else f"[{host}]" if ":" in host else host
     return listener, f"tcp://{named}:{listener.getsockname()[1]}"

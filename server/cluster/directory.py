@@ -363,7 +363,7 @@ class DirectoryReport:
                 node_id=node.node_id,
                 incarnation=node.incarnation,
                 grpc_address=node.grpc_address,
-                zmq_address=node.zmq_address,
+                bulk_address=node.bulk_address,
             )
             for node in self.nodes
         ]

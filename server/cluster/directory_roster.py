@@ -79,12 +79,12 @@ _NODE_ID = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,128}")
 class NodeAddress:
     """A node of the fleet. ``incarnation`` is another number after each of its starts.
 
-    ``grpc_address`` is host:port, ``zmq_address`` tcp://host:port, or empty without that channel.
+    ``grpc_address`` is host:port, ``bulk_address`` tcp://host:port, or empty without that channel.
     """
 
     node_id: str
     incarnation: int
-    zmq_address: str
+    bulk_address: str
     grpc_address: str
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class NodeAddress:
             )
         if not 0 < self.incarnation < 1 << 64:
             raise InvalidRequestError("incarnation", self.incarnation, "give 1 to 2^64-1")
-        for name in ("zmq_address", "grpc_address"):
+        for name in ("bulk_address", "grpc_address"):
             value = getattr(self, name)
             if len(value) > MAX_ADDRESS_CHARS or not re.fullmatch("[!-~]*", value):
                 raise InvalidRequestError(name, value, "give host:port without spaces")
@@ -108,8 +108,8 @@ class NodeAddress:
         if match is None:
             return None
         try:
-            zmq_address = "" if match[3] == "-" else match[3]
-            return cls(node_id.decode(), int(match[1]), zmq_address, match[2])
+            bulk_address = "" if match[3] == "-" else match[3]
+            return cls(node_id.decode(), int(match[1]), bulk_address, match[2])
         except (InvalidRequestError, ValueError):
             return None
 
@@ -133,7 +133,7 @@ class Roster:
         self._link = link
         self._me = me
         self._names = [b"%b{%b}:nodes" % (prefix.encode(), tag) for tag in _TAGS]
-        places = f"{me.grpc_address} {me.zmq_address or '-'}"
+        places = f"{me.grpc_address} {me.bulk_address or '-'}"
         head = [me.node_id.encode(), b"%d" % me.incarnation]
         self._row = (head[0], b"%d" % ttl_ms, head[1], places.encode(), b"%d" % MAX_NODES)
         self._leave = tuple(head)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
 
 from kvstore.proto.bulk import Guest
 from kvstore.proto.errors import (
@@ -22,31 +21,24 @@ from kvstore.proto.errors import (
 from kvstore.proto.guest_token import GUEST_S, guest_token
 from kvstore.proto.types import Namespace
 from kvstore.server.breaker import Breaker
-from kvstore.server.cluster.peer_link import PeerLink, PeerTerms
-from kvstore.server.cluster.stream_link import StreamLink
-
-if TYPE_CHECKING:
-    import zmq
+from kvstore.server.cluster.stream_link import PeerTerms, StreamLink
 
 LINKS_PER_PEER = 8
 """Requests to one peer at once; a further one is a miss there."""
 MAX_LIES = 3
 """Wrong answers or wrong bytes, or reads in a row that fail, before a peer is left alone."""
 BARRED_S = 60.0
-STREAM_WITHIN_S = 0.5
-"""For a stream to be opened; past it the bulk channel does."""
-STREAMS_AGAIN_S = 30.0
+CONNECT_S = 0.5
+"""For a stream to be opened, or less where a request has less."""
 _EWMA_WEIGHT = 0.2
-
-AnyLink = TypeVar("AnyLink", PeerLink, StreamLink)
 
 
 @dataclass(frozen=True, slots=True)
 class Lent:
     """Where a client of ours reads from a peer itself, and the word by which it is let in."""
 
-    stream_address: str
-    stream_certificate: bytes
+    address: str
+    certificate: bytes
     guest: Guest
 
 
@@ -89,19 +81,14 @@ class Peer:
         self._clock = clock
         self._terms: PeerTerms | None = None
         self._let_in_at = 0.0
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._idle: list[PeerLink] = []
-        self._idle_streams: list[StreamLink] = []
-        self._lent_streams: set[StreamLink] = set()
-        self._has_streams = False
-        self._no_streams_until = 0.0
-        self._lent = 0
+        self._idle: list[StreamLink] = []
+        self._lent: set[StreamLink] = set()
         self._lies = 0
         self._stalls = 0
         """Reads in a row that failed, though it answered questions in between."""
         self._has_answered = False
         self._barred_until = 0.0
-        # Guards the thirteen above.
+        # Guards the eight above.
         self._lock = threading.Lock()
 
     @property
@@ -131,12 +118,11 @@ class Peer:
         terms = self._terms
         return terms.heartbeat_ms / 1000 if terms is not None else 0.0
 
-    def let_in(self, terms: PeerTerms, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """It opened a session for us. The links of an earlier one are closed."""
+    def let_in(self, terms: PeerTerms) -> None:
+        """It opened a session for us. The streams of an earlier one are closed."""
         self.forget()
         with self._lock:
-            self._terms, self._context = terms, context
-            self._has_streams, self._no_streams_until = False, 0.0
+            self._terms = terms
             self._let_in_at = self._clock()
         self.heard_at = self._clock()
 
@@ -144,127 +130,65 @@ class Peer:
         """Its session is over, or it is another server by now. Idempotent."""
         with self._lock:
             self._terms = None
-            idle: list[PeerLink | StreamLink] = [*self._idle, *self._idle_streams]
-            self._idle, self._idle_streams = [], []
-            lent = list(self._lent_streams)
-        for link in idle:
-            link.close()
+            idle, self._idle = self._idle, []
+            lent = list(self._lent)
+        for stream in idle:
+            stream.close()
         for stream in lent:
             stream.hang_up()
 
     @property
-    def is_lent(self) -> bool:
-        """Whether clients of ours may read from it themselves: it is up, and has streams."""
-        return self._has_streams and self.is_up
+    def is_connected(self) -> bool:
+        """Whether a request would find a stream that nobody uses."""
+        return bool(self._idle)
 
     def let_guest(self, space: Namespace) -> Lent | None:
-        """Let a client of ours read chunks of *space*; None where there is nothing to let it to.
+        """Let a client of ours read chunks of *space*; None unless it is up.
 
         The peer hears of it from the client. Time is told from the start of our session there,
         so that the clocks of two hosts need not agree.
         """
         with self._lock:
             terms, began_at = self._terms, self._let_in_at
-        if terms is None or not self.is_lent:
+        if terms is None or not self.is_up:
             return None
         until_s = int(self._clock() - began_at) + GUEST_S
         token = guest_token(terms.token, terms.session_id, space, until_s)
         guest = Guest(0, terms.session_id, space, until_s, token)
-        return Lent(terms.stream_address, terms.stream_certificate, guest)
+        return Lent(terms.address, terms.certificate, guest)
 
     @contextmanager
-    def lend(self) -> Iterator[PeerLink]:
-        """Lend a link for one request. Raises QuotaExceededError, LeaseExpiredError."""
-        terms, context = self._borrow()
-        with self._lock:
-            link = self._idle.pop() if self._idle else PeerLink(terms, context, self._clock)
-        try:
-            yield link
-        finally:
-            self._take_back(link, self._idle)
+    def lend(self, within_s: float) -> Iterator[StreamLink]:
+        """Lend a stream for one request, connected in *within_s* seconds where none is idle.
 
-    @contextmanager
-    def lend_reader(self) -> Iterator[PeerLink | StreamLink]:
-        """Lend what one frame is read over: a stream where the peer has them and is reached.
-
-        Raises as ``lend`` does.
+        Raises QuotaExceededError, LeaseExpiredError, and as ``StreamLink.reach``.
         """
-        stream = self._stream()
-        if stream is None:
-            with self.lend() as link:
-                yield link
-            return
+        stream = self._borrow()
         try:
+            if not stream.is_open:
+                stream.reach(min(within_s, CONNECT_S))
             yield stream
         finally:
-            self._take_back(stream, self._idle_streams)
+            self._take_back(stream)
 
-    def _stream(self) -> StreamLink | None:
-        """Borrow a stream; None without one."""
-        if not self._has_streams:
-            return None
-        terms, _ = self._borrow()
+    def _borrow(self) -> StreamLink:
         with self._lock:
-            if self._idle_streams:
-                stream = self._idle_streams.pop()
-                self._lent_streams.add(stream)
-                return stream
-        return self._reached(StreamLink(terms, self._clock))
-
-    def try_streams(self) -> None:
-        """Open a stream where the peer has them and none is known to be reached, if that is due.
-
-        For the upkeep: no read waits for a port that nobody may reach.
-        """
-        terms = self._terms
-        is_told = terms is not None and bool(terms.stream_address)
-        if not is_told or self._has_streams or self._clock() < self._no_streams_until:
-            return
-        try:
-            terms, _ = self._borrow()
-            stream = self._reached(StreamLink(terms, self._clock))
-        except (QuotaExceededError, LeaseExpiredError):
-            return  # it is asked again, and let in again
-        if stream is not None:
-            self._has_streams = True
-            self._take_back(stream, self._idle_streams)
-
-    def _reached(self, stream: StreamLink) -> StreamLink | None:
-        """Return a borrowed *stream* when it is connected; else none is used for a while."""
-        with self._lock:
-            self._lent_streams.add(stream)
-        try:
-            stream.reach(STREAM_WITHIN_S)
-        except KVStoreError as error:
-            self._take_back(stream, self._idle_streams)
-            if isinstance(error, QuotaExceededError | LeaseExpiredError):
-                raise
-            with self._lock:
-                self._has_streams = False
-                self._no_streams_until = self._clock() + STREAMS_AGAIN_S
-            return None
+            if self._terms is None:
+                raise LeaseExpiredError(f"{self.address}: no session")
+            if len(self._lent) >= LINKS_PER_PEER:
+                raise QuotaExceededError("links_per_peer", LINKS_PER_PEER, self.address)
+            stream = self._idle.pop() if self._idle else StreamLink(self._terms, self._clock)
+            self._lent.add(stream)
         return stream
 
-    def _borrow(self) -> tuple[PeerTerms, zmq.Context[zmq.Socket[bytes]]]:
+    def _take_back(self, stream: StreamLink) -> None:
         with self._lock:
-            terms, context = self._terms, self._context
-            if terms is None or context is None:
-                raise LeaseExpiredError(f"{self.address}: no session")
-            if self._lent >= LINKS_PER_PEER:
-                raise QuotaExceededError("links_per_peer", LINKS_PER_PEER, self.address)
-            self._lent += 1
-        return terms, context
-
-    def _take_back(self, link: AnyLink, idle: list[AnyLink]) -> None:
-        with self._lock:
-            self._lent -= 1
-            is_kept = link.is_open and link.terms is self._terms
-            if isinstance(link, StreamLink):
-                self._lent_streams.discard(link)
+            self._lent.discard(stream)
+            is_kept = stream.is_open and stream.terms is self._terms
             if is_kept:
-                idle.append(link)
+                self._idle.append(stream)
         if not is_kept:
-            link.close()
+            stream.close()
 
     def answered(self, *, is_read: bool = False) -> None:
         """It did as it was asked."""

@@ -38,8 +38,8 @@ class PeerCalls:
     ) -> pb.OpenPeerResponse:
         """Let another server in, which may only read, on the bulk channel."""
         node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS, least=1)
-        if not self._identity.zmq_address:
-            raise InvalidRequestError("zmq", "off", "peers read through it: start with --zmq")
+        if not self._identity.bulk_address:
+            raise InvalidRequestError("bulk", "off", "peers read through it: start with --bulk")
         session = self._sessions.open_peer(node_id, principal_of(context))
         return pb.OpenPeerResponse(
             server=self._stamp,
@@ -48,10 +48,8 @@ class PeerCalls:
             heartbeat_ms=self._sessions.ttl_ms,
             max_frame_bytes=self._checks.limits.max_frame_bytes,
             max_batch_chunks=self._checks.limits.max_batch_chunks,
-            zmq_address=self._identity.zmq_address,
-            zmq_public_key=self._identity.zmq_public_key,
-            stream_address=self._identity.stream_address,
-            stream_certificate=self._identity.stream_certificate,
+            bulk_address=self._identity.bulk_address,
+            bulk_certificate=self._identity.bulk_certificate,
         )
 
     def _lent(self) -> list[int]:
@@ -70,11 +68,11 @@ class PeerCalls:
             raise InvalidRequestError("number", request.number, "of no server that is known")
         lent = peer.let_guest(session.namespace)
         if lent is None:
-            raise TierUnavailableError("peer", f"{peer.address}: has no streams, or is not up")
+            raise TierUnavailableError("peer", f"{peer.address}: is not up")
         return pb.LendPeerResponse(
             server=self._stamp,
-            stream_address=lent.stream_address,
-            stream_certificate=lent.stream_certificate,
+            bulk_address=lent.address,
+            bulk_certificate=lent.certificate,
             session_id=lent.guest.session_id,
             until_s=lent.guest.until_s,
             token=lent.guest.token,

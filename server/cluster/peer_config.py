@@ -6,15 +6,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from kvstore.proto.bulk import MAX_CREDIT_BYTES
 from kvstore.server.settings.units import Count, Millis, Size, parse_endpoint
 from kvstore.server.trust.trust_config import OwnFile
 
 DIRECTORY = "directory"
 MAX_ASKED_PEERS = 16
 """In one lookup, and in a fixed list."""
-GET_BYTES = MAX_CREDIT_BYTES
-"""What one get can have under way, and is counted with."""
+GET_BYTES = 16 << 20
+"""What one get is counted with: about what the sockets of both ends can hold of it."""
 
 
 def _names(value: object) -> object:
@@ -57,12 +56,6 @@ class PeerSettings(BaseModel):
         default=None,
         description="name that peers' certificates have, where it is not that of their address;"
         " with --peer-ca",
-    )
-    peer_port: Annotated[int, Field(ge=0, le=65535), "PORT"] = Field(
-        default=0,
-        description="port of the streams that peers read through and clients read and write whole "
-        "chunks through, on the host of --zmq; 0: any that is free. Who does not reach it uses "
-        "the bulk channel",
     )
     peer_requests: Count = Field(
         default=8, description="requests of peers that are answered at once; more are misses"

@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.peer_words import pack_found, unpack_wanted
 from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk.bulk_work import Piece
+from kvstore.server.bulk.stream_work import Piece, StreamWork
 from kvstore.server.cluster.peer_config import GET_BYTES
 from kvstore.server.transfer import Transfers
-
-
-class Sending(Protocol):
-    """A get at work, whoever moves its bytes: ``GetWork`` and ``StreamWork``."""
-
-    word: bulk.Get
-    deadline: float
-
-    def offer(self, piece: Piece) -> bool:
-        """Take *piece* to be sent; False when nobody wants more of them, or it is too late."""
-
-    def settle(self) -> bool:
-        """Wait until all that was offered is sent; False when it is cut short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +64,15 @@ class PeerDesk:
             self._requests -= 1
             self._under_way_bytes -= GET_BYTES if isinstance(word, bulk.Get) else 0
 
+    @contextmanager
+    def admitted(self, word: bulk.Word) -> Iterator[None]:
+        """Take a request in while it is answered. Raises as ``enter``."""
+        self.enter(word)
+        try:
+            yield
+        finally:
+            self.leave(word)
+
     def find(self, payload: bytes) -> bytes:
         """Return what is known of the chunks in memory that *payload* names.
 
@@ -86,8 +82,8 @@ class PeerDesk:
         self._counters.add("peer_asked_chunks", len(keys))
         return pack_found(self._catalog.infos_on(self._cpu.name, keys))
 
-    def get(self, work: Sending, payload: bytes) -> None:
-        """Offer the frames in memory that *payload* names, up to the first that is not there.
+    def get(self, work: StreamWork, payload: bytes) -> None:
+        """Send the frames in memory that *payload* names, up to the first that is not there.
 
         Return once their memory is in use no more, or the deadline is over. Raises
         InvalidRequestError.
@@ -102,7 +98,6 @@ class PeerDesk:
                 self._counters.add("peer_served_bytes", len(piece.data))
                 if not work.offer(piece):
                     break
-            work.settle()
         finally:
             for key in held:
                 self._catalog.let_go(key)

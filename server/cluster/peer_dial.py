@@ -12,7 +12,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.server.cluster.peer_link import PeerTerms
+from kvstore.server.cluster.stream_link import PeerTerms
 from kvstore.server.settings.units import is_loopback, parse_endpoint
 
 _OPTIONS = [("grpc.enable_http_proxy", 0)]
@@ -65,17 +65,15 @@ class PeerAccess:
             channel.close()
         host = address.rpartition(":")[0]
         terms = PeerTerms(
-            reply.zmq_address.replace("*", host),
-            reply.zmq_public_key,
+            reply.bulk_address.replace("*", host),
+            reply.bulk_certificate,
             reply.session_id,
             reply.attach_token,
             max(1, reply.heartbeat_ms),
             min(reply.max_frame_bytes, MAX_FRAME_BYTES),
             max(1, reply.max_batch_chunks),
-            reply.stream_address.replace("*", host),
-            reply.stream_certificate,
         )
-        if not terms.address.startswith(("tcp://", "ipc://")):
+        if not terms.address.startswith("tcp://"):
             raise TierUnavailableError("peer", f"{address}: has no bulk channel")
         return LetIn(reply.server.boot_id, terms)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.peer import Peer
-from kvstore.server.cluster.peer_link import PeerLink
 from kvstore.server.cluster.stream_link import StreamLink
 
 
@@ -39,10 +38,10 @@ class PeerRuns:
         return None
 
     @contextmanager
-    def link(self, peer: Peer) -> Iterator[PeerLink | StreamLink]:
+    def link(self, peer: Peer, within_s: float) -> Iterator[StreamLink]:
         """Lend a link to *peer* for a frame, the one that it comes over if it is being sent.
 
-        Raises as ``Peer.lend_reader`` does.
+        Raises as ``Peer.lend`` does.
         """
         run: _Run | None = getattr(self._of_thread, "run", None)
         self._of_thread.run = None
@@ -50,9 +49,9 @@ class PeerRuns:
             self._end(run)
             run = None
         with ExitStack() if run is None else run.lent as lent:
-            link = lent.enter_context(peer.lend_reader()) if run is None else run.link
+            link = lent.enter_context(peer.lend(within_s)) if run is None else run.link
             yield link
-            if isinstance(link, StreamLink) and link.coming is not None:
+            if link.coming is not None:
                 self._of_thread.run = _Run(peer, link, lent.pop_all())
 
     def end(self) -> None:

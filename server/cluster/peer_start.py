@@ -13,7 +13,7 @@ from kvstore.server.config import ServerConfig
 from kvstore.server.metrics import Counters
 from kvstore.tiers.base import Tier
 
-if TYPE_CHECKING:  # their files load redis and zmq
+if TYPE_CHECKING:  # one of their files loads redis
     from kvstore.server.cluster.directory import Directory
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.manager import TierManager

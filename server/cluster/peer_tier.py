@@ -158,20 +158,20 @@ class PeerTier(Tier):
 
     def lent(self) -> list[int]:
         """Return the numbers of all whom readers may ask."""
-        return [peer.number for peer in self.peers.known() if peer.is_lent]
+        return [peer.number for peer in self.peers.known() if peer.is_up]
 
     def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
         """Return the numbers of those who have some of *keys*, and whom readers may ask."""
         offers = filter(None, map(self._offer, keys))
         peers = {peer for offer in offers for peer in offer.peers}
-        return {peer.number for peer in peers if peer.is_lent}
+        return {peer.number for peer in peers if peer.is_up}
 
     def peer_place(self, key: ChunkKey, numbers: Collection[int]) -> PeerPlace | None:
         """Return from whom of *numbers* a reader gets *key* fastest; None from none of them."""
         offer = self._offer(key)
         if offer is None:
             return None
-        lent = [peer for peer in offer.peers if peer.number in numbers and peer.is_lent]
+        lent = [peer for peer in offer.peers if peer.number in numbers and peer.is_up]
         size_bytes = offer.info.size_bytes
         peer = min(lent, key=lambda one: one.speed.load_s(size_bytes), default=None)
         return None if peer is None else PeerPlace(peer.number, size_bytes)

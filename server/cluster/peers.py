@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -32,12 +32,9 @@ from kvstore.server.cluster.directory_roster import NodeAddress
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peer_config import MAX_ASKED_PEERS
 from kvstore.server.cluster.peer_dial import Dial
-from kvstore.server.cluster.peer_link import PeerLink
 from kvstore.server.cluster.peer_runs import PeerRuns
+from kvstore.server.cluster.stream_link import StreamLink
 from kvstore.server.metrics import Counters
-
-if TYPE_CHECKING:
-    import zmq
 
 MAX_PEERS = 256
 """Nodes of the directory that are known at once; the one that was heard of longest ago goes."""
@@ -87,8 +84,6 @@ class Peers:
     def __init__(
         self, terms: PeersTerms, dial: Dial, counters: Counters, clock: Callable[[], float]
     ) -> None:
-        import zmq
-
         self.directory: Holders | None = None
         self.after_step: Callable[[], object] = bool
         """Called at the end of each turn of the upkeep, in its thread."""
@@ -98,7 +93,6 @@ class Peers:
         self._clock = clock
         self._node_id = ""
         self._boot_id = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.runs = PeerRuns()
         self._numbers = count(1)
         self._static = [self._new(address) for address in terms.addresses[:MAX_ASKED_PEERS]]
@@ -121,19 +115,12 @@ class Peers:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on all. Idempotent.
-
-        A link that somebody waits on is closed by them: under them, ZeroMQ would end the process.
-        """
+        """Hang up on all, which wakes who waits for one. Idempotent."""
         self._stopping.set()
         for peer in self.known():
             peer.forget()
-        # Wakes who waits, then waits for them to be done with their links.
-        ending = threading.Thread(target=self._context.term, name="peers-end", daemon=True)
-        ending.start()
-        for thread in (ending, self._thread):
-            if thread is not None:
-                thread.join(_JOIN_S)
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
 
     def known(self) -> list[Peer]:
         """Return every peer that is known, up or not."""
@@ -167,7 +154,6 @@ class Peers:
                 self._open(peer)
             if not peer.is_self:
                 self._ask({peer: [_NO_KEY]})
-                peer.try_streams()
         except InvalidRequestError as error:
             peer.breaker.fail(str(error))
             logger.warning("peer cannot be asked", peer=peer.address, reason=str(error))
@@ -180,7 +166,7 @@ class Peers:
         if answer.boot_id == self._boot_id:
             peer.is_self = True
             return
-        peer.let_in(answer.terms, self._context)
+        peer.let_in(answer.terms)
         if self._stopping.is_set():  # nobody else hangs up on it any more
             peer.forget()
 
@@ -262,16 +248,22 @@ class Peers:
         deadline = min(started + timeout_s, until)
         fair = started + _PATIENT * timeout_s
         found: dict[Peer, list[ChunkInfo]] = {}
+
+        def failed(peer: Peer, error: KVStoreError) -> None:
+            if not isinstance(error, DeadlineError) or deadline >= fair:
+                self._counters.add(peer.failed(error))
+
         with ExitStack() as stack:
-            asked: list[tuple[Peer, PeerLink, Sequence[ChunkKey]]] = []
-            for peer, keys in wanted.items():
+            asked: list[tuple[Peer, StreamLink, Sequence[ChunkKey]]] = []
+            # Those that have to be connected first keep nobody waiting.
+            for peer in sorted(wanted, key=lambda one: not one.is_connected):
                 try:
-                    link = stack.enter_context(peer.lend())
-                    keys = keys[: link.terms.max_batch_chunks]
+                    link = stack.enter_context(peer.lend(deadline - self._clock()))
+                    keys = wanted[peer][: link.terms.max_batch_chunks]
                     link.begin_find(keys, deadline)
                     asked.append((peer, link, keys))
                 except KVStoreError as error:
-                    self._counters.add(peer.failed(error))
+                    failed(peer, error)
             for peer, link, keys in asked:
                 try:
                     answer = link.end_find(keys, deadline)
@@ -279,9 +271,7 @@ class Peers:
                     peer.speed.heard(self._clock() - started)
                     peer.answered()
                 except KVStoreError as error:
-                    is_ours = isinstance(error, DeadlineError) and deadline < fair
-                    if not is_ours:
-                        self._counters.add(peer.failed(error))
+                    failed(peer, error)
         return found
 
     # --- reading
@@ -311,7 +301,7 @@ class Peers:
             started = first = self._clock()
             try:
                 with (
-                    self.runs.link(peer) as link,
+                    self.runs.link(peer, timeout_s) as link,
                     closing(link.read(info, out, offset, timeout_s, more)) as steps,
                 ):
                     for arrived in steps:
@@ -331,7 +321,7 @@ class Peers:
                 return
 
 
-def _checked(infos: list[ChunkInfo], link: PeerLink) -> list[ChunkInfo]:
+def _checked(infos: list[ChunkInfo], link: StreamLink) -> list[ChunkInfo]:
     """Return *infos* if frames in memory can be so. Raises InvalidRequestError."""
     layout, size = None, 0
     for info in infos:

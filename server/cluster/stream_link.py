@@ -1,26 +1,51 @@
-"""A StreamLink: one TCP connection to another server, over which its memory is read."""
+"""A StreamLink: one TCP connection to another server, over which its memory is asked and read."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
+    DeadlineError,
     InvalidFrameError,
     InvalidRequestError,
+    KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.peer_words import pack_wanted
+from kvstore.proto.peer_words import pack_wanted, unpack_found
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.cluster.peer_link import MAX_GET_MS, MOST_SILENCES, PeerTerms
 
 STEP_BYTES = 1 << 19
 """What is received before it is summed: larger steps have left the cache by then."""
+MOST_SILENCES = 20
+"""A read takes as many waits for its next bytes at most."""
+MAX_GET_MS = 600_000
+"""What servers take for a deadline."""
+_LATE_S = 0.02
+"""For an answer that has come when its time is up: others may have been waited for before."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTerms:
+    """What the other server said when it opened a session for this one.
+
+    ``address`` is where its streams are, tcp://host:port; with a ``certificate``, in DER, they are
+    encrypted.
+    """
+
+    address: str
+    certificate: bytes
+    session_id: int
+    token: bytes
+    heartbeat_ms: int
+    max_frame_bytes: int
+    max_batch_chunks: int
 
 
 class StreamLink:
@@ -46,21 +71,23 @@ class StreamLink:
         Raises TierUnavailableError, DeadlineError, the peer's own errors.
         """
         terms = self.terms
-        where = urlsplit(terms.stream_address)
+        if within_s <= 0:
+            raise DeadlineError(f"{terms.address}: there is no time to connect")
+        where = urlsplit(terms.address)
         try:
             link = socket.create_connection((where.hostname or "", where.port or 0), within_s)
         except OSError as error:
-            raise TierUnavailableError("peer", f"{terms.stream_address}: {error}") from None
+            raise TierUnavailableError("peer", f"{terms.address}: {error}") from None
         try:
-            is_encrypted = bool(terms.stream_certificate)
+            is_encrypted = bool(terms.certificate)
             if is_encrypted:
-                link = _encrypted(link, terms.stream_certificate)
+                link = _encrypted(link, terms.certificate)
             wire = self._wire = StreamWire(
-                link, terms.stream_address, self._clock, is_encrypted=is_encrypted
+                link, terms.address, self._clock, is_encrypted=is_encrypted
             )
         except (OSError, ValueError) as error:
             link.close()
-            raise TierUnavailableError("peer", f"{terms.stream_address}: {error}") from None
+            raise TierUnavailableError("peer", f"{terms.address}: {error}") from None
         self._is_asking = True
         try:
             wire.patience(within_s, self._clock() + within_s)
@@ -74,6 +101,39 @@ class StreamLink:
         finally:
             self._settle()
 
+    def begin_find(self, keys: Sequence[ChunkKey], deadline: float) -> None:
+        """Ask which of *keys*, of one namespace, are in the peer's memory; ``end_find`` waits.
+
+        *deadline* is a point on the clock. Raises DeadlineError, LeaseExpiredError when the peer
+        hung up since the last request.
+        """
+        left_s = max(_LATE_S, deadline - self._clock())
+        wire = self._begin(left_s)
+        self._asked = []
+        word = bulk.Find(self._requests, self.terms.session_id, max(1, int(1000 * left_s)))
+        try:
+            self._say(wire, word, pack_wanted(keys))
+        except KVStoreError:
+            self.close()
+            raise
+
+    def end_find(self, keys: Sequence[ChunkKey], deadline: float) -> list[ChunkInfo | None]:
+        """Return what the peer knows of the *keys* of ``begin_find``.
+
+        Raises as ``begin_find``, the peer's own errors, and InvalidFrameError or
+        InvalidRequestError for what is no answer to that.
+        """
+        wire, now = self._wire, self._clock()
+        assert wire is not None
+        wire.patience(max(_LATE_S, deadline - now), max(deadline, now) + _LATE_S)
+        try:
+            part, _, found = self._answer(wire, 0)
+            if part is not None:
+                raise InvalidFrameError("kind", type(part).__name__, "not an answer to a find")
+            return unpack_found(keys, found)
+        finally:
+            self._settle()
+
     def read(
         self,
         info: ChunkInfo,
@@ -84,9 +144,12 @@ class StreamLink:
     ) -> Generator[int, None, None]:
         """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes have come.
 
-        As ``PeerLink.read``; LeaseExpiredError when the peer hung up since the last request. The
-        whole frames *following* are asked for in the same request, and are to be read next, in
-        that order, while ``coming`` names one.
+        Nothing is yielded when the peer does not have it in memory. The bytes are not verified.
+        The whole frames *following* are asked for in the same request, and are to be read next,
+        in that order, while ``coming`` names one. Raises DeadlineError when nothing comes for
+        *silence_s*, or not all of it in MOST_SILENCES such times; LeaseExpiredError when the peer
+        hung up since the last request, its own errors, and InvalidFrameError or
+        InvalidRequestError for parts that are not of this.
         """
         if self._wire is not None and self._goes_on_with(info, out):
             self._wire.patience(silence_s, self._clock() + MOST_SILENCES * silence_s)
@@ -103,7 +166,7 @@ class StreamLink:
                 self._ask(wire, bulk.Range(0, offset, offset + len(out)), silence_s)
             is_last = self._at == len(self._asked) - 1
             while self._is_asking and (is_last or arrived < len(out)):
-                word, size_bytes = self._answer(wire, arrived)
+                word, size_bytes, _ = self._answer(wire, arrived)
                 if word is None:
                     continue
                 self._check(word, size_bytes, offset + arrived, offset + len(out))
@@ -144,17 +207,18 @@ class StreamLink:
         sizes = [one.size_bytes for one in self._asked]
         spans = [first, *(bulk.Range(at, 0, sizes[at]) for at in range(1, len(sizes)))]
         flags = bulk.PEER | bulk.RANGES
-        ask = bulk.Get(
-            self._requests, self.terms.session_id, 0, bulk.WINDOW_BYTES, deadline_ms, flags
-        )
+        ask = bulk.Get(self._requests, self.terms.session_id, 0, deadline_ms, flags)
+        keys = [one.key for one in self._asked]
+        self._say(wire, ask, bulk.pack_ranges(pack_wanted(keys), spans))
+
+    def _say(self, wire: StreamWire, word: bulk.Word, payload: bytes) -> None:
         try:
-            keys = [one.key for one in self._asked]
-            wire.send(ask, bulk.pack_ranges(pack_wanted(keys), spans))
+            wire.send(word, payload)
         except TierUnavailableError as error:
             raise LeaseExpiredError(str(error)) from None
 
-    def _answer(self, wire: StreamWire, arrived: int) -> tuple[bulk.Part | None, int]:
-        """Return the next part; None for the end."""
+    def _answer(self, wire: StreamWire, arrived: int) -> tuple[bulk.Part | None, int, bytes]:
+        """Return the next part and its size; None for the end, and what was said with it."""
         try:
             word, size_bytes = wire.receive()
         except TierUnavailableError as error:
@@ -164,15 +228,15 @@ class StreamLink:
         if word.request != self._requests:
             raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
         if isinstance(word, bulk.Part):
-            return word, size_bytes
-        reason = wire.take(size_bytes)
+            return word, size_bytes, b""
+        said = wire.take(size_bytes)
         if isinstance(word, bulk.Failed):
             self._is_asking = False
-            raise bulk.unpack_failure(reason)
+            raise bulk.unpack_failure(said)
         if not isinstance(word, bulk.Done):
-            raise InvalidFrameError("kind", type(word).__name__, "not an answer to a get")
+            raise InvalidFrameError("kind", type(word).__name__, "not an answer to what was asked")
         self._is_asking = False
-        return None, 0
+        return None, 0, said
 
     def _check(self, part: bulk.Part, size_bytes: int, at: int, end: int) -> None:
         """Raise InvalidFrameError unless *part* is what follows of the frame at byte *at*."""

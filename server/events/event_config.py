@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-from kvstore.server.settings.units import BulkEndpoint, is_loopback, parse_endpoint
+from kvstore.server.settings.units import EventEndpoint, is_loopback, parse_endpoint
 from kvstore.server.trust.trust_config import OwnFile, asks_who_calls
 
 
@@ -23,12 +23,12 @@ class EventSettings(BaseModel):
         default=None,
         description="file of the CURVE public keys that may read published events of all tenants",
     )
-    events: BulkEndpoint = Field(
+    events: EventEndpoint = Field(
         default="off",
         validate_default=True,
         description="address that events are published at, as vLLM's are, ipc:PATH, or off",
     )
-    events_replay: BulkEndpoint = Field(
+    events_replay: EventEndpoint = Field(
         default="off", description="address that missed ones are asked for at, ipc:PATH, or off"
     )
 

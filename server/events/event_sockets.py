@@ -8,11 +8,12 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.bulk.zmq_connections import ConnectionCap
-from kvstore.server.bulk.zmq_keys import CurveKeys
-from kvstore.server.bulk.zmq_socket import bind_to
+from kvstore.server.events.event_connections import ConnectionCap
+from kvstore.server.events.event_keys import CurveKeys
+from kvstore.server.settings.units import parse_endpoint
 
 if TYPE_CHECKING:
     import zmq
@@ -30,6 +31,7 @@ MAX_REQUEST_BYTES = 1024
 _HANDSHAKE_MS = 5000
 _HEARTBEAT_MS, _SILENCE_MS = 5000, 15_000
 _HANDLER = "inproc://zeromq.zap.01"  # by ZeroMQ's RFC 27, which asks it about each connection
+_ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 _KEY = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
 
@@ -51,6 +53,29 @@ def parse_readers(data: bytes) -> frozenset[bytes]:
             fix = "give a CURVE public key of 40 characters (Z85) on each line"
             raise InvalidRequestError("events_readers", key.decode("ascii", "replace"), fix)
     return frozenset(keys)
+
+
+def bind_to(socket: Socket, endpoint: str) -> str:
+    """Bind *socket* to *endpoint*, host:port or ipc:PATH; return the address to connect to.
+
+    It has ``*`` for the host when every interface is bound.
+    """
+    if endpoint.startswith("ipc:"):
+        socket.bind(f"ipc://{endpoint.removeprefix('ipc:')}")
+        return _bound(socket)
+    host, port = parse_endpoint(endpoint)
+    socket.ipv6 = ":" in host
+    socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+    bound = _bound(socket)
+    return f"tcp://*:{urlsplit(bound).port}" if host in _ANY_HOST else bound
+
+
+def _bound(socket: Socket) -> str:
+    import zmq
+
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode()
 
 
 class EventSockets:

@@ -55,7 +55,7 @@ class NodeEvents:
     def _publish(
         self, config: ServerConfig, manager: TierManager, boot_id: int, desk: EventDesk
     ) -> None:
-        from kvstore.server.bulk.zmq_keys import load_keys
+        from kvstore.server.events.event_keys import load_keys
         from kvstore.server.events.event_publisher import EventPublisher
         from kvstore.server.events.event_sockets import EventSockets, parse_readers
 
@@ -63,7 +63,7 @@ class NodeEvents:
         if path is not None:
             self._readers = WatchedFile((path,), parse_readers, frozenset[bytes])
         readers = self._readers
-        keys = None if readers is None else load_keys(config.zmq_keys)
+        keys = None if readers is None else load_keys(config.events_keys)
         refused = partial(manager.counters.add, "zmq_refused_connections")
         sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
         self.addresses = sockets.addresses

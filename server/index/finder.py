@@ -25,7 +25,7 @@ from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 
-if TYPE_CHECKING:  # its file loads zmq
+if TYPE_CHECKING:
     from kvstore.server.cluster.peer_tier import PeerTier
 
 MAX_SHARED_CHUNKS = 1 << 18

@@ -41,15 +41,11 @@ class Span(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Bytes of one frame: ``data[i]`` are those of span i, fewer or none past the frame's end.
-
-    ``is_loose``: they are in memory that is accounted for until they are given back.
-    """
+    """Bytes of one frame: ``data[i]`` are those of span i, fewer or none past the frame's end."""
 
     tier: str
     frame_bytes: int
     data: Sequence[Bytes]
-    is_loose: bool
 
 
 class RangedRead:
@@ -96,7 +92,7 @@ class RangedRead:
             if frame is None:
                 yield None
             else:
-                yield Stored(name, len(frame), [frame[a:b] for a, b in spans], is_loose=False)
+                yield Stored(name, len(frame), [frame[a:b] for a, b in spans])
             return
         cut = [Span(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
         size_bytes = sum(stop - start for start, stop in cut)
@@ -131,7 +127,7 @@ class RangedRead:
         except KVStoreError:
             transfers.counters.add("get_late_chunks")
             found = False
-        return Stored(shelf.name, info.size_bytes, data, is_loose=True) if found else None
+        return Stored(shelf.name, info.size_bytes, data) if found else None
 
     def _fill(self, shelf: Shelf, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         transfers, started = self._transfers, self._transfers.clock()

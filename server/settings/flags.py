@@ -16,7 +16,12 @@ from kvstore.server.settings.units import format_size
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
 
-REPLACED = {"adapt_tenants": "--policy hit_density"}
+REPLACED = {
+    "adapt_tenants": "use --policy hit_density",
+    "zmq": "give bulk: the HOST:PORT of the bulk channel",
+    "peer_port": "the port is that of bulk: HOST:PORT",
+    "zmq_keys": "give events_keys for published events; the bulk channel keeps no key",
+}
 """Settings that are gone, and what to give instead."""
 
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
@@ -52,12 +57,12 @@ def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[st
 
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
     """Return what to give in place of a *word* that is no flag."""
+    named = word.partition("=")[0].lstrip("-")
+    successor = REPLACED.get(named.replace("-", "_"))
+    if successor is not None:
+        return f"there is no such flag any more; {successor}"
     names = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
-    name = word.partition("=")[0].lstrip("-")
-    gone = name.replace("-", "_")
-    if gone in REPLACED:
-        return f"use {REPLACED[gone]}, which replaces it"
-    close = get_close_matches(name, names, n=1)
+    close = get_close_matches(named, names, n=1)
     meant = f"did you mean --{close[0]}? " if close else ""
     return f"{meant}see {parser.prog} --help"
 

@@ -10,8 +10,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
 from kvstore.server.trust.trust_config import OwnFile
-from kvstore.tiers.redis_chunks import DEFAULT_PREFIX
-from kvstore.tiers.redis_url import parse_redis_url
+from kvstore.tiers.redis_url import DEFAULT_PREFIX, parse_redis_url
 
 MAX_PASSWORD_BYTES = 4096
 _TLS_FILES = {

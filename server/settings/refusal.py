@@ -52,7 +52,7 @@ def _fix(item: ErrorDetails, names: Collection[str]) -> str:
     if kind == "extra_forbidden":
         name = str(item["loc"][0])
         if name in REPLACED:
-            return f"use {REPLACED[name]}, which replaces it"
+            return f"there is no such setting any more; {REPLACED[name]}"
         close = get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}?" if close else "kvstore-server --help lists them"
         return f"there is no such setting; {hint}"

@@ -92,14 +92,20 @@ def is_loopback(host: str) -> bool:
 
 
 def _bulk_endpoint(value: str) -> str:
-    """Check an address of the bulk channel: host:port, ipc:PATH or off."""
+    """Check an address of the bulk channel: host:port or off."""
+    if value != "off":
+        parse_endpoint(value)
+    return value
+
+
+def _event_endpoint(value: str) -> str:
+    """Check an address of published events: host:port, ipc:PATH or off."""
     if value.startswith("ipc:"):
         path = value.removeprefix("ipc:")
         if not os.path.isabs(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
             raise ValueError(f"give ipc: and an absolute path of {SOCKET_PATH_BYTES} bytes at most")
-    elif value != "off":
-        parse_endpoint(value)
-    return value
+        return value
+    return _bulk_endpoint(value)
 
 
 def is_redis_url(url: str) -> bool:
@@ -136,4 +142,5 @@ RedisConnections = Annotated[int, Field(ge=1, le=64), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
 Endpoint = Annotated[str, BeforeValidator(_off), "HOST:PORT"]
 BulkEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_bulk_endpoint), "HOST:PORT"]
+EventEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_event_endpoint), "HOST:PORT"]
 SocketPath = Annotated[str, BeforeValidator(_off), "PATH"]

@@ -83,7 +83,7 @@ class Release:
     """A rendered release, with the secrets that its values name."""
 
     def __init__(self, helm: Helm, sandbox: Sandbox, folder: Path) -> None:
-        self.ports = {name: free_port() for name in ("grpc", "zmq", "peer", "health", "http")}
+        self.ports = {name: free_port() for name in ("grpc", "bulk", "health", "http")}
         ports = ",".join(f"ports.{name}={port}" for name, port in self.ports.items())
         values = CHART / "ci" / "monitoring-values.yaml"
         names = ("--set", "fullnameOverride=x-kvstore")

@@ -133,8 +133,8 @@ def test_nobody_gets_an_open_server_by_default(helm: Helm) -> None:
         (("--set", "config.node_id=one"), "config.node_id"),
         (("--set", "config.advertise=kv"), "config.advertise"),
         (("--set", "config.directory=true"), "config.directory"),
-        (("--set", "config.peers=directory"), "zmq.enabled"),
-        (("--set", "config.peer_port=7500"), "ports.peer"),
+        (("--set", "config.peers=directory"), "bulk.enabled"),
+        (("--set", "config.bulk=0.0.0.0:7500"), "ports.bulk"),
         (("--set", "config.peers=a:1,auth.existingSecret.name=k"), "peers.existingSecret.name"),
         (
             ("--set", "config.peers=a:1,tls.existingSecret=t,tls.hasCA=false"),
@@ -390,25 +390,25 @@ def extras_of_the_image() -> list[str]:
 
 
 def test_pods_that_read_each_other_reach_every_port_of_that(helm4: Helm) -> None:
-    rendered = helm4.of_values(CHART / "ci" / "peers-values.yaml", "--set", "ports.peer=7500")
+    rendered = helm4.of_values(CHART / "ci" / "peers-values.yaml", "--set", "ports.bulk=7500")
     ports = {port["name"]: port["containerPort"] for port in container(rendered)["ports"]}
     told = settings(rendered)
-    assert (ports["peer"], told["peer_port"]) == (7500, 7500)
+    assert (ports["bulk"], told["bulk"]) == (7500, "0.0.0.0:7500")
     policy = only(rendered, "NetworkPolicy")["spec"]
     pods = [{"podSelector": policy["podSelector"]}]
     (into,) = [rule for rule in policy["ingress"] if rule["from"] == pods]
-    assert {port["port"] for port in into["ports"]} == {"grpc", "zmq", "peer"}
+    assert {port["port"] for port in into["ports"]} == {"grpc", "bulk"}
     (out,) = [rule for rule in policy["egress"] if rule.get("to") == pods]
-    wanted = {ports[name] for name in ("grpc", "zmq", "peer")}
+    wanted = {ports[name] for name in ("grpc", "bulk")}
     assert {port["port"] for port in out["ports"]} == wanted
     clients = [{"podSelector": {"matchLabels": {"kvstore.io/client": "true"}}}]
     others = [rule for rule in policy["ingress"] if rule is not into]
     (engines,) = [rule for rule in others if rule["from"] == clients]
-    assert {port["port"] for port in engines["ports"]} == {"grpc", "zmq", "peer"}
+    assert {port["port"] for port in engines["ports"]} == {"grpc", "bulk"}
     others.remove(engines)
-    assert "peer" not in {port["port"] for rule in others for port in rule["ports"]}
+    assert "bulk" not in {port["port"] for rule in others for port in rule["ports"]}
     (by_pod,) = [one for one in of_kind(rendered, "Service") if one["spec"].get("clusterIP")]
-    assert {"zmq", "peer"} <= {port["targetPort"] for port in by_pod["spec"]["ports"]}
+    assert "bulk" in {port["targetPort"] for port in by_pod["spec"]["ports"]}
 
 
 def test_pods_that_ask_who_calls_show_each_other_a_key_and_know_a_name(helm4: Helm) -> None:

@@ -107,8 +107,8 @@ def test_the_live_view_ends_with_the_key_that_interrupts(server: LocalServer) ->
 
 
 def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker) -> None:
-    server = make_server("--zmq", "127.0.0.1:0")
-    for seed, transport in enumerate(("shm", "grpc", "zmq")):
+    server = make_server("--bulk", "127.0.0.1:0")
+    for seed, transport in enumerate(("shm", "grpc", "tcp")):
         client = server.connect(transport)  # type: ignore[arg-type]
         before = server.node.manager.catalog.knowledge.hints.mortal_count
         keys = store(client, seed, 3, hints=Hints(ttl_ms=60_000))

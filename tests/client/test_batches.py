@@ -29,7 +29,7 @@ LIMIT, CHUNKS = 4, 11
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
-    return make_server("--zmq", "127.0.0.1:0", "--max-batch-chunks", str(LIMIT))
+    return make_server("--bulk", "127.0.0.1:0", "--max-batch-chunks", str(LIMIT))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def client(server: LocalServer) -> Client:
     return server.connect()
 
 
-@pytest.fixture(params=["shm", "zmq", "grpc"])
+@pytest.fixture(params=["shm", "tcp", "grpc"])
 def any_client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
     """What is read differs by transport; calls about chunks do not."""
     transport: TransportName = request.param

@@ -31,10 +31,10 @@ def registered() -> Iterator[None]:
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
     """A server whose disk keeps the half of each element."""
-    return make_server("--disk-codec", "coarse", "--zmq", "127.0.0.1:0")
+    return make_server("--disk-codec", "coarse", "--bulk", "127.0.0.1:0")
 
 
-@pytest.fixture(params=["shm", "grpc", "zmq"])
+@pytest.fixture(params=["shm", "grpc", "tcp"])
 def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
     name: TransportName = request.param
     return server.connect(name)

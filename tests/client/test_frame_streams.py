@@ -9,23 +9,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from contracts.bulk_channel import ZMQ, BulkChannelContract, ServerMaker, digests
+from contracts.bulk_channel import BULK, ServerMaker
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.bulk_transport import BulkTransport
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
-from kvstore.client.zmq_link import ZmqLink
-from kvstore.client.zmq_transport import ZmqTransport
 from kvstore.proto import bulk
 from kvstore.proto.bulk_reading import BulkReading
 from kvstore.proto.errors import (
@@ -35,6 +33,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     QuotaExceededError,
     TierUnavailableError,
+    UnauthenticatedError,
 )
 from kvstore.proto.hints import Hints, Reuse
 from kvstore.proto.stream_wire import StreamWire
@@ -45,82 +44,39 @@ from kvstore.server.intake import Intake
 SOON_S = 20.0
 
 
-@pytest.fixture(autouse=True)
-def dialled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the first get find a stream, which it would not wait for."""
-    dial = FrameStreams._dial_if_due
-
-    def dialled(streams: FrameStreams) -> None:
-        dial(streams)
-        thread = streams._dialling
-        if thread is not None:
-            thread.join()
-
-    monkeypatch.setattr(FrameStreams, "_dial_if_due", dialled)
-
-
-def transport_of(client: Client) -> ZmqTransport:
+def transport_of(client: Client) -> BulkTransport:
     transport = client._connected()
-    assert isinstance(transport, ZmqTransport)
+    assert isinstance(transport, BulkTransport)
     return transport
 
 
-class TestFrameStreams(BulkChannelContract):
-    def test_a_stream_serves_one_get_after_another_and_is_closed_when_one_is_left(
-        self, bare: ZmqTransport, client: Client
-    ) -> None:
-        keys = store(client, 1, 8)
-        for read in (8, 3, 8, 0, 8):
-            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
-                found = [next(arriving).index for _ in range(read)]
-                is_at_end = next(arriving, None) is None
-            assert found == list(range(read))
-            assert len(bare._streams._idle) == is_at_end
-
-    def test_many_gets_at_once_come_over_all_ways_there_are(
-        self, bare: ZmqTransport, client: Client
-    ) -> None:
-        keys = store(client, 1, 2)
-        right: list[bool] = []
-
-        def read() -> None:
-            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
-                right.append([one.index for one in arriving] == [0, 1])
-
-        readers = [threading.Thread(target=read) for _ in range(20)]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-        assert right == [True] * 20
-
-
 @pytest.fixture(params=["plain", "tls"])
-def server(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path) -> LocalServer:
+def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalServer:
     if request.param == "plain":
-        return make_server(*ZMQ)
-    return make_server("--zmq", "0.0.0.0:0", "--insecure", "--zmq-keys", str(tmp_path / "keys"))
+        return make_server(*BULK)
+    return make_server("--bulk", "0.0.0.0:0", "--insecure")
 
 
-def test_gets_come_over_the_stream_and_nothing_of_them_through_zeromq(
+def test_gets_come_over_the_stream_and_nothing_of_them_through_grpc(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = store(server.connect("grpc", MEDIUM), 1, 3)
-    client = server.connect("zmq", MEDIUM)
-    _ = transport_of(client)
-    monkeypatch.setattr(ZmqLink, "send", _forbidden)
+    client = server.connect("tcp", MEDIUM)
+    forbid_grpc(monkeypatch)
     assert_reads(client, keys)
     assert_reads(client, keys)
+    layers = list(client.get_layers(keys))
+    assert [len(layer.tensors) for layer in layers] == [len(keys)] * len(layers)
+    assert layers
     assert server.settled().leases == 0
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_puts_go_over_the_stream_and_nothing_of_them_through_zeromq(
+def test_puts_go_over_the_stream_and_nothing_of_them_through_grpc(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
-    clients = [server.connect("zmq"), server.connect("zmq", MEDIUM), large_chunks(server)]
-    assert all(map(transport_of, clients))
-    monkeypatch.setattr(ZmqLink, "send", _forbidden)
+    clients = [server.connect("tcp"), server.connect("tcp", MEDIUM), large_chunks(server)]
+    forbid_grpc(monkeypatch)
     for client in clients:
         keys = keys_of(client, 3, 3)
         for outcome in (PutOutcome.stored, PutOutcome.exists):
@@ -131,10 +87,8 @@ def test_puts_go_over_the_stream_and_nothing_of_them_through_zeromq(
 
 
 def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = server.connect("zmq")
-    _ = transport_of(client)
-    monkeypatch.setattr(ZmqLink, "send", _forbidden)
-    monkeypatch.setattr(StreamTransport, "put", _forbidden)
+    client = server.connect("tcp")
+    forbid_grpc(monkeypatch)
     taken: list[Hints] = []
     opened = Intake.open
 
@@ -150,12 +104,12 @@ def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.Monke
 
 def large_chunks(server: LocalServer) -> Client:
     """Return a client whose frames are of several messages."""
-    options = ClientOptions("zmq", chunk_tokens=300, deadline_ms=DEADLINE_MS)
-    return server.connect("zmq", MEDIUM, options)
+    options = ClientOptions("tcp", chunk_tokens=300, deadline_ms=DEADLINE_MS)
+    return server.connect("tcp", MEDIUM, options)
 
 
 def test_tensors_that_are_strided_go_over_the_stream_too(server: LocalServer) -> None:
-    client = server.connect("zmq", MEDIUM)
+    client = server.connect("tcp", MEDIUM)
     keys = keys_of(client, 4, 2)
     chunks = [
         replace(
@@ -178,12 +132,12 @@ def _strided(part: object) -> np.ndarray:
     return np.ascontiguousarray(part.swapaxes(0, 1)).swapaxes(0, 1)
 
 
-def test_a_put_that_finds_no_thread_goes_through_zeromq(
+def test_a_put_that_finds_no_thread_goes_through_grpc(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*ZMQ)
-    client = server.connect("zmq")
-    streams = server.node.streams
+    server = make_server(*BULK)
+    client = server.connect("tcp")
+    streams = server.node.bulk
     assert streams is not None
     store(client, 1, 2)
     # Its thread is done a little after its answer.
@@ -218,36 +172,51 @@ def test_a_frame_damaged_on_its_way_is_refused_and_the_next_put_goes_on(
     assert_reads(client, keys)
 
 
-def _forbidden(*_: object) -> None:
-    raise AssertionError("it went through ZeroMQ")
+def forbid_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every get and put through gRPC fail."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("it went through gRPC")
+
+    for name in ("get", "put", "get_layers", "get_ranges"):
+        monkeypatch.setattr(StreamTransport, name, forbidden)
 
 
-def test_a_port_that_cannot_be_reached_is_tried_once_and_gets_come_through_zeromq(
+def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grpc(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*ZMQ)
+    server = make_server(*BULK)
+    client = server.connect("tcp")
+    keys = store(client, 1, 2)
     tried: list[object] = []
 
     def refused(address: object, timeout: float) -> socket.socket:
         tried.append(address)
         raise ConnectionRefusedError
 
-    keys = store(server.connect("grpc"), 1, 2)
     monkeypatch.setattr(socket, "create_connection", refused)
-    client = server.connect("zmq")
+    for stream in _streams_idle(client):
+        stream.give_up()
+    streams = transport_of(client)._streams
+    assert_reads(client, keys)
+    assert eventually(lambda: streams._refused_until > 0)  # a dial beside the call has failed too
     for _ in range(3):
         assert_reads(client, keys)
-    assert len(tried) == 1
+    assert len(tried) == 2
+    monkeypatch.undo()
+    streams._refused_until = 0.0
+    assert_reads(client, keys)
+    assert len(streams._idle) == 1
 
 
 def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
     server: LocalServer,
 ) -> None:
-    client = server.connect("zmq")
+    client = server.connect("tcp")
     keys = store(client, 1, 2)
     assert_reads(client, keys)
-    assert server.node.streams is not None
-    for stream in list(server.node.streams._streams):
+    assert server.node.bulk is not None
+    for stream in list(server.node.bulk._streams):
         stream.wire.hang_up()
     assert eventually(lambda: _first(client).is_broken())
     assert_reads(client, keys)
@@ -265,8 +234,8 @@ def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_
         (FrameStreams.hang_up, "hangs"),
     ):
         with closing(Answerer([])) as other:
-            streams = FrameStreams(Entrance.of(other.where, other.terms))
-            stream = streams.take()
+            streams = FrameStreams(Entrance.of(other.terms, ""))
+            stream = streams.take(SOON_S)
             assert stream is not None
             threading.Timer(0.05, end, [streams]).start()
             with pytest.raises(KVStoreError, match=error):
@@ -276,8 +245,8 @@ def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_
 
 
 def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: ServerMaker) -> None:
-    server = make_server(*ZMQ)
-    client = server.connect("zmq")
+    server = make_server(*BULK)
+    client = server.connect("tcp")
     keys = store(client, 1, 2)
     for session in list(server.node.sessions._sessions):
         server.node.sessions.close(session)
@@ -286,7 +255,7 @@ def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: Serv
 
 
 def test_what_is_missing_ends_the_prefix(server: LocalServer) -> None:
-    client = server.connect("zmq")
+    client = server.connect("tcp")
     keys = store(client, 1, 2)
     assert len(client.get([*keys, *keys_of(client, 2, 1)])) == 2
     assert len(_streams_idle(client)) == 1
@@ -299,10 +268,10 @@ def _streams_idle(client: Client) -> list[FrameStream]:
 def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*ZMQ)
-    client = server.connect("zmq")
+    server = make_server(*BULK)
+    client = server.connect("tcp")
     keys = store(client, 1, 2)
-    assert server.node.streams is not None
+    assert server.node.bulk is not None
     began, go_on = threading.Event(), threading.Event()
     ended: list[bool] = []
 
@@ -310,7 +279,7 @@ def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
         began.set()
         ended.append(go_on.wait(SOON_S))
 
-    monkeypatch.setattr(server.node.streams._terms.service, "get", waits)
+    monkeypatch.setattr(server.node.bulk._terms.service, "get", waits)
     reader = threading.Thread(target=ended_get, args=(client, keys))
     reader.start()
     assert began.wait(SOON_S)
@@ -321,13 +290,13 @@ def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
     assert eventually(lambda: bool(ended))
 
 
-def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_zeromq(
+def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_grpc(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*ZMQ, "--workers", "1")
-    slow, other = server.connect("zmq"), server.connect("zmq")
+    server = make_server(*BULK, "--workers", "1")
+    slow, other = server.connect("tcp"), server.connect("tcp")
     keys = store(slow, 1, 2)
-    streams = server.node.streams
+    streams = server.node.bulk
     assert streams is not None
     began, go_on = threading.Event(), threading.Event()
     answer = StreamAnswers.send
@@ -347,7 +316,7 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
         go_on.set()
         assert len(held.result(SOON_S)) == 2
     monkeypatch.setattr(StreamAnswers, "send", answer)
-    monkeypatch.setattr(ZmqLink, "send", _forbidden)
+    forbid_grpc(monkeypatch)
     for _ in range(3):  # and its threads are there for all again
         assert_reads(slow, keys)
 
@@ -363,8 +332,7 @@ def ended_get(client: Client, keys: list[ChunkKey]) -> None:
 FRAME_BYTES = 1000
 CPU = bulk.tier_bytes("cpu")
 TERMS = SessionTerms(
-    7, 1, Namespace(bytes(16)), 60_000, 1 << 28, 64, "", "", bytes(16), "", b"", "", b"", "", 0,
-    0, 0,
+    7, 1, Namespace(bytes(16)), 60_000, 1 << 28, 64, "", "", bytes(16), "", b"", "", 0, 0, 0,
 )  # fmt: skip
 Words = list[tuple[bulk.Word, bytes | None]]
 
@@ -376,7 +344,7 @@ class Answerer:
         self._words, self._hangs_up, self._pause_s = words, hangs_up, pause_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.where = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.terms = replace(TERMS, stream_address=self.where)
+        self.terms = replace(TERMS, bulk_address=self.where)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -415,7 +383,7 @@ def read(stream: FrameStream, within_s: float) -> int:
     deadline = time.monotonic() + within_s
     rooms = Rooms()
     reading = BulkReading(stream.next_request(), 1 << 20, rooms)
-    stream.send(bulk.Get(1, 7, 0, reading.open(), 1000, 0), deadline, bytes(16))
+    stream.send(bulk.Get(1, 7, 0, 1000, 0), deadline, bytes(16))
     frames = 0
     while not reading.is_over:
         frames += reading.take(*stream.receive(deadline)) is not None
@@ -431,7 +399,7 @@ class Rooms:
 
 def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) -> int:
     with closing(Answerer(words, hangs_up=hangs_up)) as other:
-        stream = FrameStream(Entrance.of(other.where, other.terms), lambda: False, SOON_S)
+        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
         with closing(stream):
             return read(stream, within_s)
 
@@ -439,14 +407,14 @@ def answered(words: Words, within_s: float = SOON_S, *, hangs_up: bool = False) 
 def put_to(words: Words, *, hangs_up: bool = False, within_s: float = SOON_S) -> object:
     """Put nothing to a server that says *words*; return what it made of it."""
     with closing(Answerer(words, hangs_up=hangs_up)) as other:
-        stream = FrameStream(Entrance.of(other.where, other.terms), lambda: False, SOON_S)
+        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
         with closing(stream):
             upload = StreamUpload(stream, time.monotonic() + within_s)
             upload.begin(bulk.Put(0, 7, 1000, 0))
             return upload.run([])
 
 
-GO_ON: tuple[bulk.Word, bytes | None] = (bulk.Credit(1, 1), None)
+GO_ON: tuple[bulk.Word, bytes | None] = (bulk.Ready(1), None)
 
 
 def test_a_put_ends_with_its_outcomes() -> None:
@@ -457,7 +425,7 @@ def test_a_put_ends_with_its_outcomes() -> None:
     "words",
     [
         [(bulk.Done(1, 0), b"")],
-        [(bulk.Credit(2, 1), None)],
+        [(bulk.Ready(2), None)],
         [part(0, 500)],
         [GO_ON, GO_ON],
         [GO_ON, (bulk.Done(1, 1), bytes(3))],
@@ -521,15 +489,15 @@ def test_a_server_that_falls_silent_in_a_frame_costs_the_deadline() -> None:
 def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
     words = [part(at, 1) for at in range(500)]
     with closing(Answerer(words, pause_s=0.01)) as other:
-        stream = FrameStream(Entrance.of(other.where, other.terms), lambda: False, SOON_S)
+        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
         with closing(stream), pytest.raises(DeadlineError):
             read(stream, 0.2)
 
 
 @pytest.fixture
 def session(make_server: ServerMaker) -> Iterator[Session]:
-    server = make_server(*ZMQ)
-    options = ClientOptions("zmq", 16, deadline_ms=DEADLINE_MS)
+    server = make_server(*BULK)
+    options = ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS)
     one = Session(server.dial(), SMALL, options)
     yield one
     one.close()
@@ -537,6 +505,7 @@ def session(make_server: ServerMaker) -> Iterator[Session]:
 
 def test_who_shows_another_token_has_no_stream(session: Session) -> None:
     terms = replace(session.terms, attach_token=bytes(16))
-    with closing(FrameStreams(Entrance.of(session.terms.stream_address, terms))) as streams:
-        assert streams.take() is None
-        assert streams._is_refused
+    with closing(FrameStreams(Entrance.of(terms, ""))) as streams:
+        with pytest.raises(UnauthenticatedError):
+            streams.connect(SOON_S)
+        assert streams.take(SOON_S) is None

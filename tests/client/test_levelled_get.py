@@ -17,9 +17,11 @@ from slow_link import SlowLink
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.client import parents
+from kvstore.client.frame_stream import Entrance
 from kvstore.client.levels import RECOMPUTE, PlanTerms
 from kvstore.client.options import TransportName
 from kvstore.client.prefill import PrefillModel
+from kvstore.client.session import SessionTerms
 from kvstore.client.transport import FramePiece
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
@@ -63,10 +65,10 @@ def compiled() -> None:
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
-    return make_server("--disk-codec", "kvq:layered", "--zmq", "127.0.0.1:0")
+    return make_server("--disk-codec", "kvq:layered", "--bulk", "127.0.0.1:0")
 
 
-@pytest.fixture(params=["shm", "zmq", "grpc"])
+@pytest.fixture(params=["shm", "tcp", "grpc"])
 def client(server: LocalServer, request: pytest.FixtureRequest) -> Client:
     options = ClientOptions(request.param, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
     return server.connect(representation=MEDIUM, options=options)
@@ -352,23 +354,25 @@ def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_f
     assert server.settled().leases == 0
 
 
-@pytest.mark.parametrize("transport", ["zmq", "grpc"])
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
 def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not(
     make_server: ServerMaker, transport: TransportName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server("--disk-codec", "kvq:layered", "--zmq", "127.0.0.1:0")
+    server = make_server("--disk-codec", "kvq:layered", "--bulk", "127.0.0.1:0")
     control = SlowLink(server.node.port)
-    bulk = SlowLink(int(open_session(server.dial()).zmq_address.rpartition(":")[2]))
+    bulk = SlowLink(int(open_session(server.dial()).bulk_address.rpartition(":")[2]))
     try:
         options = ClientOptions(transport, chunk_tokens=TOKENS, deadline_ms=DEADLINE_MS)
         client = Client(control.address, MEDIUM, options)
-        for module in ("zmq_links", "zmq_transport"):
-            monkeypatch.setattr(
-                f"kvstore.client.{module}.endpoint", lambda *_: f"tcp://{bulk.address}"
-            )
+        entrance = Entrance.of
+
+        def slow(terms: SessionTerms, address: str) -> Entrance:
+            return replace(entrance(terms, address), where=f"tcp://{bulk.address}")
+
+        monkeypatch.setattr(Entrance, "of", slow)
         with client:
             keys = stored_layered(server, client, MANY)
-            link = bulk if transport == "zmq" else control
+            link = bulk if transport == "tcp" else control
             sizes = [server.node.manager.catalog.copies(key)["disk"].size_bytes for key in keys]
             slo_s = 2.0
 

@@ -16,7 +16,8 @@ from kvstore.proto.errors import InvalidRequestError
 @pytest.mark.parametrize(
     ("field", "value", "fix"),
     [
-        ("transport", "pigeon", "use auto, shm, zmq or grpc"),
+        ("transport", "pigeon", "use auto, shm, tcp or grpc"),
+        ("transport", "zmq", "there is no such transport any more; use tcp"),
         ("chunk_tokens", 15, "use 16 to 8192"),
         ("chunk_tokens", 8193, "use 16 to 8192"),
         ("chunk_tokens", 256.0, "use 16 to 8192, a whole number"),

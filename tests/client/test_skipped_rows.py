@@ -27,8 +27,8 @@ from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome, Representation
 
 ServerMaker = Callable[..., LocalServer]
-ZMQ = ("--zmq", "127.0.0.1:0")
-TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "zmq")
+BULK = ("--bulk", "127.0.0.1:0")
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
 RUBBISH = 0xBEEF
 SKIPPED = SkippedRows.of({0: [1, 2, 3], 1: range(16), 3: [0, 15]})
 """Of four chunks: some rows, all, none and two."""
@@ -36,7 +36,7 @@ SKIPPED = SkippedRows.of({0: [1, 2, 3], 1: range(16), 3: [0, 15]})
 
 @pytest.fixture(params=TRANSPORTS)
 def client(request: pytest.FixtureRequest, make_server: ServerMaker) -> Client:
-    server = make_server(*ZMQ)
+    server = make_server(*BULK)
     request.node.server = server
     options = ClientOptions(request.param, chunk_tokens=16, deadline_ms=DEADLINE_MS)
     client = server.connect(request.param, MEDIUM, options)

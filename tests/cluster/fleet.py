@@ -64,7 +64,7 @@ class Fleet:
         host = address_of(number)
         own = (
             *("--listen", f"{host}:{_PORT}", "--advertise", host, "--node-id", f"node{number}"),
-            *("--zmq", f"{host}:7421", "--zmq-keys", str(folder / "keys")),
+            *("--bulk", f"{host}:7421"),
         )
         process = ServerProcess(folder, *flags, *own)
         process.launcher = ["ip", "netns", "exec", self.hosts[number - 1]]

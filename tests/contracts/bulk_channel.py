@@ -1,4 +1,4 @@
-"""The suite of the zmq transport, whichever way its frames come: ZeroMQ, or streams over TCP."""
+"""The suite of the tcp transport, in plain text or encrypted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from local_server import LocalServer
 from prompts import MEDIUM, assert_reads, store
 
 from kvstore.client import Client
-from kvstore.client.zmq_transport import ZmqTransport
+from kvstore.client.bulk_transport import BulkTransport
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
 
 ServerMaker = Callable[..., LocalServer]
-ZMQ = ("--zmq", "127.0.0.1:0")
+BULK = ("--bulk", "127.0.0.1:0")
 
 
 def digests(keys: Sequence[ChunkKey]) -> list[ChainDigest]:
@@ -23,14 +23,14 @@ def digests(keys: Sequence[ChunkKey]) -> list[ChainDigest]:
 
 
 class BulkChannelContract(TransportContract):
-    """A TransportContract against servers with a bulk channel, and so with streams."""
+    """A TransportContract against servers with a bulk channel."""
 
-    transport = ZmqTransport
+    transport = BulkTransport
 
     @pytest.fixture
     def make_server(self, make_server: ServerMaker) -> ServerMaker:
         """Start servers with a bulk channel."""
-        return lambda *flags: make_server(*ZMQ, *flags)
+        return lambda *flags: make_server(*BULK, *flags)
 
     @pytest.fixture
     def server(self, make_server: ServerMaker) -> LocalServer:

@@ -74,7 +74,7 @@ class TransportContract(LayersContract, EndsContract, RectanglesContract):
     def name(self) -> TransportName:
         """The transport's name, as options take it."""
         name = self.transport.name
-        assert name in ("shm", "zmq", "grpc")
+        assert name in ("shm", "tcp", "grpc")
         return name  # type: ignore[return-value]
 
     def options(self, chunk_tokens: int = 16, staging_bytes: int = 1 << 20) -> ClientOptions:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
-from local_server import DEADLINE_MS, eventually, open_session, wait_for_stream
+from local_server import DEADLINE_MS, eventually, open_session
 from trust_world import Audited, chunks_for
 
-from kvstore.client import Access, frame_streams
+from kvstore.client import Access
+from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.options import TransportName
 from kvstore.proto import bulk, shm
-from kvstore.proto.errors import PermissionDeniedError
+from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.server import dataplane
 
 CHUNKS = 3
@@ -29,17 +29,13 @@ def world(tmp_path: Path) -> Iterator[Audited]:
 
 @pytest.mark.parametrize(
     ("transport", "origin"),
-    [("shm", "unix"), ("zmq", "zmq:127.0.0.1"), ("zmq", "stream:127.0.0.1"), ("grpc", "ipv")],
+    [("shm", "unix"), ("tcp", "stream:127.0.0.1"), ("grpc", "ipv")],
 )
 def test_puts_and_gets_are_written_down_with_who_and_of_what(
-    transport: TransportName, origin: str, world: Audited, monkeypatch: pytest.MonkeyPatch
+    transport: TransportName, origin: str, world: Audited
 ) -> None:
-    if origin.startswith("zmq"):
-        monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
     client = world.client(world.acme, transport)
     keys, chunks = chunks_for(client, 1, CHUNKS)
-    if origin.startswith("stream"):
-        wait_for_stream(client)
     client.put(chunks)
     assert len(client.get(keys)) == CHUNKS
     who = f"key:{world.acme[4:16]}"
@@ -51,7 +47,7 @@ def test_puts_and_gets_are_written_down_with_who_and_of_what(
     assert all(one.startswith(origin) for one in origins), origins
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_refused_put_is_written_down(transport: TransportName, world: Audited) -> None:
     reader = world.client(world.reader, transport)
     _, chunks = chunks_for(reader, 1, CHUNKS)
@@ -64,15 +60,10 @@ def test_a_refused_put_is_written_down(transport: TransportName, world: Audited)
 
 def test_a_stranger_at_the_bulk_channel_is_written_down(world: Audited) -> None:
     terms = open_session(world.dial(Access(ca=world.ca.path, token=world.acme)))
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.linger, stranger.rcvtimeo = 0, DEADLINE_MS
-    stranger.connect(terms.zmq_address)
-    stranger.send(bulk.pack(bulk.Attach(0, terms.session_id, bytes(16))))
-    stranger.recv_multipart()
-    stranger.close(0)
-    context.term()
-    wanted = {"rpc": "Attach", "outcome": "UnauthenticatedError", "peer": "zmq:127.0.0.1"}
+    entrance = Entrance(terms.bulk_address, b"", bulk.Attach(0, terms.session_id, bytes(16)))
+    with pytest.raises(UnauthenticatedError):
+        FrameStream(entrance, lambda: False, DEADLINE_MS / 1000)
+    wanted = {"rpc": "Attach", "outcome": "UnauthenticatedError", "peer": "stream:127.0.0.1"}
     assert eventually(lambda: world.came(**wanted))
     assert not any("who" in line for line in world.lines() if line["rpc"] == "Attach")
 

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from local_server import eventually, open_session, wait_for_stream
+from local_server import eventually, open_session
 from prompts import chunks_of, keys_of
 from socket_peer import Peer, staging
 from trust_world import SERVICE, Audited, World, chunks_for, request_of
 
-from kvstore.client import Access, Chunk, Client, frame_streams
+from kvstore.client import Access, Chunk, Client
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import shm
@@ -103,15 +103,12 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["grpc", "shm", "zmq", "stream"])
+@pytest.mark.parametrize("way", ["grpc", "shm", "tcp"])
 @pytest.mark.parametrize("role", ROLES)
 def test_a_client_does_what_its_role_may_and_nothing_else(
-    role: str, way: str, world: World, key_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    role: str, way: TransportName, world: World, key_of: dict[str, str]
 ) -> None:
-    if way == "zmq":
-        monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
-    transport: TransportName = "grpc" if way == "grpc" else "shm" if way == "shm" else "zmq"
-    client = world.client(key_of[role], transport)
+    client = world.client(key_of[role], way)
     writer = world.client(world.acme)
     leaks, refused = [], []
     for name, (needed, operation) in OPERATIONS.items():
@@ -122,8 +119,6 @@ def test_a_client_does_what_its_role_may_and_nothing_else(
         writer.put(chunks_for(writer, 1, CHUNKS)[1])  # which a delete may have deleted
         try:
             operation(client, keys, chunks)
-            if way == "stream":
-                wait_for_stream(client)
         except (PermissionDeniedError, TierUnavailableError):  # not even let in at the socket
             refused.append(name)
             continue

@@ -55,7 +55,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     server = server_process(
         *("--auth-keys", str(ring.path), "--secret-file", str(secret_file)),
         *("--encryption-keys", str(tmp_path / "at-rest")),
-        *("--jwt-key", str(tmp_path / "jwt.pem"), "--jwt-audience", "kv", "--zmq", "127.0.0.1:0"),
+        *("--jwt-key", str(tmp_path / "jwt.pem"), "--jwt-audience", "kv", "--bulk", "127.0.0.1:0"),
         *("--audit-log", str(log), "--audit-reads", "--log-level", "debug", "--cpu", "16MiB"),
         *("--disk", f"32MiB:{tmp_path / 'disk'}"),
     )
@@ -63,7 +63,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     proofs = [key, key[:-1] + "A", token, bad_token, "kvs_canary", "canary-token"]
     keys, attach_tokens, told = [], [], []
     for proof in proofs:
-        for transport in ("shm", "zmq", "grpc"):
+        for transport in ("shm", "tcp", "grpc"):
             options = ClientOptions(
                 transport,
                 chunk_tokens=16,

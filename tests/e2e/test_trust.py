@@ -119,7 +119,7 @@ def test_a_pool_is_read_by_its_readers_and_filled_by_its_writers(world: World) -
 # --- roles, on every way in
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_reader_reads_and_does_not_write(transport: TransportName, world: World) -> None:
     writer = world.client(world.acme, transport)
     keys, chunks = chunks_for(writer, 2)

@@ -82,7 +82,7 @@ def frame(data: bytes) -> None:
     check_frame(changed, _INFO.key)
 
 
-def zmq_word(data: bytes) -> None:
+def bulk_word(data: bytes) -> None:
     """A message of the bulk channel, and the payloads of those that have one."""
     bulk.unpack(data[:64], len(data[64:]) if len(data) > 64 else None)
     for parse in (bulk.unpack_ranges, bulk.unpack_skipped, bulk.unpack_failure):
@@ -256,7 +256,7 @@ TARGETS: dict[str, Target] = {
     "frame": frame,
     "codec": codec,
     "rpc": Rpc(),
-    "zmq_word": zmq_word,
+    "bulk_word": bulk_word,
     "shm_request": shm_request,
     "shm_answer": shm_answer,
     "shm_reply": shm_reply,
@@ -281,7 +281,7 @@ SEEDS: dict[str, list[bytes]] = {
         for number, one in enumerate(_GOLDEN)
     ],
     "rpc": [bytes([number]) + _LOOKUP.SerializeToString() for number in range(64)],
-    "zmq_word": [bulk.pack(bulk.Cancel(1))],
+    "bulk_word": [bulk.pack(bulk.Cancel(1))],
     "shm_request": [calls.pack_call("Lookup", _LOOKUP)],
     "shm_answer": [*calls.pack_answer(pb.ReleaseResponse(released=1))],
     "shm_reply": [shm.pack_reply(shm.Reply.ok, 7)],

@@ -44,8 +44,8 @@ def test_no_bytes_crash_a_parser(name: str) -> None:
 def test_what_is_right_is_taken(name: str) -> None:
     """Or the changes above would be changes of rubbish."""
     taken = [try_target(name, seed) for seed in SEEDS[name]]
-    if name in ("rpc", "zmq_word"):  # most methods want other messages, most words a payload
-        assert name == "zmq_word" or any(taken)
+    if name in ("rpc", "bulk_word"):  # most methods want other messages, most words a payload
+        assert name == "bulk_word" or any(taken)
     elif name == "redis_manifest":  # of another key
         assert taken == [False]
     else:

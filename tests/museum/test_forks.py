@@ -20,7 +20,7 @@ from kvstore.proto import kvstore_pb2 as pb
 TESTS = Path(__file__).resolve().parents[1]
 PROGRAM = TESTS / "forking_client.py"
 PATHS = (TESTS.parent / "src", TESTS)
-TRANSPORTS = ("shm", "grpc", "zmq")
+TRANSPORTS = ("shm", "grpc", "tcp")
 WITHIN_S = 120.0
 
 
@@ -28,7 +28,7 @@ WITHIN_S = 120.0
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("forks")
     sizes = ("--cpu", "64MiB", "--disk", f"64MiB:{folder / 'disk'}", "--max-sessions", "256")
-    server = ServerProcess(folder, *sizes, "--zmq", "127.0.0.1:0")
+    server = ServerProcess(folder, *sizes, "--bulk", "127.0.0.1:0")
     server.start()
     yield server
     server.kill()

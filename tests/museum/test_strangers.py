@@ -8,7 +8,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import zmq
 from bare_wire import wire_to
 from conftest import ServerMaker
 from local_server import LocalServer
@@ -36,19 +35,15 @@ def test_sglang_24618_no_bytes_of_a_stranger_are_unpickled(
     Here a pickle that would make a folder goes to every socket that the server has. There is no
     folder, and the server serves on.
     """
-    server = make_server("--zmq", "127.0.0.1:0", "--http", "127.0.0.1:0")
-    engine = PlainEngine(server.connect("zmq"))
+    server = make_server("--bulk", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    engine = PlainEngine(server.connect("tcp"))
     assert engine.store(PROMPT) == 4
     bulk = server.node.bulk
     assert bulk is not None
     made = tmp_path / "made"
     payload = pickled_mkdir(made)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.linger = 0
-        link.connect(bulk.address)
-        for message in ([payload], [payload, payload], [b"", payload]):
-            link.send_multipart(message)
-    for port in (server.node.port, server.node.http_port):
+    bulk_port = int(bulk.address.rpartition(":")[2])
+    for port in (server.node.port, server.node.http_port, bulk_port):
         with socket.create_connection(("127.0.0.1", port)) as link:
             link.sendall(payload)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:

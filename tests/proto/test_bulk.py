@@ -1,4 +1,4 @@
-"""The words of the bulk channel: every one there and back, lies, credit."""
+"""The words of the bulk channel: every one there and back, and lies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvstore.proto import bulk
 from kvstore.proto.bulk import Kind, Word, pack, unpack
-from kvstore.proto.credit import Budget, Window, cost
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierFullError
 from kvstore.proto.guest_token import guest_token
 
@@ -29,10 +28,10 @@ WORDS: st.SearchStrategy[Word] = st.one_of(
         U32,
         st.binary(min_size=16, max_size=16),
     ),
-    st.builds(bulk.Get, U64, U64, U64, U64, U32, U32),
+    st.builds(bulk.Get, U64, U64, U64, U32, U32),
     st.builds(bulk.Put, U64, U64, U32, U32),
     st.builds(bulk.Part, U64, U64, U64, U32, st.binary(min_size=8, max_size=8)),
-    st.builds(bulk.Credit, U64, U64),
+    st.builds(bulk.Ready, U64),
     st.builds(bulk.Cancel, U64),
     st.builds(bulk.Finish, U64, U32),
     st.builds(bulk.Done, U64, U32),
@@ -81,10 +80,12 @@ def test_rubbish_is_refused_cleanly(header: bytes, payload_bytes: int | None) ->
         unpack(header, payload_bytes)
 
 
-@pytest.mark.parametrize(("version", "kind"), [(2, 7), (0, 7), (1, 0), (1, 14), (65535, 65535)])
+@pytest.mark.parametrize(
+    ("version", "kind"), [(1, 7), (0, 7), (2, 0), (2, 6), (2, 15), (65535, 65535)]
+)
 def test_unknown_versions_and_kinds_are_refused(version: int, kind: int) -> None:
     header = struct.pack("<4sHHQ", bulk.MAGIC, version, kind, 1)
-    with pytest.raises(InvalidRequestError, match="speak version 1"):
+    with pytest.raises(InvalidRequestError, match="speak version 2"):
         unpack(header)
 
 
@@ -97,12 +98,12 @@ def test_the_vectors_of_the_bulk_channel_are_what_the_code_sends() -> None:
         "bulk_attach": bulk.Attach(0, session, token),
         "bulk_attached": bulk.Attached(0),
         "bulk_guest": bulk.Guest(0, session, space, 300, guest_token(token, session, space, 300)),
-        "bulk_get": bulk.Get(1, session, 0, 8 << 20, 2000, 0),
+        "bulk_get": bulk.Get(1, session, 0, 2000, 0),
         "bulk_part": bulk.Part(1, 2368, 0, 0, bulk.tier_bytes("cpu")),
-        "bulk_credit": bulk.Credit(1, 18752),
         "bulk_cancel": bulk.Cancel(1),
         "bulk_done": bulk.Done(1, 1),
         "bulk_put": bulk.Put(2, session, 2000, bulk.DURABLE),
+        "bulk_ready": bulk.Ready(2),
         "bulk_hint": bulk.Hint(2),
         "bulk_finish": bulk.Finish(2, 2),
         "bulk_failed": bulk.Failed(2),
@@ -138,48 +139,6 @@ def test_an_error_comes_back_as_its_class() -> None:
     error = bulk.unpack_failure(bulk.pack_failure("TierFullError", "tier 'cpu' needs 5"))
     assert (type(error), str(error)) == (TierFullError, "tier 'cpu' needs 5")
     assert type(bulk.unpack_failure(b"\xff\xfe")) is KVStoreError
-
-
-# --- credit
-
-
-@given(st.lists(st.integers(0, 1 << 20), max_size=50))
-def test_a_sender_never_has_more_under_way_than_was_granted(sizes: list[int]) -> None:
-    budget = Budget()
-    budget.grant(1 << 21)
-    sent = sum(cost(size) for size in sizes if budget.spend(size))
-    assert sent <= 1 << 21
-
-
-def test_a_receiver_cannot_make_a_sender_queue_without_limit() -> None:
-    budget = Budget()
-    budget.grant(bulk.MAX_CREDIT_BYTES)
-    with pytest.raises(InvalidRequestError, match="credit_bytes=1: at most"):
-        budget.grant(1)
-    for huge in (1 << 63, (1 << 64) - 1):
-        with pytest.raises(InvalidRequestError, match="credit_bytes"):
-            Budget().grant(huge)
-
-
-@given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=100))
-def test_a_sender_and_a_receiver_that_keep_to_it_never_stall(sizes: list[int]) -> None:
-    budget, window = Budget(), Window()
-    budget.grant(window.open())
-    waiting: list[int] = []
-    for size in sizes:
-        while not budget.spend(size):
-            assert waiting, "no credit, and nothing on its way that could bring some"
-            budget.grant(window.consume(waiting.pop(0)))
-        window.receive(size)
-        waiting.append(size)
-
-
-def test_parts_that_no_credit_covers_are_refused() -> None:
-    window = Window(window_bytes=1 << 20)
-    window.open()
-    window.receive(1 << 19)
-    with pytest.raises(InvalidRequestError, match="wait for credit"):
-        window.receive(1 << 19)
 
 
 @given(

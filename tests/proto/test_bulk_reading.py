@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.bulk_reading import BulkReading, Landed
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LeaseExpiredError
+from kvstore.proto.errors import InvalidFrameError, LeaseExpiredError
 
 LIMIT_BYTES = 100
 
@@ -20,9 +20,7 @@ def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes:
 
 
 def reading() -> BulkReading:
-    one = BulkReading(7, LIMIT_BYTES, room)
-    one.open()
-    return one
+    return BulkReading(7, LIMIT_BYTES, room)
 
 
 def bytes_of(landed: Landed) -> bytes:
@@ -47,7 +45,6 @@ def test_frames_are_what_their_parts_add_up_to(
         LIMIT_BYTES,
         lambda chunk, size, start: None if chunk in passed_by else room(chunk, size, start),
     )
-    one.open()
     landed: list[Landed] = []
     for number, frame in enumerate(frames):
         for start in range(0, len(frame), cut):
@@ -80,7 +77,7 @@ LIES: dict[str, tuple[list[tuple[bulk.Word, bytes]], str]] = {
     "a frame twice": ([(part(0, 1, 0), b"a"), (part(0, 1, 0), b"a")], "offset=0: parts must"),
     "another frame inside one": ([(part(0, 2, 0), b"a"), (part(1, 2, 0), b"a")], "offset=0"),
     "a wrong count": ([(part(0, 1, 0), b"a"), (bulk.Done(7, 2), b"")], "frames=2: 1 came"),
-    "another kind": ([(bulk.Credit(7, 5), b"")], "kind='Credit': not an answer"),
+    "another kind": ([(bulk.Ready(7), b"")], "kind='Ready': not an answer"),
 }  # fmt: skip
 
 
@@ -114,14 +111,3 @@ def test_the_server_s_error_is_raised_as_its_class() -> None:
     with pytest.raises(LeaseExpiredError, match="look it up"):
         one.take(bulk.Failed(7), as_bytes(b"LeaseExpiredError\0look it up"))
     assert one.is_over
-
-
-def test_a_server_that_sends_without_credit_is_refused() -> None:
-    one = BulkReading(7, 1 << 30, room)
-    one.open()
-    size = 1 << 20
-    data = np.zeros(size, np.uint8)
-    for number in range(7):
-        assert one.take(part(number, size, 0), data) is not None
-    with pytest.raises(InvalidRequestError, match="wait for credit"):
-        one.take(part(7, size, 0), data)

@@ -96,7 +96,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "secret_file": write(tmp_path / "secret", text), "disk_write": "evict",
         "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zplane",
         "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
-        "disk_direct": "true", "zmq": "127.0.0.1:7421", "zmq_keys": f"{tmp_path}/keys",
+        "disk_direct": "true", "bulk": "127.0.0.1:7421", "events_keys": f"{tmp_path}/keys",
         "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
         "assets": str(tmp_path), "policy": "lru,disk=marconi", "tenant_quotas": "acme=1GiB:1MiB",
         "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
@@ -112,7 +112,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "events_readers": write(tmp_path / "readers", ""),
         "tracing_endpoint": "http://127.0.0.1:4317", "tracing_share": "0.5",
         "peers": "127.0.0.1:7420,directory", "peer_key": write(tmp_path / "peer-key", "kvs_"),
-        "peer_ca": write(tmp_path / "peer-ca", "..."), "peer_bytes": "64MiB", "peer_port": "7422",
+        "peer_ca": write(tmp_path / "peer-ca", "..."), "peer_bytes": "64MiB",
         "peer_name": "kv.svc",
         "directory": "true", "directory_ttl_ms": "700", "node_id": "node-a",
         "advertise": "a.example", "redis_prefix": "team:a", "redis_username": "me",
@@ -341,6 +341,21 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [("zmq", "give bulk"), ("peer_port", "that of bulk"), ("zmq_keys", "give events_keys")],
+)
+def test_a_name_that_there_was_is_refused_and_its_successor_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, successor: str
+) -> None:
+    assert successor in refused(f"--{name.replace('_', '-')}", "127.0.0.1:7421")
+    assert successor in refused(f"--{name.replace('_', '-')}=127.0.0.1:7421")
+    assert successor in refused("--config", write(tmp_path / "c.yaml", f"{name}: off\n"))
+    if name != "peer_port":  # as Kubernetes names what it puts into pods
+        monkeypatch.setenv(f"KVSTORE_{name.upper()}", "off")
+        assert successor in refused()
+
+
 def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
     message = refused("--config", write(tmp_path / "c.yaml", "cpu_sise: 8GiB\n"))
     assert "cpu_sise='***'" in message
@@ -376,10 +391,14 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
 def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_wherever_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fix = "use --policy hit_density, which replaces it"
-    assert f"flags='--adapt-tenants': {fix}" in refused("--adapt-tenants=acme")
+    fix = "any more; use --policy hit_density"
+    assert f"flags='--adapt-tenants': there is no such flag {fix}" in refused(
+        "--adapt-tenants=acme"
+    )
     path = write(tmp_path / "g.yaml", "adapt_tenants: acme\n")
-    assert f"adapt_tenants='***': {fix} (from {path})" in refused("--config", path)
+    assert f"adapt_tenants='***': there is no such setting {fix} (from {path})" in refused(
+        "--config", path
+    )
     monkeypatch.setenv("KVSTORE_ADAPT_TENANTS", "acme")
     assert f"{fix} (from KVSTORE_ADAPT_TENANTS)" in refused()
 

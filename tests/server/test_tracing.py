@@ -120,14 +120,14 @@ def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
     assert [dict(span.attributes or {}) for span in reads] == [said] * 2
 
 
-def test_calls_over_the_unix_socket_and_zmq_have_spans_of_their_own(
+def test_calls_over_the_unix_socket_and_streams_have_spans_of_their_own(
     traces: Traces, make_server: ServerMaker
 ) -> None:
     """Neither carries a trace, so each is a first; what it asks of tiers is in it."""
-    server = make_server("--cpu", "4MiB", "--cpu-slab-bytes", "4MiB", "--zmq", "127.0.0.1:0")
-    far = server.connect("zmq")
+    server = make_server("--cpu", "4MiB", "--cpu-slab-bytes", "4MiB", "--bulk", "127.0.0.1:0")
+    far = server.connect("tcp")
     keys = store(far, 1, 2)
-    put = traces.one("zmq/Put")
+    put = traces.one("tcp/Put")
     assert parent(put) is None
     server.settled()
     assert {parent(span) for span in traces.named("disk write")} == {ids(put)}
@@ -143,7 +143,7 @@ def test_calls_over_the_unix_socket_and_zmq_have_spans_of_their_own(
     }
     traces.forget()
     assert_reads(far, keys)
-    assert traces.one("zmq/Get").status.is_ok
+    assert traces.one("tcp/Get").status.is_ok
 
 
 def test_the_callers_trace_goes_on_in_the_server(

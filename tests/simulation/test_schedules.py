@@ -20,7 +20,7 @@ def run(seed: int) -> Report:
 
 
 ELSEWHERE = {
-    "bulk_ignored_messages", "bulk_invalid_messages", "zmq_refused_connections", "dropped_rows",
+    "zmq_refused_connections", "dropped_rows",
     "lossy_victims", "replaced_copies", "lossless_instead",
     "unworthy_copies", "left_copies", "announced_chunks", "unkept_chunks",
     "prefetched_chunks", "prefetch_used_chunks", "unusable_histories", "evicted_for_quota_chunks",

@@ -136,11 +136,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 {{- end }}
-{{- if $v.zmq.enabled }}
-{{- $_ := set $s "zmq" (printf "0.0.0.0:%d" (int $v.ports.zmq)) }}
-{{- $_ := set $s "zmq_keys" "/run/kvstore-own/zmq" }}
-{{- $_ := set $s "peer_port" (int $v.ports.peer) }}
+{{- if $v.bulk.enabled }}
+{{- $_ := set $s "bulk" (printf "0.0.0.0:%d" (int $v.ports.bulk)) }}
 {{- end }}
+{{- if $v.config.events_readers }}{{ $_ := set $s "events_keys" "/run/kvstore-own/events" }}{{ end }}
 {{- if include "kvstore.hasTLS" . }}
 {{- $_ := set $s "tls_cert" "/etc/kvstore/tls/tls.crt" }}
 {{- $_ := set $s "tls_key" "/etc/kvstore/tls/tls.key" }}
@@ -193,7 +192,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and (include "kvstore.hasTLS" .) (not .Values.tls.hasCA) }}{{ fail "config.peers: pods believe who ca.crt signed; the secret of tls needs it, and tls.hasCA" }}{{ end }}
 {{- end }}
 {{- if and .Values.peers.existingSecret.name (not .Values.config.peers) }}{{ fail "peers.existingSecret: is shown to peers; set config.peers, or leave it out" }}{{ end }}
-{{- if hasKey .Values.config "peer_port" }}{{ fail "config.peer_port: set ports.peer, which opens it as well" }}{{ end }}
-{{- if and (contains "directory" (toString .Values.config.peers)) (not .Values.zmq.enabled) }}{{ fail "config.peers: pods ask each other over zmq; set zmq.enabled" }}{{ end }}
+{{- if hasKey .Values.config "bulk" }}{{ fail "config.bulk: set bulk.enabled and ports.bulk, which open it as well" }}{{ end }}
+{{- if and (contains "directory" (toString .Values.config.peers)) (not .Values.bulk.enabled) }}{{ fail "config.peers: pods read each other over the bulk channel; set bulk.enabled" }}{{ end }}
 {{- if and .Values.hostSocket.enabled (ne .Values.mode "daemonset") }}{{ fail "hostSocket.enabled: engines share memory with a server on their node: use mode: daemonset" }}{{ end }}
 {{- end }}

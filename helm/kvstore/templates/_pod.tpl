@@ -121,9 +121,8 @@ spec:
       {{- end }}
       ports:
         - {name: grpc, containerPort: {{ $v.ports.grpc }}}
-        {{- if $v.zmq.enabled }}
-        - {name: zmq, containerPort: {{ $v.ports.zmq }}}
-        - {name: peer, containerPort: {{ $v.ports.peer }}}
+        {{- if $v.bulk.enabled }}
+        - {name: bulk, containerPort: {{ $v.ports.bulk }}}
         {{- end }}
         - {name: health, containerPort: {{ $v.ports.health }}}
         - {name: http, containerPort: {{ $v.ports.http }}}

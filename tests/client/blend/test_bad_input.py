@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from blend_world import LAYERS, VOCABULARY, make_model
-from local_server import DEADLINE_MS, LocalServer, wait_for_stream
+from local_server import DEADLINE_MS, LocalServer
 from typing_extensions import override
 
-from kvstore.client import Client, ClientOptions, frame_streams
+from kvstore.client import Client, ClientOptions
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.gate import GatedBlender
@@ -44,7 +44,7 @@ from kvstore.proto.types import (
     RopeParameters,
 )
 
-TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "zmq")
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
 TRIAL = ResolveTerms(is_trial=True)
 SUFFIX = 9
 
@@ -73,7 +73,7 @@ def representation(blender: Blender) -> Representation:
 
 @pytest.fixture
 def server(make_server: Callable[..., LocalServer]) -> LocalServer:
-    return make_server("--zmq", "127.0.0.1:0")
+    return make_server("--bulk", "127.0.0.1:0")
 
 
 def connected(
@@ -260,18 +260,11 @@ class _Marked(Outgoing):
         return self._encoded(room)
 
 
-@pytest.mark.parametrize(
-    ("transport", "is_streamed"), [("shm", False), ("grpc", False), ("zmq", False), ("zmq", True)]
-)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
-    server: LocalServer, representation: Representation, transport: TransportName,
-    is_streamed: bool, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    if not is_streamed:
-        monkeypatch.setattr(frame_streams, "MAX_STREAMS", 0)
+    server: LocalServer, representation: Representation, transport: TransportName
+) -> None:
     client = connected(server, representation, transport)
-    if is_streamed:
-        wait_for_stream(client)
     one = name_segments(STORED[0], STORED[1], 16)[0].chunks[0]
     layout = KVLayout.of(representation, one.tokens)
     key = ChunkKey(client.namespace + one.digest)

@@ -32,7 +32,7 @@ from kvstore.proto.blend import SegmentRange
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
 from kvstore.server.policy.blend_gate import TRIALS
 
-TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "zmq")
+TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
 TRIAL = ResolveTerms(is_trial=True)
 PATIENT_S = 0.3
 
@@ -137,7 +137,7 @@ def test_all_waits_together_are_bounded() -> None:
 def test_a_server_that_stops_mid_plan_costs_no_more_than_the_patience(
     server_process: Callable[..., ServerProcess], blender: Blender, transport: TransportName
 ) -> None:
-    process = server_process("--zmq", "127.0.0.1:0")
+    process = server_process("--bulk", "127.0.0.1:0")
     process.start()
     with connected(process.address, transport) as client:
         store_prefill(client, blender.prefill(STORED[0]), *STORED)

@@ -128,11 +128,11 @@ def test_blending_out_of_the_store_is_blending_out_of_memory(
         assert torch.equal(got.report.selected, wanted.report.selected)
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "grpc", "tcp"])
 def test_rows_that_are_chosen_beforehand_are_not_loaded(
     make_server: Callable[..., LocalServer], blender: Blender, transport: TransportName
 ) -> None:
-    server = make_server("--zmq", "127.0.0.1:0")
+    server = make_server("--bulk", "127.0.0.1:0")
     client = _connected(server, transport)
     _store(client, blender, 10, FIRST, SECOND)
     _open_gate(client)

@@ -45,7 +45,7 @@ HANGS_S = 10.0
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[ServerProcess]:
     tmp_path.chmod(0o700)
-    flags = ("--tiers", "cpu", "--cpu", "16MiB", "--zmq", "127.0.0.1:0", "--log-level", "error")
+    flags = ("--tiers", "cpu", "--cpu", "16MiB", "--bulk", "127.0.0.1:0", "--log-level", "error")
     server = ServerProcess(tmp_path, *flags)
     server.start()
     yield server
@@ -56,7 +56,7 @@ def over(transport: Any) -> ClientOptions:
     return replace(options(retry_after_ms=300), transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked_no_more(
     process: ServerProcess, transport: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked
     engine.close()
 
 
-@pytest.mark.parametrize("transport", ["auto", "zmq", "grpc"])
+@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 def test_the_first_load_of_an_engine_ends_soon_when_the_server_hangs(
     process: ServerProcess, transport: str
 ) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,59 +10,24 @@ import pytest
 from contracts.bad_puts import BAD_PUTS, parts_of
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, SMALL, assert_reads, frame_of, store
+from stream_caller import StreamCaller
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import KVStoreError, TierUnavailableError
+from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
-from kvstore.server.bulk import stream_answers, stream_put
+from kvstore.server.bulk import stream_answers
 from kvstore.server.trust.audit_log import audit_files, read_chain
 
 ServerMaker = Callable[..., LocalServer]
 SOON_S = 20.0
-GO_ON = bulk.Credit(1, bulk.MAX_CREDIT_BYTES)
-
-
-class Writer:
-    """A process at the other end of a stream."""
-
-    def __init__(self, terms: pb.OpenSessionResponse) -> None:
-        host, _, port = terms.stream_address.rpartition(":")
-        link = socket.create_connection((host.removeprefix("tcp://"), int(port)))
-        self.wire = StreamWire(link, "server", time.monotonic, is_encrypted=False)
-        self.wire.patience(SOON_S)
-        self.say(bulk.Attach(0, terms.session_id, terms.attach_token))
-        assert self.hear() == (bulk.Attached(0), b"")
-
-    def say(self, word: bulk.Word, payload: bytes | None = None) -> None:
-        self.wire.send(word, payload)
-
-    def hear(self) -> tuple[bulk.Word, bytes]:
-        word, size_bytes = self.wire.receive()
-        return word, self.wire.take(size_bytes)
-
-    def is_refused(self, message: str) -> bool:
-        """Whether the next message is an error that has *message* in it."""
-        word, payload = self.hear()
-        assert message in payload.decode(), payload
-        return word == bulk.Failed(1)
-
-    def is_hung_up_on(self) -> bool:
-        """Whether nothing more comes."""
-        with pytest.raises(TierUnavailableError):
-            self.wire.receive()
-        return True
-
-    def close(self) -> None:
-        """Hang up."""
-        self.wire.close()
+GO_ON = bulk.Ready(1)
 
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
-    return make_server("--zmq", "127.0.0.1:0")
+    return make_server("--bulk", "127.0.0.1:0")
 
 
 @pytest.fixture
@@ -73,8 +36,8 @@ def terms(server: LocalServer) -> pb.OpenSessionResponse:
 
 
 @pytest.fixture
-def writer(terms: pb.OpenSessionResponse) -> Iterator[Writer]:
-    with closing(Writer(terms)) as one:
+def writer(terms: pb.OpenSessionResponse) -> Iterator[StreamCaller]:
+    with closing(StreamCaller(terms)) as one:
         yield one
 
 
@@ -96,10 +59,10 @@ def test_the_audit_log_says_that_a_put_was_one_however_it_ended(
     make_server: ServerMaker, tmp_path: Path
 ) -> None:
     log = tmp_path / "audit"
-    server = make_server("--zmq", "127.0.0.1:0", "--audit-log", str(log), "--audit-reads")
+    server = make_server("--bulk", "127.0.0.1:0", "--audit-log", str(log), "--audit-reads")
     terms = open_session(server.dial())
     parts = parts_of(frame_of(key_of(terms), SMALL))
-    with closing(Writer(terms)) as writer:
+    with closing(StreamCaller(terms)) as writer:
         writer.say(put_word(terms))
         writer.hear()
         for word, data in parts:
@@ -123,7 +86,7 @@ def told(log: Path) -> list[tuple[object, ...]]:
     return [(line["rpc"], line["outcome"], line.get("chunks", 0)) for line in ours]
 
 
-def begin(writer: Writer, terms: pb.OpenSessionResponse, steps: int) -> None:
+def begin(writer: StreamCaller, terms: pb.OpenSessionResponse, steps: int) -> None:
     """Begin a put, and send the first *steps* parts of its frame."""
     writer.say(put_word(terms))
     writer.hear()
@@ -133,7 +96,7 @@ def begin(writer: Writer, terms: pb.OpenSessionResponse, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_server_that_stops_in_the_midst_of_a_put_ends_it_and_is_clean(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, steps: int
+    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse, steps: int
 ) -> None:
     begin(writer, terms, steps)
     if steps:
@@ -144,14 +107,14 @@ def test_a_server_that_stops_in_the_midst_of_a_put_ends_it_and_is_clean(
     assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts == 0)
 
 
-def hear_for_ever(writer: Writer) -> None:
+def hear_for_ever(writer: StreamCaller) -> None:
     while True:
         writer.hear()
 
 
 @pytest.mark.parametrize("cut", [700, 2000, 1 << 20])
 def test_frames_are_stored_and_answered_for_one_by_one(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, cut: int
+    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse, cut: int
 ) -> None:
     frames = [frame_of(key_of(terms, seed), SMALL) for seed in (1, 2, 1)]
     writer.say(put_word(terms))
@@ -174,9 +137,9 @@ def test_frames_are_stored_and_answered_for_one_by_one(
 
 @pytest.mark.parametrize("what", BAD_PUTS)
 def test_a_bad_put_is_refused_leaves_nothing_and_ends_its_stream_alone(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, what: str
+    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse, what: str
 ) -> None:
-    other = server.connect("zmq")
+    other = server.connect("tcp")
     change, frames, message = BAD_PUTS[what]
     writer.say(put_word(terms))
     writer.hear()
@@ -196,13 +159,13 @@ def test_a_bad_put_is_refused_leaves_nothing_and_ends_its_stream_alone(
     ("words", "message"),
     [
         ([(bulk.Finish(2, 0), None)], "request=2"),
-        ([(bulk.Get(1, 1, 0, 0, 1, 0), bytes(16))], "kind='Get'"),
+        ([(bulk.Get(1, 1, 0, 1, 0), bytes(16))], "kind='Get'"),
         ([(bulk.Part(1, 1000, 0, 0, bytes(8)), b"")], "InvalidFrameError"),
     ],
 )
 def test_what_is_no_part_of_a_put_ends_it(
     server: LocalServer,
-    writer: Writer,
+    writer: StreamCaller,
     terms: pb.OpenSessionResponse,
     words: list[tuple[bulk.Word, bytes | None]],
     message: str,
@@ -217,7 +180,7 @@ def test_what_is_no_part_of_a_put_ends_it(
 
 
 def test_hints_come_before_the_frames_or_not_at_all(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse
+    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
     said = pb.Hints(category="code", ttl_ms=60_000).SerializeToString()
     parts = parts_of(frame_of(key_of(terms), SMALL))
@@ -237,7 +200,11 @@ def test_hints_come_before_the_frames_or_not_at_all(
     [(b"\xff" * 9, "hints="), (pb.Hints(reuse=7).SerializeToString(), "hints.reuse")],  # type: ignore[arg-type]
 )
 def test_hints_that_make_no_sense_end_the_put(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, said: bytes, message: str
+    server: LocalServer,
+    writer: StreamCaller,
+    terms: pb.OpenSessionResponse,
+    said: bytes,
+    message: str,
 ) -> None:
     writer.say(put_word(terms))
     writer.hear()
@@ -256,7 +223,7 @@ def test_hints_that_make_no_sense_end_the_put(
 )
 def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
     server: LocalServer,
-    writer: Writer,
+    writer: StreamCaller,
     terms: pb.OpenSessionResponse,
     other: dict[str, int],
     message: str,
@@ -271,7 +238,7 @@ def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
 
 
 def test_a_drained_server_refuses_puts(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse
+    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
     server.node.manager.puts.drain()
     writer.say(put_word(terms))
@@ -284,25 +251,25 @@ def test_a_drained_server_refuses_puts(
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_writer_that_dies_leaves_nothing(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse, steps: int
+    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse, steps: int
 ) -> None:
     begin(writer, terms, steps)
     if steps:
         assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts > 0)
     writer.close()
     assert leaves_nothing(server)
-    assert server.node.streams is not None
-    streams = server.node.streams
+    assert server.node.bulk is not None
+    streams = server.node.bulk
     assert eventually(lambda: not streams._streams)
 
 
 def test_a_writer_that_falls_silent_is_hung_up_on(
     server: LocalServer,
-    writer: Writer,
+    writer: StreamCaller,
     terms: pb.OpenSessionResponse,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_put, "SILENCE_S", 0.2)
+    monkeypatch.setattr(bulk, "SILENCE_S", 0.2)
     monkeypatch.setattr(stream_answers, "REFUSED_S", 0.1)
     writer.say(put_word(terms))
     writer.hear()
@@ -314,7 +281,7 @@ def test_a_writer_that_falls_silent_is_hung_up_on(
 
 def test_a_writer_that_goes_on_after_it_was_refused_is_cut_off(
     server: LocalServer,
-    writer: Writer,
+    writer: StreamCaller,
     terms: pb.OpenSessionResponse,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -326,13 +293,13 @@ def test_a_writer_that_goes_on_after_it_was_refused_is_cut_off(
     assert leaves_nothing(server)
 
 
-def say_for_ever(writer: Writer, part: bulk.Part) -> None:
+def say_for_ever(writer: StreamCaller, part: bulk.Part) -> None:
     for _ in range(10_000):
         writer.say(part, bytes(bulk.MAX_PAYLOAD_BYTES))
 
 
 def test_the_end_of_a_session_ends_its_put_and_is_said(
-    server: LocalServer, writer: Writer, terms: pb.OpenSessionResponse
+    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
     first, *rest = parts_of(frame_of(key_of(terms), SMALL))
     writer.say(put_word(terms))
@@ -349,7 +316,7 @@ def test_the_end_of_a_session_ends_its_put_and_is_said(
 def test_a_large_frame_that_is_there_is_skipped(server: LocalServer) -> None:
     terms = open_session(server.dial(), MEDIUM)
     frame = frame_of(key_of(terms), MEDIUM, 64)
-    with closing(Writer(terms)) as writer:
+    with closing(StreamCaller(terms)) as writer:
         for outcome in (PutOutcome.stored, PutOutcome.exists):
             writer.say(put_word(terms))
             writer.hear()

@@ -83,7 +83,7 @@ def test_server_without_a_directory_shows_none(server: LocalServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "zmq_address", "expected"),
+    ("flags", "bulk_address", "expected"),
     [
         (["--listen", "127.0.0.1:0"], "", ("127.0.0.1:7", "")),
         (["--listen", "[::1]:0"], "ipc:///x", ("[::1]:7", "")),
@@ -92,12 +92,12 @@ def test_server_without_a_directory_shows_none(server: LocalServer) -> None:
     ],
 )
 def test_node_is_advertised_as_others_reach_it(
-    flags: list[str], zmq_address: str, expected: tuple[str, str]
+    flags: list[str], bulk_address: str, expected: tuple[str, str]
 ) -> None:
     config = load_config(["--directory", "--redis", "redis://127.0.0.1:1", *flags])
-    directory = open_directory(config, 5, 7, zmq_address, Counters(), lambda: 0.0)
+    directory = open_directory(config, 5, 7, bulk_address, Counters(), lambda: 0.0)
     assert directory is not None
-    assert (directory.me.grpc_address, directory.me.zmq_address) == expected
+    assert (directory.me.grpc_address, directory.me.bulk_address) == expected
     assert directory.me.node_id.endswith(":7")
     directory.close()
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -60,7 +59,7 @@ def tier_of(server: LocalServer) -> PeerTier:
 
 
 def desk_of(server: LocalServer) -> PeerDesk:
-    streams = server.node.streams
+    streams = server.node.bulk
     assert streams is not None
     return streams._terms.service.desk
 
@@ -104,15 +103,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def pair(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+def pair(make_server: ServerMaker, request: pytest.FixtureRequest) -> Pair:
     """In plain text; where a test says so, over TLS."""
     is_encrypted = getattr(request, "param", "plain") == "tls"
     own = ("--tiers", "cpu", "--cpu", "32MiB", "--peer-timeout-ms", "20000")
-    keys = ("--zmq-keys", str(tmp_path / "keys"), "--insecure")
-    channel = ("--zmq", "127.0.0.1:0") if not is_encrypted else ("--zmq", "0.0.0.0:0")
-    first = make_server(*own, "--socket", "off", *channel, *(keys if is_encrypted else ()))
+    channel = ("--bulk", "127.0.0.1:0") if not is_encrypted else ("--bulk", "0.0.0.0:0")
+    first = make_server(*own, "--socket", "off", *channel, "--insecure")
     second = make_server(*own, "--peers", first.address)
-    assert eventually(lambda: any(peer.is_lent for peer in tier_of(second).peers.known()))
+    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
     pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
     pair.acquaint()
     return pair
@@ -194,9 +192,9 @@ def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
 def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
     make_server: ServerMaker,
 ) -> None:
-    first = make_server("--tiers", "cpu", "--socket", "off", "--zmq", "127.0.0.1:0")
+    first = make_server("--tiers", "cpu", "--socket", "off", "--bulk", "127.0.0.1:0")
     second = make_server("--peers", first.address, "--peer-timeout-ms", "20000")
-    assert eventually(lambda: any(peer.is_lent for peer in tier_of(second).peers.known()))
+    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
     pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
     pair.acquaint()
     keys = store(pair.writer, 1, CHUNKS)
@@ -360,7 +358,7 @@ def lent_to(pair: Pair, space: Namespace) -> Lent:
 
 
 def enter(lent: Lent, guest: bulk.Guest | bulk.Attach | None = None) -> FrameStream:
-    where, certificate = lent.stream_address, lent.stream_certificate
+    where, certificate = lent.address, lent.certificate
     return FrameStream(Entrance(where, certificate, guest or lent.guest), lambda: False, SOON_S)
 
 
@@ -372,7 +370,7 @@ def frames_of(
     reading = BulkReading(
         stream.next_request(), 1 << 30, lambda _, size, __: np.empty(size, np.uint8)
     )
-    ask = bulk.Get(reading.request, lent.guest.session_id, 0, reading.open(), 20_000, flags)
+    ask = bulk.Get(reading.request, lent.guest.session_id, 0, 20_000, flags)
     stream.send(ask, deadline, pack_wanted(keys))
     frames = []
     while not reading.is_over:

@@ -23,7 +23,7 @@ CHUNKS = 4
 
 def started(server_process: ProcessMaker, *flags: str) -> ServerProcess:
     process = server_process(
-        *("--tiers", "cpu", "--cpu", "32MiB", "--zmq", "127.0.0.1:0", "--workers", "4"),
+        *("--tiers", "cpu", "--cpu", "32MiB", "--bulk", "127.0.0.1:0", "--workers", "4"),
         *("--peer-timeout-ms", str(TIMEOUT_MS), *flags),
     )
     process.start()
@@ -31,7 +31,7 @@ def started(server_process: ProcessMaker, *flags: str) -> ServerProcess:
 
 
 def client_of(process: ServerProcess) -> Client:
-    options = ClientOptions("zmq", chunk_tokens=64, deadline_ms=DEADLINE_MS)
+    options = ClientOptions("tcp", chunk_tokens=64, deadline_ms=DEADLINE_MS)
     return Client(process.address, MEDIUM, options)
 
 

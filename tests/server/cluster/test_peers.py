@@ -43,13 +43,13 @@ SILENT_MS = 400
 
 
 def node(make_server: ServerMaker, *flags: str) -> LocalServer:
-    sizes = ("--tiers", "cpu", "--cpu", "32MiB", "--socket", "off", "--zmq", "127.0.0.1:0")
+    sizes = ("--tiers", "cpu", "--cpu", "32MiB", "--socket", "off", "--bulk", "127.0.0.1:0")
     return make_server(*sizes, "--peer-timeout-ms", "20000", *flags)
 
 
 def client_of(server: LocalServer) -> Client:
-    options = ClientOptions("zmq", chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
-    return server.connect("zmq", MEDIUM, options)
+    options = ClientOptions("tcp", chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
+    return server.connect("tcp", MEDIUM, options)
 
 
 def tier_of(server: LocalServer) -> PeerTier:
@@ -408,7 +408,7 @@ def rubbish_found(message: Message) -> list[Message]:
 
 def wrong_word(message: Message) -> list[Message]:
     word = message[0]
-    return [(bulk.Credit(word.request, 1 << 60), None)] if is_part(message) else [message]
+    return [(bulk.Ready(word.request), None)] if is_part(message) else [message]
 
 
 def _claim(size: int | None, key: bytes | None) -> bytes:

@@ -24,8 +24,7 @@ from kvstore.proto.types import ChunkInfo
 from kvstore.server.bulk.stream_plane import StreamPlane
 from kvstore.server.bulk.stream_start import listen
 from kvstore.server.cluster.peer_dial import PeerAccess
-from kvstore.server.cluster.peer_link import PeerTerms
-from kvstore.server.cluster.stream_link import StreamLink
+from kvstore.server.cluster.stream_link import PeerTerms, StreamLink
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0
@@ -47,7 +46,7 @@ class Liar:
         self._hangs_up = hangs_up
         self._listener = socket.create_server(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.terms = PeerTerms("", b"", 7, bytes(16), 60_000, 1 << 28, 4096, address)
+        self.terms = PeerTerms(address, b"", 7, bytes(16), 60_000, 1 << 28, 4096)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -156,14 +155,14 @@ class _Full:
 
 
 def test_without_a_descriptor_it_listens_again_a_little_later(make_server: ServerMaker) -> None:
-    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
-    assert server.node.streams is not None
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
+    assert server.node.bulk is not None
     listener = _Full()
-    terms = server.node.streams._terms
+    terms = server.node.bulk._terms
     told = PeerAccess().dial(server.address, "other", SILENCE_S).terms
     with closing(
         StreamPlane(cast("socket.socket", listener), listener.address, None, terms)
     ) as streams:
-        reached(replace(told, stream_address=listener.address)).close()
+        reached(replace(told, address=listener.address)).close()
         assert listener.accepts == 2
         assert streams.is_alive()

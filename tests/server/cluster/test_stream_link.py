@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -23,6 +24,7 @@ from kvstore.client import ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
+    DeadlineError,
     KVStoreError,
     LeaseExpiredError,
     QuotaExceededError,
@@ -34,13 +36,13 @@ from kvstore.proto.stream_tls import make_tls
 from kvstore.proto.stream_wire import MAX_HEADER_BYTES, StreamWire
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import stream_plane
+from kvstore.server.bulk.stream_answers import StreamAnswers
 from kvstore.server.bulk.stream_plane import MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_desk import PeerDesk
 from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
-from kvstore.server.cluster.peer_link import PeerTerms
 from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
-from kvstore.server.cluster.stream_link import StreamLink
+from kvstore.server.cluster.stream_link import PeerTerms, StreamLink
 from kvstore.server.metrics import Counters
 from kvstore.server.sessions import SessionTable
 from kvstore.server.trust.audit_log import audit_files, read_chain
@@ -51,12 +53,11 @@ NOWHERE = "tcp://127.0.0.1:9"
 
 
 @pytest.fixture(params=["plain", "tls"])
-def server(make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path) -> LocalServer:
+def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalServer:
     own = ("--cpu", "64MiB", "--peer-requests", "1")
     if request.param == "plain":
-        return make_server("--zmq", "127.0.0.1:0", *own)
-    keys = ("--zmq-keys", str(tmp_path / "keys"))
-    return make_server("--zmq", "0.0.0.0:0", "--insecure", *keys, *own)
+        return make_server("--bulk", "127.0.0.1:0", *own)
+    return make_server("--bulk", "0.0.0.0:0", "--insecure", *own)
 
 
 @pytest.fixture
@@ -92,15 +93,22 @@ def read(link: StreamLink, info: ChunkInfo) -> Bytes:
     return frame
 
 
+def find(
+    link: StreamLink, keys: list[ChunkKey], within_s: float = SILENCE_S
+) -> list[ChunkInfo | None]:
+    deadline = time.monotonic() + within_s
+    link.begin_find(keys, deadline)
+    return link.end_find(keys, deadline)
+
+
 def wire_of(link: StreamLink) -> StreamWire:
     assert link._wire is not None
     return link._wire
 
 
 def test_what_is_in_memory_is_read_whole_and_in_parts(
-    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
-    assert bool(terms.stream_certificate) == bool(terms.public_key)
     for info in infos:
         frame = read(link, info)
         assert check_frame(frame, info.key).info() == info
@@ -109,6 +117,39 @@ def test_what_is_in_memory_is_read_whole_and_in_parts(
         assert bytes(part) == bytes(frame[70_000:71_000])
     assert server.settled().held == 0
     assert server.counter("peer_served_chunks") == 3
+
+
+def test_what_is_in_memory_is_found_and_what_is_not_is_not(
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
+) -> None:
+    absent = ChunkKey(infos[0].key[:16] + bytes(16))
+    keys = [one.key for one in infos]
+    assert find(link, [*keys, absent, keys[0]]) == [*infos, None, infos[0]]
+    assert find(link, [ChunkKey(bytes(16) + keys[0][16:])]) == [None]
+    many = [ChunkKey(keys[0][:16] + number.to_bytes(16, "big")) for number in range(4096)]
+    assert find(link, many) == [None] * 4096
+    assert link.is_open
+    assert server.settled().held == 0
+
+
+def test_a_find_that_is_not_answered_costs_the_time_given_and_the_link(
+    infos: list[ChunkInfo], link: StreamLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(StreamAnswers, "find", lambda *_: go_on.wait(SILENCE_S))
+    with pytest.raises(DeadlineError):
+        find(link, [infos[0].key], 0.2)
+    assert not link.is_open
+    go_on.set()
+
+
+def test_an_answer_that_has_come_counts_though_its_time_is_up(
+    infos: list[ChunkInfo], link: StreamLink
+) -> None:
+    keys = [one.key for one in infos]
+    link.begin_find(keys, time.monotonic() + SILENCE_S)
+    assert eventually(lambda: wire_of(link).has_more())
+    assert link.end_find(keys, time.monotonic() - 1.0) == infos
 
 
 def test_what_is_not_in_memory_is_nothing(infos: list[ChunkInfo], link: StreamLink) -> None:
@@ -170,14 +211,34 @@ def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
     assert server.node.bulk is not None
-    desk = server.node.bulk._service.desk
-    desk.enter(bulk.Find(1, 1, 1))
-    with pytest.raises(QuotaExceededError, match="peer_requests=1"):
-        read(link, infos[0])
+    desk = server.node.bulk._terms.service.desk
+    with desk.admitted(bulk.Find(1, 1, 1)):
+        with pytest.raises(QuotaExceededError, match="peer_requests=1"):
+            read(link, infos[0])
+        with pytest.raises(QuotaExceededError, match="peer_requests=1"):
+            find(link, [infos[0].key])
     assert link.is_open
-    desk.leave(bulk.Find(1, 1, 1))
     assert len(read(link, infos[0])) == infos[0].size_bytes
-    assert server.counter("peer_refused_requests") == 1
+    assert find(link, [infos[0].key]) == infos[:1]
+    assert server.counter("peer_refused_requests") == 2
+
+
+def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_are_not(
+    make_server: ServerMaker,
+) -> None:
+    """One get may have 16 MiB under way, and is counted with as many."""
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--peer-bytes", "16MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
+    assert server.node.bulk is not None
+    desk = server.node.bulk._terms.service.desk
+    with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S).terms)) as link:
+        with desk.admitted(bulk.Get(1, 1, 0, 1000, 0)):
+            (info,) = find(link, keys)
+            assert info is not None
+            with pytest.raises(QuotaExceededError, match="peer_bytes=16777216"):
+                read(link, info)
+        assert len(read(link, info)) == info.size_bytes
 
 
 def test_who_shows_another_token_is_not_let_in(terms: PeerTerms) -> None:
@@ -192,6 +253,8 @@ def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
     theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
     with closing(reached(theirs)) as link, pytest.raises(LeaseExpiredError):
         list(link.read(infos[0], np.zeros(10, np.uint8), 0, SILENCE_S))
+    with closing(reached(theirs)) as link, pytest.raises(LeaseExpiredError):
+        find(link, [infos[0].key])
     assert server.counter("peer_served_bytes") == 0
     assert server.settled().held == 0
 
@@ -213,7 +276,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
 ) -> None:
     log = tmp_path / "audit"
     server = make_server(
-        *("--zmq", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
+        *("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
     )
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
@@ -262,7 +325,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
                         for line in logs
                     )
                 )
-    streams = server.node.streams
+    streams = server.node.bulk
     assert streams is not None
     assert eventually(lambda: not streams._streams and not streams._strangers)
     with closing(reached(terms)) as link:
@@ -294,8 +357,8 @@ def test_a_session_that_ends_ends_its_streams(
     server.node.sessions.close(terms.session_id)
     with pytest.raises(LeaseExpiredError):
         read(link, infos[0])
-    assert server.node.streams is not None
-    streams = server.node.streams
+    assert server.node.bulk is not None
+    streams = server.node.bulk
     assert eventually(lambda: not streams._streams)
 
 
@@ -303,8 +366,7 @@ def test_what_is_no_get_of_a_peer_is_hung_up_on(
     infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
 ) -> None:
     for word, payload in (
-        (bulk.Get(1, terms.session_id, 0, 1 << 20, 1000, 0), infos[0].key[16:]),
-        (bulk.Find(1, terms.session_id, 1000), bytes(infos[0].key)),
+        (bulk.Get(1, terms.session_id, 0, 1000, 0), infos[0].key[16:]),
         (bulk.Put(1, terms.session_id, 1000, 0), None),
     ):
         with closing(reached(terms)) as link:
@@ -350,7 +412,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(
 def test_strangers_who_only_begin_keep_nobody_out(
     infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
 ) -> None:
-    begun = b"\x16\x03\x01" if terms.stream_certificate else b"\x20"
+    begun = b"\x16\x03\x01" if terms.certificate else b"\x20"
     for _ in range(3):
         strangers = [connected(terms) for _ in range(MAX_STRANGERS)]
         try:
@@ -369,7 +431,7 @@ def test_strangers_who_only_begin_keep_nobody_out(
 
 
 def test_a_first_word_may_come_in_pieces(terms: PeerTerms, server: LocalServer) -> None:
-    if terms.stream_certificate:
+    if terms.certificate:
         pytest.skip("TLS cuts it as it likes")
     word = bulk.pack(bulk.Attach(1, terms.session_id, terms.token))
     message = struct.pack("<HI", len(word), 0xFFFFFFFF) + word
@@ -382,7 +444,7 @@ def test_a_first_word_may_come_in_pieces(terms: PeerTerms, server: LocalServer) 
 
 
 def connected(terms: PeerTerms) -> socket.socket:
-    where = urlsplit(terms.stream_address)
+    where = urlsplit(terms.address)
     return socket.create_connection((where.hostname or "", where.port or 0), SILENCE_S)
 
 
@@ -396,17 +458,14 @@ def ends(link: socket.socket) -> bool:
     return True
 
 
-def test_a_server_with_another_certificate_is_not_believed(
-    make_server: ServerMaker, tmp_path: Path
-) -> None:
-    keys = ("--zmq-keys", str(tmp_path / "keys"))
-    server = make_server("--zmq", "0.0.0.0:0", "--insecure", *keys, "--cpu", "64MiB")
+def test_a_server_with_another_certificate_is_not_believed(make_server: ServerMaker) -> None:
+    server = make_server("--bulk", "0.0.0.0:0", "--insecure", "--cpu", "64MiB")
     terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
     for certificate in (make_tls().certificate, b"no certificate"):
         with pytest.raises(TierUnavailableError):
-            reached(replace(terms, stream_certificate=certificate))
+            reached(replace(terms, certificate=certificate))
     with pytest.raises(KVStoreError):
-        reached(replace(terms, stream_certificate=b""))  # in plain text
+        reached(replace(terms, certificate=b""))  # in plain text
     with closing(reached(terms)) as link:
         cipher = wire_of(link)._link.version()  # type: ignore[attr-defined]
         assert cipher == "TLSv1.3"
@@ -414,9 +473,9 @@ def test_a_server_with_another_certificate_is_not_believed(
 
 def test_a_port_that_is_taken_is_named(make_server: ServerMaker) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        with pytest.raises(KVStoreError, match="peer_port"):
-            make_server("--zmq", "127.0.0.1:0", "--peer-port", port)
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(KVStoreError, match=f"bulk='{address}': .*is it taken"):
+            make_server("--bulk", address)
 
 
 def test_the_certificate_is_of_one_start() -> None:
@@ -425,45 +484,48 @@ def test_the_certificate_is_of_one_start() -> None:
     assert first.context.minimum_version is ssl.TLSVersion.TLSv1_3
 
 
-@pytest.mark.parametrize("is_reached", [True, False])
-def test_frames_come_over_a_stream_and_over_the_bulk_channel_where_none_is_reached(
-    make_server: ServerMaker, is_reached: bool
+def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
+    make_server: ServerMaker,
 ) -> None:
-    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
+    is_reached = False
 
     def dial(address: str, node_id: str, within_s: float) -> LetIn:
         told = PeerAccess().dial(address, node_id, SILENCE_S)
-        where = told.terms.stream_address if is_reached else NOWHERE
-        return LetIn(told.boot_id, replace(told.terms, stream_address=where))
+        where = told.terms.address if is_reached else NOWHERE
+        return LetIn(told.boot_id, replace(told.terms, address=where))
 
-    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S))
+    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S), failures=1, retry_ms=1)
     with closing(Peers(terms, dial, Counters(), time.monotonic)) as peers:
         peers.start("other", 1)
         (peer,) = peers.known()
-        assert eventually(lambda: bool(peer._no_streams_until) or peer._has_streams)
-        assert peer._has_streams is is_reached
+        assert eventually(lambda: bool(peer.breaker.reason))
+        assert not peer.is_up
+        assert peers.find(keys) == {}
+        is_reached = True
+        assert eventually(lambda: peer.is_up)
         for offer in peers.find(keys).values():
             frame = np.zeros(offer.info.size_bytes, np.uint8)
             *_, (sender, arrived) = peers.read(offer.info, offer.peers, frame, 0)
             assert (sender, arrived) == (peer, len(frame))
             assert check_frame(frame, offer.info.key).info() == offer.info
-        assert len(peer._idle_streams) == is_reached
+        assert len(peer._idle) == 1
     assert server.counter("peer_served_chunks") == 2
 
 
 def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_rest(
     make_server: ServerMaker,
 ) -> None:
-    server = make_server("--zmq", "127.0.0.1:0", "--cpu", "64MiB")
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 4)
     terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S))
     with closing(Peers(terms, PeerAccess().dial, Counters(), time.monotonic)) as peers:
         peers.start("other", 1)
         (peer,) = peers.known()
-        assert eventually(lambda: peer._has_streams)
+        assert eventually(lambda: peer.is_connected)
         found = peers.find(keys)
         offers = [found[key] for key in keys]
 
@@ -476,34 +538,34 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
         read_one(offers[0], offers[1:])
         assert peers.runs.sender(keys[1]) is peer
         read_one(offers[1], offers[2:])
-        assert (len(peer._lent_streams), peer._idle_streams) == (1, [])
+        assert (len(peer._lent), peer._idle) == (1, [])
         read_one(offers[3], [])
         assert peers.runs.sender(keys[2]) is None
-        assert (len(peer._lent_streams), peer._lent) == (0, 0)
+        assert not peer._lent
         read_one(offers[2], offers[3:])
         peers.runs.end()
-        assert (len(peer._lent_streams), peer._lent) == (0, 0)
+        assert not peer._lent
         assert peer.is_up
     assert server.settled().held == 0
 
 
 def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMaker) -> None:
     own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
-    first = make_server("--zmq", "127.0.0.1:0", *own)
+    first = make_server("--bulk", "127.0.0.1:0", *own)
     second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 8)
     shelf = second.node.manager.transfers.peers
     assert shelf is not None
     (peer,) = cast("PeerTier", shelf.tier).peers.known()
-    assert eventually(lambda: peer._has_streams)
+    assert eventually(lambda: peer.is_connected)
     client = second.connect("grpc", MEDIUM, options)
     with client.lease(keys) as lease:
         assert len(lease.get()) == 8
     assert first.counter("peer_served_chunks") == 8
-    streams = [*peer._idle_streams, *peer._lent_streams]
+    streams = [*peer._idle, *peer._lent]
     assert sum(stream._requests for stream in streams) < 8
-    assert peer._lent == 0
+    assert not peer._lent
     assert first.settled().held == 0
 
 
@@ -511,14 +573,14 @@ def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
     make_server: ServerMaker,
 ) -> None:
     own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
-    first = make_server("--zmq", "127.0.0.1:0", *own)
+    first = make_server("--bulk", "127.0.0.1:0", *own)
     second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 2)
     shelf = second.node.manager.transfers.peers
     assert shelf is not None
     (peer,) = cast("PeerTier", shelf.tier).peers.known()
-    assert eventually(lambda: peer._has_streams)
+    assert eventually(lambda: peer.is_connected)
     slab = first.node.manager.transfers.cpu_tier
     frame = slab.peek(keys[1])
     assert frame is not None

@@ -379,7 +379,7 @@ def test_beyond_this_user_only_known_keys_hear_anything(
     with key_file(tmp_path / "readers", known) as readers:
         server = make_server(
             *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
-            *("--events-readers", str(readers), "--zmq-keys", str(tmp_path / "keys")),
+            *("--events-readers", str(readers), "--events-keys", str(tmp_path / "keys")),
         )
     server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
     ours = {"serverkey": server_key, "publickey": known, "secretkey": secret}
@@ -404,7 +404,7 @@ def test_a_deleted_file_of_readers_lets_nobody_in_a_second_later(
     with key_file(tmp_path / "readers", known) as readers:
         server = make_server(
             *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
-            *("--events-readers", str(readers), "--zmq-keys", str(tmp_path / "keys")),
+            *("--events-readers", str(readers), "--events-keys", str(tmp_path / "keys")),
         )
     server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
     ours = {"serverkey": server_key, "publickey": known, "secretkey": secret}

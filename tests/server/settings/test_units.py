@@ -81,22 +81,24 @@ def test_other_urls_are_not(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1", "ipc:/run/b"]
+    "value", ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1"]
 )
 def test_addresses_of_the_bulk_channel_are_taken(value: str) -> None:
-    assert ServerConfig.model_validate({"zmq": value}).zmq == value
+    assert ServerConfig.model_validate({"bulk": value}).bulk == value
 
 
 @pytest.mark.parametrize(
-    ("value", "fix"),
+    ("name", "value", "fix"),
     [
-        ("7421", "give host:port"),
-        ("tcp://a:1", "give host:port"),
-        ("a:65536", "a port is at most 65535"),
-        ("ipc:run/b", "give ipc: and an absolute path"),
-        ("ipc:/" + "b" * 107, "of 107 bytes at most"),
+        ("bulk", "7421", "give host:port"),
+        ("bulk", "tcp://a:1", "give host:port"),
+        ("bulk", "a:65536", "a port is at most 65535"),
+        ("bulk", "ipc:/run/b", "give host:port"),
+        ("events", "a:65536", "a port is at most 65535"),
+        ("events", "ipc:run/b", "give ipc: and an absolute path"),
+        ("events", "ipc:/" + "b" * 107, "of 107 bytes at most"),
     ],
 )
-def test_what_is_no_address_of_the_bulk_channel_is_refused(value: str, fix: str) -> None:
+def test_what_is_no_address_is_refused(name: str, value: str, fix: str) -> None:
     with pytest.raises(ValidationError, match=fix):
-        ServerConfig.model_validate({"zmq": value})
+        ServerConfig.model_validate({name: value})

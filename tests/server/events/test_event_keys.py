@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.bulk.zmq_keys import SECRET_NAME, load_keys
+from kvstore.server.events.event_keys import SECRET_NAME, load_keys
 
 
 def test_keys_are_made_at_the_first_start_and_found_at_the_next(tmp_path: Path) -> None:
@@ -49,5 +49,5 @@ def test_a_file_that_holds_no_key_is_refused(tmp_path: Path, content: bytes) -> 
 
 def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(InvalidRequestError, match=r"zmq_keys=.*name a folder"):
+    with pytest.raises(InvalidRequestError, match=r"events_keys=.*name a folder"):
         load_keys(tmp_path / "file" / "keys")

@@ -1,4 +1,4 @@
-"""The server's CURVE keys: made at the first start, kept in a folder of its user's alone."""
+"""The CURVE keys of published events: made at the first start, in a folder of its user's alone."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def load_keys(folder: Path) -> CurveKeys:
         secret = path.read_bytes().strip()
     except OSError as error:
         fix = f"{error.strerror}; name a folder that this user can write"
-        raise InvalidRequestError("zmq_keys", str(folder), fix) from None
+        raise InvalidRequestError("events_keys", str(folder), fix) from None
     try:
         return CurveKeys(zmq.curve_public(secret), secret)
     except (ValueError, zmq.ZMQError):
         fix = f"holds no key of {_KEY_CHARS} characters; delete it to have another made"
-        raise InvalidRequestError("zmq_keys", str(path), fix) from None
+        raise InvalidRequestError("events_keys", str(path), fix) from None
 
 
 def _write(path: Path, secret: bytes) -> None:
@@ -68,5 +68,5 @@ def _refuse_if_open(path: Path) -> None:
     found = path.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise InvalidRequestError(
-            "zmq_keys", str(path), "others could read the key; chown it to this user, chmod go="
+            "events_keys", str(path), "others could read the key; chown it to this user, chmod go="
         )

@@ -13,13 +13,10 @@ import pytest
 import zmq
 from conftest import ServerMaker
 from local_server import LocalServer, eventually
-from prompts import assert_reads, store
 
-from kvstore.proto import bulk
-from kvstore.server.bulk import zmq_connections
-from kvstore.server.bulk.zmq_connections import ConnectionCap, most_links
-from kvstore.server.bulk.zmq_socket import bind_to
 from kvstore.server.events import event_sockets
+from kvstore.server.events.event_connections import ConnectionCap
+from kvstore.server.events.event_sockets import bind_to
 
 MOST = 6
 
@@ -110,31 +107,6 @@ def test_a_number_that_is_another_file_by_now_is_left_alone(router: Router, tmp_
         assert (right.recv(1), far.recv(1)) == (b"a", b"b")
 
 
-def test_strangers_at_the_bulk_channel_are_so_many_and_clients_inside_go_on(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zmq_connections, "LINKS_PER_SESSION", 0)
-    monkeypatch.setattr(zmq_connections, "OTHER_LINKS", MOST)
-    monkeypatch.setattr(bulk, "SILENCE_MS", 100_000)
-    server = make_server("--zmq", "127.0.0.1:0")
-    client = server.connect("zmq")
-    keys = store(client, 1, 3)
-    assert_reads(client, keys)
-    plane = server.node.bulk
-    assert plane is not None
-    assert eventually(lambda: len(plane._cap) == len(plane._peers))
-    inside = len(plane._cap)
-    with ExitStack() as stack:
-        links = [connected(plane.address, stack) for _ in range(4 * MOST)]
-        assert eventually(
-            lambda: server.counter("zmq_refused_connections") == 4 * MOST - (MOST - inside)
-        )
-        assert len(plane._cap) == MOST
-        assert sum(not is_hung_up_on(link) for link in links) == MOST - inside
-        assert_reads(client, keys)
-    assert eventually(lambda: len(plane._cap) <= MOST)
-
-
 @pytest.mark.parametrize("name", ["events", "events_replay"])
 def test_readers_of_events_are_so_many(
     name: str, make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,11 +122,3 @@ def test_readers_of_events_are_so_many(
         links = [connected(address, stack) for _ in range(4 * MOST)]
         assert eventually(lambda: server.counter("zmq_refused_connections") == 3 * MOST)
         assert sum(not is_hung_up_on(link) for link in links) == MOST
-
-
-def test_connections_leave_descriptors_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 4096))
-    assert most_links(1024) == 128
-    assert most_links(4) == 96
-    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
-    assert most_links(1024) == 8256

@@ -8,7 +8,6 @@ limit the one that came last is hung up on.
 from __future__ import annotations
 
 import os
-import resource
 import socket as sockets
 import struct
 from collections.abc import Callable
@@ -20,22 +19,7 @@ if TYPE_CHECKING:
 
     Socket = zmq.Socket[bytes]
 
-LINKS_PER_SESSION = 8
-"""A client's, and another server's."""
-OTHER_LINKS = 64
-DESCRIPTORS_SHARE = 8
-"""One of so many descriptors may be a connection of the bulk channel."""
-
 _EVENT = struct.Struct("=Hi")
-
-
-def most_links(max_sessions: int) -> int:
-    """Return how many connections the bulk channel may have."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = LINKS_PER_SESSION * max_sessions + OTHER_LINKS
-    if descriptors == resource.RLIM_INFINITY:
-        return most
-    return min(most, descriptors // DESCRIPTORS_SHARE)
 
 
 class ConnectionCap:

@@ -1,0 +1,307 @@
+"""The tcp transport: frames over TCP or TLS between hosts, from memory to memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from typing_extensions import override
+
+from kvstore.client.connection import SLACK_S
+from kvstore.client.direct_frame import DirectFrame
+from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
+from kvstore.client.frame_stream import Entrance, FrameStream
+from kvstore.client.frame_streams import FrameStreams
+from kvstore.client.layer_feed import LayerFeed
+from kvstore.client.part_feed import PartFeed
+from kvstore.client.session import Session
+from kvstore.client.stream import StreamTransport
+from kvstore.client.stream_upload import StreamUpload
+from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.bulk_reading import BulkPieces, BulkReading, here
+from kvstore.proto.errors import (
+    DeadlineError,
+    KVStoreError,
+    TierUnavailableError,
+)
+from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.portion import Portion
+from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.types import ChainDigest, Fidelity
+from kvstore.proto.wire import fidelity_number, join_digests
+
+if TYPE_CHECKING:
+    from kvstore.proto import kvstore_pb2 as pb
+
+IDLE_FRAME_BYTES = 128 << 20
+"""Memory kept for the frames of the next get: to fault fresh pages in costs as much as a copy."""
+
+
+class BulkTransport(Transport):
+    """Gets and puts over FrameStreams, one at a time each; through gRPC where none is to be had.
+
+    Raises TierUnavailableError or DeadlineError at birth when the server does not take part.
+    """
+
+    name = "tcp"
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        if not session.terms.bulk_address:
+            raise TierUnavailableError("tcp", "the server was started without --bulk")
+        self._fallback = StreamTransport(session)
+        self._memory = FrameMemory(IDLE_FRAME_BYTES)
+        keep_freed_memory()
+        self._streams = FrameStreams(Entrance.of(session.terms, session.connection.address))
+        # Half of what a call may take: where nobody answers, gRPC is still to be asked.
+        self._streams.connect(session.options.deadline_ms / 2000)
+
+    # --- get
+
+    @override
+    @contextmanager
+    def get(
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> Iterator[Iterator[Arrived]]:
+        with self.get_layers_of(None, digests, lease_id, deadline_ms, least) as arriving:
+            yield arriving
+
+    @override
+    @contextmanager
+    def get_layers_of(
+        self,
+        portion: Portion | None,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+        direct: Direct | None = None,
+    ) -> Iterator[Iterator[Arrived]]:
+        deadline = _end_of(deadline_ms)
+        word = self._word(lease_id, deadline_ms, least)
+        stream = self._begin_get(word, join_digests(digests), deadline)
+        if stream is None:
+            with self._fallback.get(digests, lease_id, deadline_ms, least) as arriving:
+                yield arriving
+            return
+        frames: list[Bytes] = []
+
+        def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes | DirectFrame:
+            taker = None if direct is None else direct(chunk, size_bytes, start)
+            return self._memory.take(size_bytes, frames) if taker is None else taker
+
+        reading = BulkReading(stream.request, self.session.terms.max_frame_bytes, room)
+        try:
+            with self._ending_get(stream, reading, deadline):
+                yield self._arriving(stream, reading, deadline)
+        finally:
+            self._memory.give(frames)
+
+    @override
+    @contextmanager
+    def get_layers(
+        self,
+        digests: Sequence[ChainDigest],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+        skipped: SkippedRows | None = None,
+    ) -> Iterator[LayerFeed]:
+        deadline = _end_of(deadline_ms)
+        flags, payload = bulk.LAYER_MAJOR, join_digests(digests)
+        if skipped is not None:
+            flags, payload = flags | bulk.SKIP_ROWS, bulk.pack_skipped(skipped.pack(), payload)
+        stream = self._begin_get(self._word(lease_id, deadline_ms, least, flags), payload, deadline)
+        if stream is None:
+            with self._fallback.get_layers(digests, lease_id, deadline_ms, least, skipped) as feed:
+                yield feed
+            return
+        reading = BulkPieces(stream.request)
+        with self._ending_get(stream, reading, deadline):
+            # A piece has what the feed looks at in a reply.
+            pieces = cast("Iterator[pb.GetResponse]", self._pieces(stream, reading, deadline))
+            limit_bytes = self.session.terms.max_frame_bytes
+            yield PartFeed(pieces, limit_bytes, is_cut=skipped is not None)
+
+    @override
+    @contextmanager
+    def get_ranges(
+        self,
+        digests: Sequence[ChainDigest],
+        ranges: Sequence[bulk.Range],
+        lease_id: int,
+        deadline_ms: int,
+        least: Fidelity = Fidelity.exact,
+    ) -> Iterator[Iterator[FramePiece]]:
+        deadline = _end_of(deadline_ms)
+        word = self._word(lease_id, deadline_ms, least, bulk.RANGES)
+        payload = bulk.pack_ranges(join_digests(digests), ranges)
+        stream = self._begin_get(word, payload, deadline)
+        if stream is None:
+            with self._fallback.get_ranges(digests, ranges, lease_id, deadline_ms, least) as pieces:
+                yield pieces
+            return
+        reading = BulkPieces(stream.request)
+        with self._ending_get(stream, reading, deadline):
+            yield (
+                FramePiece(one.index, one.tier, *one.part)
+                for one in self._pieces(stream, reading, deadline)
+            )
+
+    def _word(self, lease_id: int, deadline_ms: int, least: Fidelity, flags: int = 0) -> bulk.Get:
+        flags |= fidelity_number(least) << bulk.FIDELITY_SHIFT
+        return bulk.Get(0, self.session.terms.session_id, lease_id, deadline_ms, flags)
+
+    def _begin_get(self, word: bulk.Get, payload: bytes, deadline: float) -> FrameStream | None:
+        """Return the stream that begins to answer a get; None where gRPC is to be asked."""
+        stream = self._take(deadline) if len(payload) <= bulk.MAX_PAYLOAD_BYTES else None
+        if stream is None:
+            return None
+        word = word._replace(request=stream.next_request())
+        try:
+            with self._noted(DeadlineError), self._dropped_if_it_fails(stream):
+                stream.send(word, deadline, payload)
+                stream.hear(deadline)
+        except TierUnavailableError:  # it has too many at once, or has just started anew
+            return None
+        return stream
+
+    def _arriving(
+        self, stream: FrameStream, reading: BulkReading, deadline: float
+    ) -> Iterator[Arrived]:
+        while not reading.is_over:
+            with self._noted():
+                landed = reading.take(*stream.receive(deadline))
+            if landed is not None:
+                frame = cast("Bytes | DirectFrame", landed.frame)  # of our own room
+                yield Arrived(landed.chunk, landed.tier, frame, _stays)
+
+    def _pieces(
+        self, stream: FrameStream, reading: BulkPieces, deadline: float
+    ) -> Iterator[_PieceReply]:
+        while not reading.is_over:
+            with self._noted():
+                word, payload = stream.receive(deadline)
+                part = reading.take(word, payload)
+                data = None if part is None or payload is None else here(payload)
+            if part is not None and data is not None:
+                piece = _PieceData(part.frame_bytes, part.offset, data)
+                yield _PieceReply(part.chunk, part.tier_name, piece)
+
+    @contextmanager
+    def _ending_get(
+        self, stream: FrameStream, reading: BulkReading | BulkPieces, deadline: float
+    ) -> Iterator[None]:
+        """Give *stream* back at the end, fit for another get unless this one failed."""
+        is_clean = False
+        try:
+            yield
+            is_clean = reading.is_over or stream.leave(deadline)
+        finally:
+            self._streams.give_back(stream, is_clean=is_clean)
+
+    # --- put
+
+    @override
+    def put(
+        self,
+        chunks: Sequence[Outgoing],
+        *,
+        durable: bool,
+        deadline_ms: int,
+        hints: Hints = NO_HINTS,
+    ) -> list[Put]:
+        deadline = _end_of(deadline_ms)
+        flags = bulk.DURABLE if durable else 0
+        word = bulk.Put(0, self.session.terms.session_id, deadline_ms, flags)
+        upload = self._begin_put(word, deadline)
+        if upload is None:
+            return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
+        is_over = False
+        try:
+            with self._noted():
+                puts = upload.run(chunks, hints)
+            is_over = True
+        finally:
+            self._streams.give_back(upload.stream, is_clean=is_over)
+        return puts
+
+    def _begin_put(self, word: bulk.Put, deadline: float) -> StreamUpload | None:
+        """Return a put that a stream takes; None where gRPC is to be asked."""
+        stream = self._take(deadline)
+        if stream is None:
+            return None
+        upload = StreamUpload(stream, deadline)
+        try:
+            with self._noted(DeadlineError), self._dropped_if_it_fails(stream):
+                upload.begin(word)
+        except TierUnavailableError:  # it has too many at once, or has just started anew
+            return None
+        return upload
+
+    # --- streams
+
+    def _take(self, deadline: float) -> FrameStream | None:
+        self.session.connection.gate.check()
+        return self._streams.take(deadline - time.monotonic())
+
+    @contextmanager
+    def _noted(self, *kinds: type[DeadlineError | TierUnavailableError]) -> Iterator[None]:
+        try:
+            yield
+        except (DeadlineError, TierUnavailableError) as error:
+            if not kinds or isinstance(error, kinds):
+                self.session.connection.gate.note(error)
+            raise
+
+    @contextmanager
+    def _dropped_if_it_fails(self, stream: FrameStream) -> Iterator[None]:
+        try:
+            yield
+        except KVStoreError:
+            self._streams.give_back(stream, is_clean=False)
+            raise
+
+    @override
+    def hang_up(self) -> None:
+        super().hang_up()
+        self._streams.hang_up()
+
+    @override
+    def leave(self) -> None:
+        super().leave()
+        self._memory = FrameMemory(IDLE_FRAME_BYTES)  # another thread may have had its lock
+        self._streams.leave()
+
+    @override
+    def close(self) -> None:
+        self._streams.close()
+
+
+def _end_of(deadline_ms: int) -> float:
+    """Return until when, in monotonic seconds, a call may take."""
+    return time.monotonic() + deadline_ms / 1000 + SLACK_S
+
+
+class _PieceData(NamedTuple):
+    frame_bytes: int
+    offset: int
+    data: Bytes
+
+
+class _PieceReply(NamedTuple):
+    index: int  # type: ignore[assignment]
+    tier: str
+    part: _PieceData
+
+
+def _stays() -> None:
+    """The frame is ours until the get is left."""

@@ -1,0 +1,226 @@
+"""The tcp transport: the contract, how it is chosen, more at once than it has streams, its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+import pytest
+from contracts.bulk_channel import BULK, BulkChannelContract, ServerMaker, digests
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import SMALL, assert_reads, chunks_of, keys_of, store
+
+from kvstore.client import Client, ClientOptions
+from kvstore.client.bulk_transport import BulkTransport
+from kvstore.client.frame_stream import Entrance
+from kvstore.client.frame_streams import MAX_STREAMS
+from kvstore.client.session import Session
+from kvstore.client.stream import StreamTransport
+from kvstore.client.transport import Arrived
+from kvstore.proto.bulk import Range
+from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+from kvstore.server.bulk.stream_answers import StreamAnswers
+from kvstore.server.bulk.stream_plane import StreamPlane
+
+
+class TestBulkTransport(BulkChannelContract):
+    def test_a_stream_serves_one_get_after_another_however_many_frames_were_taken(
+        self, bare: BulkTransport, client: Client, server: LocalServer
+    ) -> None:
+        keys = store(client, 1, 8)
+        (stream,) = bare._streams._idle
+        for read in (8, 3, 8, 0, 8):
+            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+                found = [next(arriving).index for _ in range(read)]
+            assert found == list(range(read))
+            assert bare._streams._idle == [stream]
+        assert server.settled().leases == 0
+
+    def test_layers_and_ranges_come_over_the_same_stream_and_so_does_what_is_left_of_them(
+        self, bare: BulkTransport, client: Client, server: LocalServer
+    ) -> None:
+        keys = digests(store(client, 1, 8))
+        (stream,) = bare._streams._idle
+        ranges = [Range(chunk, 0, 100) for chunk in range(8)]
+        for is_read in (True, False, True):
+            with bare.get_layers(keys, 0, DEADLINE_MS) as feed:
+                assert not is_read or len(feed.headers()) == 8
+            assert bare._streams._idle == [stream]
+            with bare.get_ranges(keys, ranges, 0, DEADLINE_MS) as pieces:
+                assert not is_read or [len(one.data) for one in pieces] == [100] * 8
+            assert bare._streams._idle == [stream]
+        assert server.settled().leases == 0
+
+    def test_more_calls_at_once_than_streams_go_through_grpc(
+        self, bare: BulkTransport, client: Client
+    ) -> None:
+        keys = store(client, 1, 2)
+        with ExitStack() as stack:
+            gets = [
+                stack.enter_context(bare.get(digests(keys), 0, DEADLINE_MS))
+                for _ in range(MAX_STREAMS + 2)
+            ]
+            assert len(bare._streams._busy) == MAX_STREAMS
+            assert bare.put([], durable=False, deadline_ms=DEADLINE_MS) == []
+            for arriving in gets:
+                assert [one.index for one in arriving] == [0, 1]
+        assert len(bare._streams._idle) == MAX_STREAMS
+
+    def test_the_longest_question_goes_over_a_stream_too(
+        self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = digests([*store(client, 1, 1), *keys_of(client, 2, 1)])
+        ranges = [Range(0, at, at + 1) for at in range(2000)]
+        monkeypatch.setattr(StreamTransport, "get_ranges", None)
+        with bare.get_ranges([keys[0], *keys[1:] * 4095], ranges, 0, DEADLINE_MS) as pieces:
+            assert [one.offset for one in pieces] == list(range(2000))
+
+    def test_a_get_that_runs_while_its_transport_closes_ends_cleanly(
+        self, bare: BulkTransport, client: Client
+    ) -> None:
+        keys = store(client, 1, 2)
+        with bare.get(digests([*keys, *keys_of(client, 2, 1)]), 0, DEADLINE_MS) as arriving:
+            assert next(arriving).index == 0
+            closer = threading.Thread(target=bare.close)
+            closer.start()
+            list(ended(arriving))
+        closer.join()
+        assert not bare._streams._idle
+        assert not bare._streams._busy
+
+    def test_many_gets_at_once_come_over_all_ways_there_are(
+        self, bare: BulkTransport, client: Client
+    ) -> None:
+        keys = store(client, 1, 2)
+        right: list[bool] = []
+
+        def read() -> None:
+            with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
+                right.append([one.index for one in arriving] == [0, 1])
+
+        readers = [threading.Thread(target=read) for _ in range(20)]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        assert right == [True] * 20
+
+
+def ended(arriving: Iterator[Arrived]) -> Iterator[Arrived]:
+    """Yield what arrives, up to the error that a closed client may meet."""
+    with suppress(KVStoreError):
+        yield from arriving
+
+
+# --- the choice
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [(BULK, "shm"), ((*BULK, "--socket", "off"), "tcp"), (("--socket", "off"), "grpc")],
+)
+def test_auto_takes_shared_memory_then_tcp_then_grpc(
+    make_server: ServerMaker, flags: tuple[str, ...], name: str
+) -> None:
+    client = make_server(*flags).connect("auto")
+    assert client.transport_name == name
+    assert_reads(client, store(client, 1, 2))
+
+
+def test_tcp_from_a_server_without_it_is_an_error_that_says_so(server: LocalServer) -> None:
+    with pytest.raises(TierUnavailableError, match="started without --bulk"):
+        _ = server.connect("tcp").transport_name
+
+
+def test_a_channel_that_does_not_answer_leaves_grpc(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*BULK, "--socket", "off")
+    monkeypatch.setattr(StreamPlane, "_welcome", lambda *_: None)
+    options = ClientOptions("auto", chunk_tokens=16, deadline_ms=1000)
+    client = server.connect(options=options)
+    assert client.transport_name == "grpc"
+    with pytest.raises(DeadlineError):
+        _ = server.connect(options=ClientOptions("tcp", deadline_ms=400)).transport_name
+
+
+@pytest.mark.parametrize(
+    ("told", "reached", "where"),
+    [
+        ("tcp://10.0.0.5:7421", "store.example:7420", "tcp://10.0.0.5:7421"),
+        ("tcp://*:7421", "store.example:7420", "tcp://store.example:7421"),
+        ("tcp://*:7421", "[fe80::1]:7420", "tcp://[fe80::1]:7421"),
+        ("tcp://*:7421", "dns:///store.example:7420", "tcp://store.example:7421"),
+    ],
+)
+def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached(
+    make_server: ServerMaker, told: str, reached: str, where: str
+) -> None:
+    server = make_server(*BULK)
+    session = Session(server.dial(), SMALL, ClientOptions("grpc", 16, deadline_ms=DEADLINE_MS))
+    terms = replace(session.terms, bulk_address=told)
+    session.close()
+    assert Entrance.of(terms, reached).where == where
+
+
+# --- the other side's end
+
+
+def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*BULK)
+    client = server.connect(options=ClientOptions("tcp", 16, deadline_ms=300, retry_after_ms=1))
+    keys = store(server.connect("grpc"), 1, 2)
+
+    def is_found() -> bool:
+        with suppress(DeadlineError, TierUnavailableError):
+            return len(client.get(keys)) == 2
+        return False
+
+    assert eventually(is_found)
+    go_on = threading.Event()
+    monkeypatch.setattr(StreamAnswers, "send", lambda *_: go_on.wait(DEADLINE_MS / 1000))
+    with pytest.raises(DeadlineError):
+        client.get(keys)
+    go_on.set()
+    monkeypatch.undo()
+    assert eventually(is_found)
+    assert_reads(server.connect("tcp"), keys)
+    assert server.settled().leases == 0
+
+
+def test_a_put_to_a_server_that_stores_nothing_in_time_is_an_error(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*BULK)
+    client = server.connect(options=ClientOptions("tcp", 16, deadline_ms=300))
+    chunks = chunks_of(client, keys_of(client, 1, 2))
+    monkeypatch.setattr(StreamAnswers, "take", lambda *_: threading.Event().wait(0.6))
+    with pytest.raises(KVStoreError):
+        client.put(chunks)
+
+
+def test_a_server_that_was_restarted_is_used_again(make_server: ServerMaker) -> None:
+    server = make_server(*BULK)
+    client = server.connect("tcp")
+    first = store(client, 1, 2)
+    for session in list(server.node.sessions._sessions):
+        server.node.sessions.close(session)  # what its client sees of a restart
+    second = store(client, 2, 2)
+    assert client.transport_name == "tcp"
+    assert_reads(client, first)
+    assert_reads(client, second)
+    assert len(server.node.sessions) == 1
+
+
+def test_a_session_of_its_own_is_all_that_a_transport_needs(make_server: ServerMaker) -> None:
+    server = make_server(*BULK)
+    session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
+    transport = BulkTransport(session)
+    assert transport.put([], durable=False, deadline_ms=DEADLINE_MS) == []
+    transport.close()
+    transport.close()
+    session.close()
