@@ -274,7 +274,7 @@ def measure_cpu_load(
 
 def put_near(engine: Engine, chunks: Sequence[Any]) -> int:
     """Put what the pages hold into the server's gpu tier; return how many chunks are there."""
-    from kvstore.proto.hints import NO_HINTS
+    from kvstore.proto.plans import NO_HINTS
 
     there, waiting = 0, list(zip(engine.tables, chunks, strict=True))
     while waiting:

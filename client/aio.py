@@ -38,8 +38,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, NamedSegment, SegmentRange
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.plans import PlannedBatch, PrefillModel
+from kvstore.proto.plans import NO_HINTS, Hints, PlannedBatch, PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, Match, Representation, Stated
 
 MAX_WAITING = 2

@@ -28,10 +28,9 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.portion import Portion
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.skipped_rows import SkippedRows
-from kvstore.proto.types import ChainDigest, Fidelity
+from kvstore.proto.types import ChainDigest, Fidelity, Portion
 from kvstore.proto.wire import fidelity_number, join_digests
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,

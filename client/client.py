@@ -29,11 +29,9 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
 from kvstore.proto.plan_wire import engine_to_message
-from kvstore.proto.plans import EngineTerms, PrefillModel
-from kvstore.proto.portion import Portion
+from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, PrefillModel
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -41,6 +39,7 @@ from kvstore.proto.types import (
     ChunkKey,
     Fidelity,
     Match,
+    Portion,
     Stated,
 )
 from kvstore.proto.wire import fidelity_number, match_from_message

@@ -24,7 +24,7 @@ from kvstore.proto import shm
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import ALIGN_BYTES, FrameHeader, FrameTemplate, pack_header
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import PutOutcome
 from kvstore.proto.wire import hints_to_message
 

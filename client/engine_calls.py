@@ -26,7 +26,7 @@ from kvstore.client.transport import Put, Transport
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import END_KINDS, ChunkKey, Fidelity, KVLayout, Stated
 
 LAYERED_PUT_MS = 60_000

@@ -16,7 +16,7 @@ from kvstore.codecs.base import AnyPart
 from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.frame import FrameTemplate, pack_header
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 
 if TYPE_CHECKING:
     from kvstore.client.transport import Put, Transport

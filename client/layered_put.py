@@ -13,11 +13,11 @@ from kvstore.client.transport import Put
 from kvstore.codecs.base import check_parts
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.layers import layer_order
 from kvstore.proto.types import (
     Component,
     KVLayout,
     Representation,
+    layer_order,
 )
 
 

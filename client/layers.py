@@ -21,9 +21,8 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.layers import layer_order
 from kvstore.proto.skipped_rows import Rows, SkippedRows
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkKey, layer_order
 
 
 @dataclass(frozen=True, slots=True)

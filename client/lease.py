@@ -11,7 +11,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.client.view import ChunkView, View
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.errors import LeaseExpiredError
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey, Match
 
 Read: TypeAlias = Callable[

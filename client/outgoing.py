@@ -12,8 +12,7 @@ from kvstore.codecs.portions import encode_portion, portion_frame_bytes
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import KVLayout
+from kvstore.proto.types import KVLayout, Portion
 
 RAW = RawCodec()
 

@@ -20,8 +20,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import DIGEST_BYTES, PutOutcome
+from kvstore.proto.types import DIGEST_BYTES, Portion, PutOutcome
 from kvstore.proto.wire import hints_to_message, join_digests, layout_to_message, portion_to_message
 
 _GROUPS_PER_RESERVE = 4

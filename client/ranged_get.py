@@ -15,7 +15,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import ALIGN_BYTES, header_bytes, parse_header, raw_frame_bytes
-from kvstore.proto.portion import Portion
+from kvstore.proto.types import Portion
 
 
 @dataclass(frozen=True, slots=True)

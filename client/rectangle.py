@@ -10,13 +10,14 @@ from kvstore.client.chunk import Chunk, check_dtypes
 from kvstore.client.tensors import to_arrays
 from kvstore.codecs.base import AnyTensors, check_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.types import (
     END_KINDS,
     Component,
+    Extent,
     KVLayout,
     LayerGroup,
     LayerKind,
+    Portion,
     Representation,
 )
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.client.rectangle import Rectangle
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import END_KINDS, KVLayout, Representation
+from kvstore.proto.types import END_KINDS, KVLayout, Portion, Representation
 
 
 class RectangleRoom:

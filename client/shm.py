@@ -46,11 +46,10 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.places import Place, Reach, unpack_places
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Portion
 
 _SOCKET_TIMEOUT_S = 2.0
 

@@ -11,7 +11,7 @@ from kvstore.client.transport import Outgoing, Put, read_outcomes
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.stream_wire import MAX_PIECES
 from kvstore.proto.wire import hints_to_message
 

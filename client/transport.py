@@ -26,10 +26,9 @@ from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
-from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.portion import Portion
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.skipped_rows import SkippedRows
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, PutOutcome, Stated
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, Portion, PutOutcome, Stated
 from kvstore.proto.wire import fidelity_number, hints_to_message, join_digests
 
 

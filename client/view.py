@@ -25,8 +25,7 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.places import Place
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout
+from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout, Portion
 
 if TYPE_CHECKING:
     import torch

@@ -29,8 +29,7 @@ from kvstore.codecs.paged import (
 from kvstore.proto.cuda import import_cupy
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import Component, KVLayout
+from kvstore.proto.types import Component, KVLayout, Portion
 
 SOURCE = Path(__file__).with_suffix(".cu")
 COMPILER_FLAGS = ("-std=c++17",)

@@ -28,8 +28,7 @@ from kvstore.proto.frame import (
     check_segment,
     pack_header,
 )
-from kvstore.proto.portion import Extent, Portion
-from kvstore.proto.types import Component, DType, KVLayout, LayerKind
+from kvstore.proto.types import Component, DType, Extent, KVLayout, LayerKind, Portion
 
 RAW = RawCodec()
 

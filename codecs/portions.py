@@ -22,9 +22,8 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.segment_table import empty_rows
-from kvstore.proto.types import Component
+from kvstore.proto.types import Component, Extent, Portion
 
 _RAW = RawCodec()
 

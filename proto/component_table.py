@@ -6,8 +6,7 @@ import struct
 from functools import lru_cache
 
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
-from kvstore.proto.portion import Extent, Portion
-from kvstore.proto.types import Component, DType, KVLayout, LayerKind
+from kvstore.proto.types import Component, DType, Extent, KVLayout, LayerKind, Portion
 
 MAX_COMPONENTS = 64
 COMPONENT = struct.Struct("<BBBx3I6I8x")

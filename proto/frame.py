@@ -26,13 +26,20 @@ from kvstore.proto.component_table import (
     unpack_table,
 )
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
-from kvstore.proto.portion import Portion
 from kvstore.proto.segment_table import ALIGN_BYTES as ALIGN_BYTES
 from kvstore.proto.segment_table import MAX_FRAME_BYTES as MAX_FRAME_BYTES
 from kvstore.proto.segment_table import MAX_SEGMENTS as MAX_SEGMENTS
 from kvstore.proto.segment_table import SEGMENT_DTYPE as SEGMENT_DTYPE
 from kvstore.proto.segment_table import Sizes, check_shape, empty_rows, shape_of
-from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout, Stated
+from kvstore.proto.types import (
+    ChainDigest,
+    ChunkInfo,
+    ChunkKey,
+    Fidelity,
+    KVLayout,
+    Portion,
+    Stated,
+)
 
 MAGIC = b"KVFR"
 VERSION = 1

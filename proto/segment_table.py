@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.component_table import unpack_table
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import KVLayout
+from kvstore.proto.types import KVLayout, Portion
 
 ALIGN_BYTES = 64
 MAX_SEGMENTS = 4096

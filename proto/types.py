@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple, NewType
 
 from kvstore.proto.errors import LayoutMismatchError, RepresentationError
@@ -456,3 +457,95 @@ class PutOutcome(IntEnum):
     refused = 2
     pending = 3
     """A portion is there; the chunk is once its other portions are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Layers and KV heads of one component; each stop is the number after the last one."""
+
+    first_layer: int
+    layer_stop: int
+    first_head: int
+    head_stop: int
+
+    @classmethod
+    def whole(cls, component: Component) -> Extent:
+        """Return all of *component*."""
+        return cls(0, component.layers, 0, component.kv_heads)
+
+    def is_within(self, component: Component) -> bool:
+        """Whether there is something of *component* in it, and nothing else."""
+        return (
+            0 <= self.first_layer < self.layer_stop <= component.layers
+            and 0 <= self.first_head < self.head_stop <= component.kv_heads
+        )
+
+    @property
+    def layers(self) -> int:
+        """How many layers."""
+        return self.layer_stop - self.first_layer
+
+    @property
+    def heads(self) -> int:
+        """How many KV heads."""
+        return self.head_stop - self.first_head
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """The extents that a frame covers of the chunk of layout ``whole``, one for each component.
+
+    None: nothing of that component, as for a pipeline stage without layers of a group. Raises
+    LayoutMismatchError when an extent is empty or reaches outside its component, or all are None.
+    """
+
+    whole: KVLayout
+    extents: tuple[Extent | None, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.extents) != len(self.whole.components):
+            raise LayoutMismatchError(
+                "rectangle", len(self.extents), f"give {len(self.whole.components)}, or None"
+            )
+        for extent, component in zip(self.extents, self.whole.components, strict=True):
+            if extent is not None and not extent.is_within(component):
+                fix = f"within {component.layers} layers x {component.kv_heads} kv_heads, not empty"
+                raise LayoutMismatchError("rectangle", extent, fix)
+        if not any(self.extents):
+            raise LayoutMismatchError("rectangle", self.extents, "cover some of the chunk")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it covers everything."""
+        return self.extents == tuple(map(Extent.whole, self.whole.components))
+
+    @property
+    def layout(self) -> KVLayout:
+        """What is covered, as a layout of its own: components that are left out are not there."""
+        pairs = zip(self.whole.components, self.extents, strict=True)
+        return KVLayout(
+            tuple(
+                replace(component, layers=extent.layers, kv_heads=extent.heads)
+                for component, extent in pairs
+                if extent is not None
+            )
+        )
+
+    @property
+    def numbered(self) -> list[tuple[int, Extent]]:
+        """The extents that are there, each with the number of its component."""
+        return [(at, extent) for at, extent in enumerate(self.extents) if extent is not None]
+
+
+class LayerPlace(NamedTuple):
+    """A layer by the model's own number, and which segment of a frame holds it."""
+
+    layer_id: int
+    segment: int
+
+
+@lru_cache(maxsize=64)
+def layer_order(representation: Representation) -> tuple[LayerPlace, ...]:
+    """Return the layers by number. Segments lie group by group, and groups may alternate."""
+    ids = [layer for group in representation.layer_groups for layer in group.layer_ids]
+    return tuple(sorted(LayerPlace(layer, segment) for segment, layer in enumerate(ids)))

@@ -18,9 +18,8 @@ from kvstore.proto.errors import (
     KVStoreError,
     RepresentationError,
 )
-from kvstore.proto.hints import NO_HINTS, Hints, Reuse
 from kvstore.proto.plan_wire import plan_from_message
-from kvstore.proto.portion import Extent, Portion
+from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -32,12 +31,14 @@ from kvstore.proto.types import (
     ChunkKey,
     Component,
     DType,
+    Extent,
     Fidelity,
     KVLayout,
     LayerGroup,
     LayerKind,
     Match,
     Namespace,
+    Portion,
     Representation,
     RopeParameters,
     check_count,

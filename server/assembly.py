@@ -23,8 +23,7 @@ from kvstore.proto.frame import (
     parse_header,
     stated_header_bytes,
 )
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Portion, PutOutcome
 from kvstore.server.landing import NOTHING_SAID, Landing, PutResult, Said
 from kvstore.server.sessions import Session
 from kvstore.server.unfinished import Claim, Unfinished

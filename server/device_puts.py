@@ -31,7 +31,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameHeader, pack_header
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import PutOutcome
 from kvstore.server.landing import PutResult
 from kvstore.server.manager import TierManager

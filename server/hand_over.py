@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import MAX_HANDOVER_MS
+from kvstore.proto.plans import MAX_HANDOVER_MS
 from kvstore.proto.types import ChunkKey
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.metrics import Counters

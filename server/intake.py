@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
 from kvstore.proto.frame_check import FrameCheck
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.assembly import Assembly, Piece, PortionTicket
 from kvstore.server.landing import NOTHING_SAID, Landing, Said

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import KVStoreError, TierFullError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
 from kvstore.server.index.knowledge import Origin
 from kvstore.server.outcomes import Fate

@@ -12,8 +12,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.plans import EngineTerms
+from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
 from kvstore.server.assembly import UNFINISHED_S, Assembly, AssemblyLimits
 from kvstore.server.blend.blending import Blending

@@ -14,8 +14,8 @@ from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FrameHeader, FrameTemplate, pack_header
-from kvstore.proto.hints import NO_HINTS, Hints
-from kvstore.proto.portion import Portion
+from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.types import Portion
 from kvstore.server.sessions import Session
 from kvstore.tiers.base import Reservation
 

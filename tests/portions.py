@@ -13,12 +13,13 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.portions import encode_portion, portion_frame_bytes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.types import (
     DType,
+    Extent,
     KVLayout,
     LayerGroup,
     LayerKind,
+    Portion,
     Representation,
 )
 

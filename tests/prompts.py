@@ -14,8 +14,8 @@ from kvstore.codecs.base import ChunkTensors, Part, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes
-from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import representation_digest
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome, Representation
 
 SMALL = make_representation()

@@ -44,8 +44,8 @@ from kvstore.client.rectangle import Rectangle
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
-from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     EXACT,
     ChainDigest,

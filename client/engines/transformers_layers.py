@@ -24,8 +24,7 @@ from kvstore.client.layers import Layer
 from kvstore.client.link_meter import LinkMeter
 from kvstore.client.tensors import LayerTensors
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.layers import layer_order
-from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, Stated
+from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, Stated, layer_order
 
 UNSEEN_BYTES_PER_S = 1e12
 """What is thought of a link before something came over it: that nothing is to be gained."""

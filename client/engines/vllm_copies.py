@@ -24,7 +24,7 @@ from kvstore.client.levels import PlanTerms
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import AnyTensors
 from kvstore.proto.device import Event
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChainDigest, KVLayout, Stated
 
 BATCH_BYTES = 64 << 20

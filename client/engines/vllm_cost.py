@@ -13,7 +13,7 @@ from typing import Any
 from kvstore.client.engines.vllm_blending import refuse_blending
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 
 HINTS_NAME = "kvstore"
 """Of the entry of a request's ``kv_transfer_params`` that has hints for this store."""

@@ -43,8 +43,8 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, open_device, tensor_over
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavailableError
 from kvstore.proto.frame import FrameHeader, FrameTemplate, raw_frame_bytes
-from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import (
     END_KINDS,
     ROOT,

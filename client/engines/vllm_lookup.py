@@ -14,7 +14,7 @@ from kvstore.client.engines.vllm_names import ChunkChain, Identity
 from kvstore.client.engines.vllm_orders import MISFITS, LoadOrder
 from kvstore.client.prefill import Deadline
 from kvstore.proto.errors import KVStoreError, RepresentationError
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChainDigest
 
 MAX_WAITING_LOOKUPS = 1024

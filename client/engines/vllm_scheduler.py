@@ -43,8 +43,8 @@ from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.engines.weights import EPOCH_BYTES
 from kvstore.client.prefill import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChainDigest, ChunkKey
 
 IDLE_WAIT_S = 0.001

@@ -13,7 +13,7 @@ from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.client.options import MAX_DEADLINE_MS, ClientOptions, TransportName
 from kvstore.client.prefill import PrefillModel
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import MAX_HANDOVER_MS
+from kvstore.proto.plans import MAX_HANDOVER_MS
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
 MAX_TOKEN_US = 10_000_000

@@ -50,8 +50,8 @@ from kvstore.client.engines.vllm_watch import QUIET_S, LoadWatch
 from kvstore.client.prefill import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chunk_key
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChainDigest, KVLayout, PutOutcome
 
 IDLE_WAIT_S = 0.002

@@ -15,9 +15,8 @@ from kvstore.proto.blend import (
     ShadowResult,
 )
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.layers import layer_order
 from kvstore.proto.plans import PrefillModel
-from kvstore.proto.types import ChunkKey, Fidelity, LayerKind
+from kvstore.proto.types import ChunkKey, Fidelity, LayerKind, layer_order
 from kvstore.server.blend.contents import Contents, Matches
 from kvstore.server.blend.gates import Gates
 from kvstore.server.blend.variant_choice import AskedSegment, ChoiceTerms, VariantChoice

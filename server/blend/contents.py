@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.proto.hints import NO_PRIORITY
+from kvstore.proto.plans import NO_PRIORITY
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.found import LeaseTerms
 from kvstore.server.index.knowledge import Origin

@@ -11,7 +11,7 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.stream_wire import STEP_BYTES, StreamWire
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.rpc.put_stream import PutStream

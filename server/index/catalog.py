@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.history_file import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState

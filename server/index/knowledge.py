@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvstore.proto.hints import NO_HINTS, Hints
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
 from kvstore.server.policy.content_index import UNKNOWN_CONTENT, ContentIndex
 from kvstore.server.policy.groups import GroupTable

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.hints import MAX_PRIORITY, NO_PRIORITY
 from kvstore.proto.key_table import spare_rows
+from kvstore.proto.plans import MAX_PRIORITY, NO_PRIORITY
 from kvstore.server.policy.radix import Rows
 
 LOOK_AHEAD = 32

@@ -10,9 +10,8 @@ from kvstore.codecs.row_cut import cut_rows, kept_rows
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, DeadlineError, KVStoreError
 from kvstore.proto.frame import FrameHeader, parse_header
-from kvstore.proto.layers import layer_order
 from kvstore.proto.skipped_rows import Rows, SkippedRows
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import ChunkKey, Fidelity, layer_order
 from kvstore.server.fill import Fill
 from kvstore.server.mover import Ticket
 from kvstore.server.sessions import Session

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 from typing_extensions import override
 
-from kvstore.proto.hints import MAX_CATEGORY_CHARS
+from kvstore.proto.plans import MAX_CATEGORY_CHARS
 from kvstore.server.policy.partitions import MAX_PARTITIONS, Quota
 from kvstore.server.policy.registry import POLICIES, instead_of
 from kvstore.server.settings.rule_list import RuleList, check_tenant_name

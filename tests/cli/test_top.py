@@ -14,7 +14,7 @@ from rich.console import Console
 from kvstore.cli.main import main
 from kvstore.cli.top import Rates, show_live, top_as_json, top_as_tables
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 
 Run = Callable[..., str]
 

@@ -35,7 +35,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.hints import Hints, Reuse
+from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.stream_answers import StreamAnswers

@@ -9,8 +9,7 @@ from portions import TWO_GROUPS, WIDE
 
 from kvstore.client import Rectangle
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.portion import Extent, Portion
-from kvstore.proto.types import KVLayout
+from kvstore.proto.types import Extent, KVLayout, Portion
 
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 

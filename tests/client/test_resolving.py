@@ -31,8 +31,7 @@ from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
-from kvstore.proto.hints import NO_PRIORITY
-from kvstore.proto.plans import PrefillModel
+from kvstore.proto.plans import NO_PRIORITY, PrefillModel
 from kvstore.proto.types import LayerKind
 from kvstore.server.blend.contents import GAVE_WAY_PRIORITY
 from kvstore.server.policy.blend_gate import TRIALS

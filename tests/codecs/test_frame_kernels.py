@@ -38,8 +38,15 @@ from kvstore.codecs.paged import (
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import LayoutMismatchError, TierUnavailableError
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
-from kvstore.proto.portion import Extent, Portion
-from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Representation
+from kvstore.proto.types import (
+    DType,
+    Extent,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    Portion,
+    Representation,
+)
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -15,8 +15,7 @@ from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameTemplate, parse_header
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.portion import Extent, Portion
-from kvstore.proto.types import ROOT, ChunkKey, KVLayout
+from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion
 
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 KEY = ChunkKey(bytes(range(32)))

@@ -13,7 +13,7 @@ from prompts import assert_reads, chunks_of, equal, keys_of, outcomes, tensors_o
 from kvstore.client import Chunk, Client, Rectangle
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
 
 Connect = Callable[..., Client]

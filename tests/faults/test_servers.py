@@ -24,7 +24,7 @@ from redis_process import RedisProcess
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import MAGIC, VERSION
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, PutOutcome
 
 ROOT = Path(__file__).resolve().parents[2]

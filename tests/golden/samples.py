@@ -17,12 +17,13 @@ from kvstore.proto.keys import (
     representation_digest,
     tokens_le32,
 )
-from kvstore.proto.portion import Extent, Portion
 from kvstore.proto.types import (
     DType,
+    Extent,
     KVLayout,
     LayerGroup,
     LayerKind,
+    Portion,
     Representation,
     RopeParameters,
 )

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from contracts.chunks import make_representation
 
-from kvstore.proto.layers import layer_order
-from kvstore.proto.types import DType, LayerGroup, LayerKind
+from kvstore.proto.types import DType, LayerGroup, LayerKind, layer_order
 
 
 def test_layers_of_one_group_lie_in_their_order() -> None:

@@ -30,8 +30,7 @@ from kvstore.proto.frame import (
     parse_header,
 )
 from kvstore.proto.frame_check import FrameCheck
-from kvstore.proto.portion import Extent, Portion
-from kvstore.proto.types import ROOT, ChunkKey, KVLayout
+from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion
 from kvstore.proto.wire import portion_from_message, portion_to_message
 
 LAYOUT = KVLayout.of(WIDE, 16)

@@ -27,10 +27,9 @@ from kvstore.proto.frame import (
     parse_header,
     raw_frame_bytes,
 )
-from kvstore.proto.hints import Hints
 from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
-from kvstore.proto.portion import Portion
-from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, Portion, PutOutcome
 from kvstore.server.assembly import Piece, PortionTicket
 from kvstore.server.intake import PutResult
 from kvstore.server.manager import ManagerLimits

@@ -11,7 +11,7 @@ from prompts import LARGE, MEDIUM, chunks_of, keys_of, outcomes, store
 
 from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import Hints, Reuse
+from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import PutOutcome
 
 STORED, REFUSED = PutOutcome.stored, PutOutcome.refused

@@ -34,7 +34,7 @@ from kvstore.proto.errors import (
     PermissionDeniedError,
     TierUnavailableError,
 )
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ChunkKey,

@@ -11,7 +11,7 @@ from local_server import eventually
 from simulation.core import Core, prompt
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
 from kvstore.server.index.in_flight import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
 from kvstore.server.intake import PutTicket

@@ -22,7 +22,7 @@ from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import LeaseExpiredError
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.hints import Hints, Reuse
+from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.index.knowledge import Knowledge
 from kvstore.server.intake import RESERVED_S, PutResult

@@ -24,7 +24,7 @@ from simulation.tiers import SimDisk, no_faults
 
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import Fidelity
 from kvstore.server.history_file import (
     FILE_NAME,

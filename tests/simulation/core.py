@@ -10,8 +10,8 @@ from itertools import count
 from simulation.universe import REPRESENTATION, Version, make_version, salt
 
 from kvstore.codecs.base import codec_by_name
-from kvstore.proto.hints import NO_HINTS, Hints
 from kvstore.proto.keys import tokens_le32
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
 from kvstore.server.breaker import Breaker
 from kvstore.server.index.catalog import Catalog

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvstore.codecs.base import codec_by_name
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.hints import NO_HINTS, Hints, Reuse
+from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 from kvstore.server.breaker import Breaker
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.knowledge import Knowledge

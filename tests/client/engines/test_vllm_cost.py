@@ -9,7 +9,7 @@ from vllm_stand_ins import FakeRequest
 
 from kvstore.client.engines.vllm_cost import PrefillCost, hints_of
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import NO_HINTS, Hints, Reuse
+from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 
 LLAMA = SimpleNamespace(
     hidden_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=2,

@@ -20,7 +20,7 @@ from kvstore.client.engines.vllm_cost import deadline_ms_of, hints_of
 from kvstore.client.engines.vllm_settings import Role, VllmSettings
 from kvstore.client.engines.vllm_shape import EngineShape
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 
 PROMPT = prompt_tokens(1, 400)
 TOKEN_S = 1e-3

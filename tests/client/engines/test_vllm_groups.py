@@ -18,7 +18,7 @@ from kvstore.client.chunk import Chunk
 from kvstore.client.engines.vllm_cost import PrefillCost
 from kvstore.client.engines.vllm_refused import RefusedWorker
 from kvstore.client.engines.vllm_shape import EngineShape
-from kvstore.proto.hints import Hints
+from kvstore.proto.plans import Hints
 from kvstore.proto.types import KVLayout
 
 PROMPT = prompt_tokens(1, 200)

@@ -22,7 +22,6 @@ from kvstore.proto.keys import (
     representation_digest,
     tokens_le32,
 )
-from kvstore.proto.layers import layer_order
 from kvstore.proto.types import (
     ROOT,
     ChainDigest,
@@ -31,6 +30,7 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
+    layer_order,
 )
 from kvstore.server.rpc.layered import READ_AHEAD_SEGMENTS, LayeredGet, LayerPart
 from kvstore.server.sessions import Session
