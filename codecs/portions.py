@@ -18,11 +18,11 @@ from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (
     FrameHeader,
     FrameTemplate,
+    empty_rows,
     header_bytes,
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.segment_table import empty_rows
 from kvstore.proto.types import Component, Extent, Portion
 
 _RAW = RawCodec()

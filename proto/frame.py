@@ -13,33 +13,173 @@ import math
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes, copy_groups
-from kvstore.proto.component_table import (
-    COMPONENT,
-    MAX_COMPONENTS,
-    pack_components,
-    unpack_table,
-)
-from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
-from kvstore.proto.segment_table import ALIGN_BYTES as ALIGN_BYTES
-from kvstore.proto.segment_table import MAX_FRAME_BYTES as MAX_FRAME_BYTES
-from kvstore.proto.segment_table import MAX_SEGMENTS as MAX_SEGMENTS
-from kvstore.proto.segment_table import SEGMENT_DTYPE as SEGMENT_DTYPE
-from kvstore.proto.segment_table import Sizes, check_shape, empty_rows, shape_of
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
 from kvstore.proto.types import (
     ChainDigest,
     ChunkInfo,
     ChunkKey,
+    Component,
+    DType,
+    Extent,
     Fidelity,
     KVLayout,
+    LayerKind,
     Portion,
     Stated,
 )
+
+MAX_COMPONENTS = 64
+COMPONENT = struct.Struct("<BBBx3I6I8x")
+
+_NOTHING = (0, 0, 0, 0)
+"""The rectangle of a component that a frame has nothing of."""
+
+assert COMPONENT.size == 48
+
+
+def pack_components(layout: KVLayout, portion: Portion | None = None) -> bytes:
+    """Return the component table of *layout*, or of the *portion* that a frame covers of it."""
+    whole = layout if portion is None else portion.whole
+    extents = [Extent.whole(c) for c in layout.components] if portion is None else portion.extents
+    return b"".join(
+        COMPONENT.pack(
+            c.kind, c.dtype, c.parts, c.layers, c.kv_heads, c.head_dim, c.tokens,
+            *(_NOTHING if extent is None else _numbers(extent)), c.chunk_tokens,
+        )
+        for c, extent in zip(whole.components, extents, strict=True)
+    )  # fmt: skip
+
+
+def _numbers(extent: Extent) -> tuple[int, int, int, int]:
+    return extent.first_layer, extent.layer_stop, extent.first_head, extent.head_stop
+
+
+@lru_cache(maxsize=1024)
+def unpack_components(table: bytes) -> KVLayout:
+    """Parse the component table of a whole chunk; equal tables share one layout.
+
+    Raises InvalidFrameError, also for a rectangle of one.
+    """
+    layout, portion = unpack_table(table)
+    if portion is not None:
+        raise InvalidFrameError("rectangle", portion.extents, "whole chunks are taken here")
+    return layout
+
+
+@lru_cache(maxsize=1024)
+def unpack_table(table: bytes) -> tuple[KVLayout, Portion | None]:
+    """Parse a component table; equal tables share one layout.
+
+    Return the layout of what is covered, and which portion of the chunk that is; None: all of
+    it. Raises InvalidFrameError.
+    """
+    if not table or len(table) % COMPONENT.size or len(table) > MAX_COMPONENTS * COMPONENT.size:
+        raise InvalidFrameError("components", len(table), f"a row has {COMPONENT.size} bytes")
+    components, extents = [], []
+    for row in COMPONENT.iter_unpack(table):
+        kind, dtype, parts, layers, kv_heads, head_dim, tokens, *rectangle, chunk_tokens = row
+        try:
+            component = Component(
+                LayerKind(kind), DType(dtype), layers, kv_heads, head_dim, tokens, chunk_tokens
+            )
+        except (ValueError, LayoutMismatchError) as error:
+            raise InvalidFrameError("component", row, str(error)) from None
+        if parts != component.parts:
+            raise InvalidFrameError("parts", parts, f"{component.kind.name} has {component.parts}")
+        components.append(component)
+        extents.append(None if tuple(rectangle) == _NOTHING else Extent(*rectangle))
+    whole = KVLayout(tuple(components))
+    try:
+        portion = Portion(whole, tuple(extents))
+    except LayoutMismatchError as error:
+        raise InvalidFrameError("rectangle", extents, str(error)) from None
+    return (whole, None) if portion.is_whole else (portion.layout, portion)
+
+
+ALIGN_BYTES = 64
+MAX_SEGMENTS = 4096
+MAX_FRAME_BYTES = 1 << 30
+
+SEGMENT_DTYPE = np.dtype(
+    [
+        ("component", "<u2"),
+        ("section", "<u2"),
+        ("layer", "<u4"),
+        ("offset", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("checksum", "<u8"),
+    ]
+)
+"""One row of the segment table. ``section`` is the level: 0 is the payload, 1 refines it."""
+
+assert SEGMENT_DTYPE.itemsize == 32
+
+
+@lru_cache(maxsize=64)
+def empty_rows(layout: KVLayout, levels: int, portion: Portion | None = None) -> NDArray[Any]:
+    """Return the segment table of *layout* with everything but the names still zero."""
+    rows = np.zeros(layout.segment_count * (1 + levels), dtype=SEGMENT_DTYPE)
+    layers = [component.layers for component in layout.components]
+    spans = [(number, 0) for number in range(len(layers))]
+    if portion is not None:
+        spans = [(number, extent.first_layer) for number, extent in portion.numbered]
+    rows["section"] = np.repeat(np.arange(1 + levels), layout.segment_count)
+    rows["component"] = np.tile(np.repeat([number for number, _ in spans], layers), 1 + levels)
+    numbers = [np.arange(at, at + n) for (_, at), n in zip(spans, layers, strict=True)]
+    rows["layer"] = np.tile(np.concatenate(numbers), 1 + levels)
+    rows.flags.writeable = False
+    return rows
+
+
+class Sizes(NamedTuple):
+    """What a frame's header says of its own length, the frame's, and the chunk's."""
+
+    header_bytes: int
+    frame_bytes: int
+    raw_bytes: int
+    tokens: int
+
+
+def shape_of(segments: NDArray[Any]) -> bytes:
+    """Return the rows without their checksums: frames of one layout have the same, if not coded."""
+    return segments.view("<u8").reshape(-1, 4)[:, :3].tobytes()
+
+
+@lru_cache(maxsize=32)
+def check_shape(table: bytes, shape: bytes, levels: int, sizes: Sizes) -> None:
+    """Raise InvalidFrameError unless *shape*, of ``shape_of``, is one of the component *table*.
+
+    Its rows have the names of the layout's and follow each other. Frames of one shape are
+    looked at once: it takes as long as the checksum of a mebibyte.
+    """
+    layout, portion = unpack_table(table)
+    rows = np.frombuffer(shape, "<u8").reshape(-1, 3)
+    if (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens) != (
+        len(rows), sizes.raw_bytes, sizes.tokens,
+    ):  # fmt: skip
+        found = (len(rows), sizes.raw_bytes, sizes.tokens)
+        raise InvalidFrameError("layout", found, "contradicts itself")
+    if sizes.frame_bytes > MAX_FRAME_BYTES:
+        raise InvalidFrameError("frame_bytes", sizes.frame_bytes, f"at most {MAX_FRAME_BYTES}")
+    names, offset, stored = rows.T
+    # The first eight bytes of a row: component, section, layer.
+    if not np.array_equal(names, empty_rows(layout, levels, portion).view("<u8")[::4]):
+        raise InvalidFrameError("segments", len(rows), "must be one a layer, in order")
+    if (offset > MAX_FRAME_BYTES).any() or (stored > MAX_FRAME_BYTES).any():
+        raise InvalidFrameError("segments", int(stored.max()), f"at most {MAX_FRAME_BYTES} bytes")
+    stop = offset + stored
+    starts = np.concatenate([[sizes.header_bytes], -(-stop[:-1] // ALIGN_BYTES) * ALIGN_BYTES])
+    if not np.array_equal(offset, starts.astype("<u8")) or int(stop[-1]) != sizes.frame_bytes:
+        raise InvalidFrameError(
+            "segments", sizes.frame_bytes, "must follow each other, 64-byte aligned"
+        )
+
 
 MAGIC = b"KVFR"
 VERSION = 1

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Iterable, Sequence
 
 from kvstore.proto.bulk import MAX_PAYLOAD_BYTES
-from kvstore.proto.component_table import pack_components
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.frame import pack_components
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, KVLayout, Namespace
 from kvstore.proto.wire import keys_of_digests, pack_info, unpack_info
 

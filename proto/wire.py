@@ -11,13 +11,13 @@ from typing import cast
 import numpy as np
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.component_table import pack_components, unpack_components
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
     RepresentationError,
 )
+from kvstore.proto.frame import pack_components, unpack_components
 from kvstore.proto.plan_wire import plan_from_message
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 from kvstore.proto.types import (

@@ -18,7 +18,6 @@ from kvstore.codecs.assets import read_asset
 from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.codecs.portions import decode_portion
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
-from kvstore.proto.component_table import COMPONENT
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -26,6 +25,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import (
+    COMPONENT,
     FIXED_BYTES,
     FrameHeader,
     check_frame,

@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 from golden.samples import vectors
 
-from kvstore.proto.component_table import COMPONENT, pack_components, unpack_components
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.frame import header_bytes, raw_frame_bytes
+from kvstore.proto.frame import (
+    COMPONENT,
+    header_bytes,
+    pack_components,
+    raw_frame_bytes,
+    unpack_components,
+)
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 from kvstore.proto.wire import layout_from_message, layout_to_message
 

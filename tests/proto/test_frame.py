@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from kvstore.codecs.raw import RawCodec, raw_header
 from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.component_table import MAX_COMPONENTS, pack_components, unpack_components
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
+    MAX_COMPONENTS,
     MAX_FRAME_BYTES,
     FrameHeader,
     FrameTemplate,
@@ -32,9 +32,11 @@ from kvstore.proto.frame import (
     check_frame,
     header_bytes,
     like_header,
+    pack_components,
     pack_header,
     parse_header,
     raw_frame_bytes,
+    unpack_components,
     with_size,
 )
 from kvstore.proto.types import (

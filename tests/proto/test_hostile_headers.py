@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
-from kvstore.proto.component_table import MAX_COMPONENTS
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
     FIXED_BYTES,
+    MAX_COMPONENTS,
     MAX_FRAME_BYTES,
     check_frame,
     header_bytes,

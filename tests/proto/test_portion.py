@@ -14,20 +14,18 @@ from portions import TWO_GROUPS, WIDE, portion_frame, portion_of
 
 from kvstore.codecs.portions import encode_portion, portion_frame_bytes
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
-from kvstore.proto.component_table import (
-    COMPONENT,
-    pack_components,
-    unpack_components,
-    unpack_table,
-)
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
 from kvstore.proto.frame import (
+    COMPONENT,
     FIXED_BYTES,
     FrameTemplate,
     check_frame,
     copy_frame,
+    pack_components,
     pack_header,
     parse_header,
+    unpack_components,
+    unpack_table,
 )
 from kvstore.proto.frame_check import FrameCheck
 from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion

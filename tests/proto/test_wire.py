@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.component_table import MAX_COMPONENTS
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -21,7 +20,7 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     RepresentationError,
 )
-from kvstore.proto.frame import check_frame
+from kvstore.proto.frame import MAX_COMPONENTS, check_frame
 from kvstore.proto.types import (
     ChainDigest,
     ChunkInfo,

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.buffers import checksum
-from kvstore.proto.component_table import MAX_COMPONENTS
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.frame import MAX_COMPONENTS, MAX_FRAME_BYTES
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkInfo, ChunkKey, KVLayout
 from kvstore.tiers.redis_chunks import (
     MAX_MANIFEST_BYTES,
