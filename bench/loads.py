@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.manager_start import LOADS_AT_ONCE, kin_sharers
 from kvstore.server.mover import MAX_ALONG

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from kvstore.cli.progress import followed
 from kvstore.cli.tables import Grid, open_console
 from kvstore.codecs.base import CODECS, codec_by_name
-from kvstore.codecs.speed import make_sample, measure
-from kvstore.proto.codec_speed import CodecSpeed
+from kvstore.codecs.speed import CodecSpeed, make_sample, measure
 from kvstore.proto.errors import KVStoreError
 
 BUDGET_S = 0.2

@@ -29,7 +29,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity, Portion
 from kvstore.proto.wire import fidelity_number, join_digests
 

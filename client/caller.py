@@ -43,7 +43,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,

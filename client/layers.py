@@ -21,7 +21,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.skipped_rows import Rows, SkippedRows
+from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import ChunkKey, layer_order
 
 

@@ -34,7 +34,7 @@ from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.plan_wire import engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.proto.wire import fidelity_number
 

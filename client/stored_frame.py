@@ -10,7 +10,7 @@ from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError
 from kvstore.proto.frame import FrameHeader, check_frame, parse_header
-from kvstore.proto.frame_check import check_prefix
+from kvstore.proto.frame_verifier import check_prefix
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 MAX_LEVELS = 4

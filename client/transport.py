@@ -27,7 +27,7 @@ from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, Portion, PutOutcome, Stated
 from kvstore.proto.wire import fidelity_number, hints_to_message, join_digests
 

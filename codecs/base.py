@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from importlib import import_module
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,39 @@ from kvstore.proto.frame import (
     check_segment,
     header_bytes,
 )
-from kvstore.proto.registry import Registry
 from kvstore.proto.types import END_KINDS, Component, Fidelity, KVLayout
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Classes of one kind by name; modules with heavy imports load only when named."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._paths: dict[str, str] = {}
+
+    def register(self, name: str, path: str) -> None:
+        """Add ``path`` (``"package.module:Class"``) under *name*. Raises ValueError if taken."""
+        if name in self._paths:
+            raise ValueError(f"{self._kind} {name!r} is already registered")
+        self._paths[name] = path
+
+    def load(self, name: str) -> type[T]:
+        """Import and return the class registered under *name*. Raises LookupError."""
+        try:
+            module, _, attribute = self._paths[name].partition(":")
+        except KeyError:
+            known = ", ".join(self)
+            raise LookupError(f"unknown {self._kind} {name!r}; known: {known}") from None
+        return cast(type[T], getattr(import_module(module), attribute))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._paths))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths
+
 
 Part: TypeAlias = NDArray[Any]
 """One tensor of one layer: (kv_heads, tokens, head_dim), any strides, the dtype's item size.

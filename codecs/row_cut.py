@@ -16,7 +16,7 @@ from kvstore.codecs.raw import RawCodec, part_views
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import ChunkCorruptError
 from kvstore.proto.frame import FrameHeader, check_segment
-from kvstore.proto.skipped_rows import Rows, SkippedRows
+from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import Component, LayerKind
 
 SUM_BYTES = 8

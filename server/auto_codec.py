@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,17 +11,33 @@ import structlog
 
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.raw import RawCodec
-from kvstore.codecs.speed import Sample, make_sample, measure
-from kvstore.proto.codec_speed import CodecSpeed
+from kvstore.codecs.speed import CodecSpeed, Sample, make_sample, measure
 from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.policy.codec_choice import choose_codec
 from kvstore.server.settings.codec_config import auto_fidelity, is_auto
 from kvstore.server.shelf import Shelf
 from kvstore.server.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import DEFAULT_TENANT
+
+
+def choose_codec(
+    candidates: Iterable[CodecSpeed], link_bytes_per_s: float, least: Fidelity
+) -> CodecSpeed | None:
+    """Return the codec that loads fastest over the link; None where raw frames do.
+
+    A candidate has to win against raw frames even when its decoding waits for its load, so that
+    a single chunk is never later for it; of those, the one wins whose loads are fastest when
+    decoding runs beside the next load, and of equals the smaller. None loses more than *least*.
+    """
+    worth = [
+        one
+        for one in candidates
+        if one.fidelity >= least and link_bytes_per_s < one.break_even_bytes_per_s
+    ]
+    return max(worth, key=lambda c: (c.load_bytes_per_s(link_bytes_per_s), c.ratio), default=None)
+
 
 AUTO_CODECS = ("zplane", "gq8", "kvq")
 """What may be chosen, as far as this process has it and the operator allows its loss."""

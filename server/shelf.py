@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, check_frame, header_bytes
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.breaker import Breaker
 from kvstore.server.policy.admission import TierAdmission

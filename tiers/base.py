@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 DEFAULT_TENANT = "default"

@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.file_sums import LOOP_FROM_BYTES
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.allocator import Neighbour, adjacent_run
 from kvstore.tiers.base import DEFAULT_TENANT, FilePlace, Reservation, Tier, TierStats

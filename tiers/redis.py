@@ -25,7 +25,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.redis_chunks import (

@@ -14,7 +14,7 @@ from kvstore.client.blend.source import LayerKV
 from kvstore.client.layers import Layer
 from kvstore.client.resolving import FoundChunk, Resolved
 from kvstore.proto.errors import RepresentationError
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import LayerKind, Representation
 
 _HIGHEST_PRIORITY = 255

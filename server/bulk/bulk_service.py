@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.bulk.stream_work import Piece, StreamWork
 from kvstore.server.cluster.peer_desk import DeskLimits, PeerDesk

@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
     RepresentationError,
 )
 from kvstore.proto.frame import FrameHeader, raw_frame_bytes
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
 from kvstore.server.assembly import Piece
 from kvstore.server.index.found import Holding

@@ -10,8 +10,8 @@ from operator import attrgetter
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import wire
 from kvstore.proto.places import Place, Reach, pack_places
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.shm import ARENA_SLAB
-from kvstore.proto.skipped_rows import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.arrival import Arrival
 from kvstore.server.delivery import IN_MEMORY

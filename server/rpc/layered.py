@@ -10,7 +10,7 @@ from kvstore.codecs.row_cut import cut_rows, kept_rows
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, DeadlineError, KVStoreError
 from kvstore.proto.frame import FrameHeader, parse_header
-from kvstore.proto.skipped_rows import Rows, SkippedRows
+from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity, layer_order
 from kvstore.server.fill import Fill
 from kvstore.server.mover import Ticket

@@ -11,7 +11,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import parse_header
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import hints_from_message

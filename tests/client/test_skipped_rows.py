@@ -23,7 +23,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.skipped_rows import SkippedRows
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome, Representation
 
 ServerMaker = Callable[..., LocalServer]

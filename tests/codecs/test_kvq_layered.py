@@ -26,7 +26,7 @@ from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import parse_header
-from kvstore.proto.frame_check import check_prefix
+from kvstore.proto.frame_verifier import check_prefix
 from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
 
 TERMS = EncodeTerms(rope=RopeParameters(10000.0, 32))

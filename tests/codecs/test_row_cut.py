@@ -16,7 +16,7 @@ from kvstore.codecs.row_cut import copy_kept, cut_bytes, cut_rows, kept_rows, pl
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import ChunkCorruptError
 from kvstore.proto.frame import FrameHeader, parse_header
-from kvstore.proto.skipped_rows import Rows, SkippedRows
+from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import DType
 
 RAW = codec_by_name("raw")

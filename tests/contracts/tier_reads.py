@@ -17,7 +17,7 @@ from kvstore.proto.errors import (
     PermissionDeniedError,
 )
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.tiers.base import Tier
 
 _BYTES = 20_011

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import check_frame, header_bytes, parse_header
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkKey
 
 INFO, FRAME = make_frame(1, 20, representation=make_representation(5, 2, 8))

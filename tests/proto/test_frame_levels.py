@@ -20,7 +20,7 @@ from kvstore.proto.frame import (
     pack_header,
     parse_header,
 )
-from kvstore.proto.frame_check import FrameCheck, check_prefix
+from kvstore.proto.frame_verifier import FrameCheck, check_prefix
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 ASSET = bytes(range(30, 46))

@@ -27,7 +27,7 @@ from kvstore.proto.frame import (
     unpack_components,
     unpack_table,
 )
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion
 from kvstore.proto.wire import portion_from_message, portion_to_message
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 
-from kvstore.proto.registry import Registry
+from kvstore.codecs.base import Registry
 
 
 def test_a_registered_class_is_loaded_by_name() -> None:
@@ -42,7 +42,7 @@ def test_a_name_is_given_once() -> None:
 def test_a_module_is_imported_only_when_its_name_is_asked_for() -> None:
     script = (
         "import sys\n"
-        "from kvstore.proto.registry import Registry\n"
+        "from kvstore.codecs.base import Registry\n"
         "r = Registry('thing')\n"
         "r.register('zip', 'zipapp:create_archive')\n"
         "before = 'zipapp' in sys.modules\n"

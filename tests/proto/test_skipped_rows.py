@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.skipped_rows import MAX_RUNS, RUN, SkippedRows
+from kvstore.proto.row_mask import MAX_RUNS, RUN, SkippedRows
 
 TOKENS = 40
 rows_by_chunk = st.dictionaries(

@@ -12,8 +12,7 @@ from prompts import assert_reads, store
 from simulation.core import Core
 from simulation.tiers import SimDisk, no_faults
 
-from kvstore.codecs.speed import make_sample, measure
-from kvstore.proto.codec_speed import CodecSpeed
+from kvstore.codecs.speed import CodecSpeed, make_sample, measure
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, Fidelity
 from kvstore.server import auto_codec

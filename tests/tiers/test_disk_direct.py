@@ -20,7 +20,7 @@ from kvstore.proto import file_sums
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.tiers import disk_io
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskOptions, DiskTier

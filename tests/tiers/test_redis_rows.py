@@ -21,7 +21,7 @@ from redis_relay import SPOILS, outcome, relay
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_check import FrameCheck
+from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_chunks import Manifest

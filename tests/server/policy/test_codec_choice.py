@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.codec_speed import CodecSpeed
+from kvstore.codecs.speed import CodecSpeed
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Fidelity
-from kvstore.server.policy.codec_choice import choose_codec
+from kvstore.server.auto_codec import choose_codec
 
 
 def speed(
