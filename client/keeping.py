@@ -13,11 +13,10 @@ from kvstore.client.whole_frame import checked, join_parts
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.plan_wire import batch_from_message
 from kvstore.proto.plans import MAX_HANDOVER_MS, PlannedBatch
 from kvstore.proto.text import check_text
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.wire import fidelity_number
+from kvstore.proto.wire import batch_from_message, fidelity_number
 
 
 class Keeping(Caller):

@@ -32,11 +32,10 @@ from kvstore.proto.blend import (
 )
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.plan_wire import engine_to_message
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.wire import fidelity_number
+from kvstore.proto.wire import engine_to_message, fidelity_number
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import kvstore_pb2_grpc, plan_wire, wire
+from kvstore.proto import kvstore_pb2_grpc, wire
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.places import Reach
 from kvstore.proto.shm import pid_namespace
@@ -172,7 +172,7 @@ class KVStoreService(
             deadline,
             lease=Leasing.of(request),
             min_fidelity=least,
-            engine=plan_wire.engine_from_message(request),
+            engine=wire.engine_from_message(request),
         )
         self._log.note(keys, match.ready, request.prefill.tokens)
         self._explain.looked_up(session, keys, match, least)
@@ -189,7 +189,7 @@ class KVStoreService(
             places=self._leased_places(keys, match.sources) if wants_places else b"",
             shared=match.shared,
         )
-        plan_wire.add_plan(reply, match.plan)
+        wire.add_plan(reply, match.plan)
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
@@ -199,12 +199,12 @@ class KVStoreService(
         ttl_ms = self._checks.plan_ttl_ms(request.ttl_ms)
         self._checks.batch("lengths", len(request.lengths))
         keys = self._checks.keys(session, request.chains)
-        chains = plan_wire.chains_of(keys, request.lengths)
+        chains = wire.chains_of(keys, request.lengths)
         plan, kept = self._manager.plan(session, chains, ttl_ms / 1000)
         return pb.PlanResponse(
             server=self._stamp,
             order=plan.order,
-            uses=plan_wire.pack_uses([plan.uses[key] for key in keys]),
+            uses=wire.pack_uses([plan.uses[key] for key in keys]),
             kept=kept,
             peak_chunks=plan.peak_chunks,
         )

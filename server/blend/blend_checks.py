@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstore.codecs.base import boundless_codecs
-from kvstore.proto import blend_wire, plan_wire, wire
+from kvstore.proto import blend_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
     ACCURACY_TAG,
@@ -70,7 +70,7 @@ class BlendChecks:
                 raise InvalidRequestError("segments", wrong, f"in order, none before {at}")
             segments.append(self._segment(session.namespace, message))
             at = message.stop
-        engine = plan_wire.engine_from_message(request)
+        engine = wire.engine_from_message(request)
         return Question(
             tuple(segments),
             check_tag(request.tag),
