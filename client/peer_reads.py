@@ -24,9 +24,9 @@ from kvstore.client.transport import Arrived, Direct
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.bulk import pack_wanted
 from kvstore.proto.bulk_reading import BulkReading
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
-from kvstore.proto.peer_words import pack_wanted
 from kvstore.proto.types import ChunkKey
 
 TIER = "peer"

@@ -10,10 +10,19 @@ from collections.abc import Callable, Mapping
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import Attach, Attached, Done, Failed, Find, Get, Part
+from kvstore.proto.bulk import (
+    Attach,
+    Attached,
+    Done,
+    Failed,
+    Find,
+    Get,
+    Part,
+    pack_found,
+    unpack_wanted,
+)
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
-from kvstore.proto.peer_words import pack_found, unpack_wanted
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.peer_dial import LetIn

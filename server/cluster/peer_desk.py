@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.proto import bulk
+from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
-from kvstore.proto.peer_words import pack_found, unpack_wanted
 from kvstore.proto.types import ChunkKey
 from kvstore.server.bulk.stream_work import Piece, StreamWork
 from kvstore.server.cluster.peer_config import GET_BYTES

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.bulk import pack_wanted, unpack_found
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
@@ -17,7 +18,6 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.peer_words import pack_wanted, unpack_found
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkInfo, ChunkKey
 

@@ -23,9 +23,9 @@ from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto import bulk, calls, shm
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import as_bytes, checksum
+from kvstore.proto.bulk import pack_found, pack_wanted, unpack_found, unpack_wanted
 from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
-from kvstore.proto.peer_words import pack_found, pack_wanted, unpack_found, unpack_wanted
 from kvstore.proto.types import Namespace
 from kvstore.proto.wire import representation_to_message, unpack_info
 from kvstore.server.config import load_config

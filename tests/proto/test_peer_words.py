@@ -8,9 +8,14 @@ from contracts.chunks import make_representation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.bulk import MAX_PAYLOAD_BYTES
+from kvstore.proto.bulk import (
+    MAX_PAYLOAD_BYTES,
+    pack_found,
+    pack_wanted,
+    unpack_found,
+    unpack_wanted,
+)
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
-from kvstore.proto.peer_words import pack_found, pack_wanted, unpack_found, unpack_wanted
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout
 
 LAYOUT = KVLayout.of(make_representation(), 16)

@@ -22,6 +22,7 @@ from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.shm import ShmTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.bulk import pack_wanted
 from kvstore.proto.bulk_reading import BulkReading
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -33,7 +34,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import check_frame
 from kvstore.proto.guest_token import GUEST_S, guest_token
-from kvstore.proto.peer_words import pack_wanted
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.bulk import stream_plane
 from kvstore.server.cluster.peer import MAX_LIES, Lent

@@ -22,9 +22,9 @@ from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.bulk import pack_found
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import parse_header
-from kvstore.proto.peer_words import pack_found
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory_roster import NodeAddress
