@@ -23,7 +23,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.arrival import Arrival
 from kvstore.server.mover import Ticket
 from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.sessions import Session
@@ -31,6 +30,26 @@ from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
 from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A chunk in reach of its reader. ``tier`` is where it was when asked for.
+
+    ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
+    in a file, in the arena of a device or on another server comes without the frame's bytes.
+    """
+
+    index: int
+    tier: str
+    frame: Bytes
+    place: SlabPlace | FilePlace | PeerPlace | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the frame, wherever it is."""
+        return len(self.frame) if self.place is None else self.place.size_bytes
+
 
 READ_AHEAD_CHUNKS = 8
 """Of the chain, which media are told of at once that can use that."""

@@ -5,10 +5,11 @@ An evicted chunk of which no lower tier has a copy as good as it can get is demo
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -28,10 +29,53 @@ from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate, Outcomes
 from kvstore.server.placement import Placement
 from kvstore.server.policy.admission import Moment
-from kvstore.server.reserved_room import NOTHING, ReservedRoom
 from kvstore.server.shelf import Room, Shelf
 from kvstore.tiers.base import PeerPlace, Reservation
 from kvstore.tiers.cpu import CpuTier
+
+
+class Waiting(NamedTuple):
+    """Room of one partition for chunks to come."""
+
+    size_bytes: int
+    chunks: int
+
+
+NOTHING = Waiting(0, 0)
+
+
+class ReservedRoom:
+    """Room by partition, from its reservation until it is filled or given back. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, int] = {}
+        """Partitions by the id of a reservation."""
+        self._waiting: dict[int, Waiting] = {}
+        self._lock = threading.Lock()  # guards both
+
+    def note(self, reservation: Reservation, partition: int) -> None:
+        """Count a reservation as the partition's."""
+        with self._lock:
+            self._owners[id(reservation)] = partition
+            self._add(partition, reservation.info.size_bytes, 1)
+
+    def forget(self, reservation: Reservation) -> None:
+        """Count it no longer. Idempotent."""
+        with self._lock:
+            partition = self._owners.pop(id(reservation), None)
+            if partition is not None:
+                self._add(partition, -reservation.info.size_bytes, -1)
+
+    def of(self, partition: int) -> Waiting:
+        """Return what is reserved for the partition."""
+        return self._waiting.get(partition, NOTHING)
+
+    def _add(self, partition: int, size_bytes: int, chunks: int) -> None:
+        before = self._waiting.pop(partition, NOTHING)
+        after = Waiting(before.size_bytes + size_bytes, before.chunks + chunks)
+        if after != NOTHING:
+            self._waiting[partition] = after
+
 
 if TYPE_CHECKING:  # one of their files loads torch
     from kvstore.server.cluster.peer_tier import PeerTier

@@ -6,6 +6,7 @@ gives way to a better one.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,10 +34,54 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.metrics import Counters
 from kvstore.server.mover import Mover, Ticket
 from kvstore.server.outcomes import Fate
-from kvstore.server.passing import Passing
+from kvstore.server.policy.promotion import SecondRead
 from kvstore.server.reclaim import Reclaim
 from kvstore.server.shelf import Room, Shelf, verify
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
+
+FULL_PERCENT = 90
+"""Of CPU memory in use, from which on room is given up again."""
+REMEMBERED_CHUNKS = 1 << 16
+MAX_PASSING = 4096
+"""Chunks that wait for their readers; of more, the oldest stay."""
+
+
+class Passing:
+    """Of chunks that come from *peers*. Thread-safe."""
+
+    def __init__(self, transfers: Transfers, peers: Shelf) -> None:
+        self._transfers = transfers
+        self._peers = peers
+        self._reads = SecondRead(REMEMBERED_CHUNKS)
+        self._waiting: deque[ChunkKey] = deque(maxlen=MAX_PASSING)
+        self._lock = threading.Lock()  # guards _reads
+
+    def came(self, key: ChunkKey) -> None:
+        """A chunk came into CPU memory from a peer."""
+        if not self._is_kept(key):
+            self._waiting.append(key)
+
+    def _is_kept(self, key: ChunkKey) -> bool:
+        transfers = self._transfers
+        with self._lock:
+            is_due = self._reads.is_due(key)
+        stats = transfers.cpu_tier.stats()
+        if 100 * stats.used_bytes < FULL_PERCENT * stats.capacity_bytes:
+            return True
+        return is_due and transfers.placement.promotes(key, self._peers, transfers.cpu)
+
+    def leave(self) -> None:
+        """Free what nobody reads any more and a peer has. Called at every tick."""
+        transfers, catalog = self._transfers, self._transfers.catalog
+        cpu, peers = transfers.cpu, self._peers
+        for _ in range(len(self._waiting)):
+            key = self._waiting.popleft()
+            if catalog.leave(cpu.name, key, peers.name):
+                transfers.counters.add("peer_passed_chunks")
+                transfers.delete_from(cpu, key)
+            elif {cpu.name, peers.name} <= set(catalog.holders(key)):
+                self._waiting.append(key)
+
 
 MAX_DOUBLES = 4096
 """Copies on exclusive shelves that wait to be dropped; of more the oldest stay."""

@@ -20,11 +20,27 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
-from kvstore.server.cluster.expected import Expected
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
 from kvstore.server.metrics import Counters
 from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation, Tier, TierStats
+
+
+class Expected:
+    """The row of chunks that each thread reads, one after the other. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def note(self, keys: Sequence[ChunkKey]) -> None:
+        """Take note that the calling thread reads *keys*, from now on and in this order."""
+        self._of_thread.row = tuple(keys)
+
+    def after(self, key: ChunkKey) -> Sequence[ChunkKey]:
+        """Return what the calling thread reads after *key*; nothing when it was to read another."""
+        row: tuple[ChunkKey, ...] = getattr(self._of_thread, "row", ())
+        return row[1:] if row[:1] == (key,) else ()
+
 
 KNOWN_S = 10.0
 MAX_KNOWN_CHUNKS = 1 << 16

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, cast
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
-from kvstore.server.index.absent import AbsentKeys
 from kvstore.server.index.found import Found, LeaseTerms, Leasing
 from kvstore.server.mover import Ticket
 from kvstore.server.policy.admission import Moment
@@ -24,6 +24,46 @@ from kvstore.server.prefetch import Prefetch
 from kvstore.server.sessions import Session
 from kvstore.server.shelf import Shelf
 from kvstore.server.transfer import Transfers
+
+ABSENT_TTL_S = 0.1
+MAX_ABSENT_KEYS = 4096
+
+
+class AbsentKeys:
+    """Remembers for a moment which chunk a shared tier did not have, so that nobody asks again.
+
+    A scheduler looks a waiting prompt up at every step, and so does each rank of an engine. A
+    chain ends at its first missing chunk, so one key stands for all that was asked behind it.
+    What another node puts meanwhile is a miss until the entry ends, never a wrong answer; what
+    this node puts is in the index, where nobody asks. The oldest entries go first, by their time
+    or by the limit. Thread-safe; *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: OrderedDict[ChunkKey, float] = OrderedDict()
+        # Guards the dictionary.
+        self._lock = threading.Lock()
+
+    def note(self, key: ChunkKey) -> None:
+        """Take note that *key* was asked for and is not there."""
+        with self._lock:
+            self._until.pop(key, None)
+            if len(self._until) >= MAX_ABSENT_KEYS:
+                self._until.popitem(last=False)
+            self._until[key] = self._clock() + ABSENT_TTL_S
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        with self._lock:
+            until = self._until.get(key)
+            if until is not None and until <= self._clock():
+                del self._until[key]
+                until = None
+            return until is not None
+
+    def __len__(self) -> int:
+        return len(self._until)
+
 
 if TYPE_CHECKING:
     from kvstore.server.cluster.peer_tier import PeerTier

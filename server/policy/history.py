@@ -5,12 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
-from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.chunk_classes import (
     HINTS,
     ChunkClasses,
@@ -20,8 +21,34 @@ from kvstore.server.policy.chunk_classes import (
     with_hint,
 )
 from kvstore.server.policy.density import DensityTable
-from kvstore.server.policy.history_columns import Columns
 from kvstore.server.policy.radix import Rows
+
+
+class Report(NamedTuple):
+    """What was asked for between two refreshes.
+
+    ``rows`` of what was known of it and ``ages_s`` how long each had waited; ``chunks`` counts
+    all, known or not, of ``requests`` prompts.
+    """
+
+    rows: Rows
+    ages_s: NDArray[np.float64]
+    chunks: int
+    requests: int
+    time_s: float
+
+
+class Columns(NamedTuple):
+    """The columns of a History as numpy sees them, each of shape (rows,)."""
+
+    last_s: NDArray[np.float64]
+    hits: NDArray[np.uint8]
+    classes: NDArray[np.uint16]
+    flops: NDArray[np.float64]
+    turns: NDArray[np.uint8]
+    chunks: NDArray[np.uint16]
+    own: NDArray[np.uint8]
+
 
 FIRST_REFRESH_REQUESTS, REFRESH_REQUESTS = 50, 100
 """Requests between two refreshes of the table, at most: of the first 2000, and later."""

@@ -25,9 +25,24 @@ from kvstore.proto.types import (
     KVLayout,
     Namespace,
 )
-from kvstore.server.policy.copy_columns import CopyColumns
 from kvstore.server.policy.ghosts import GhostList
 from kvstore.server.policy.prefix_ends import EndNeeds, PrefixEnds
+
+
+class CopyColumns:
+    """The copies on one tier. Not thread-safe, as the index."""
+
+    def __init__(self) -> None:
+        self.sizes = array("Q")
+        self.codecs = array("H")
+        self.fidelities = array("B")
+        """One more than the copy's; 0 where this tier has none."""
+
+    def extend(self, count: int) -> None:
+        """Make room for that many more rows."""
+        for column in (self.sizes, self.codecs, self.fidelities):
+            column.frombytes(bytes(count * column.itemsize))
+
 
 Rows = NDArray[np.intp]
 

@@ -13,8 +13,7 @@ from kvstore.proto.places import Place, Reach, pack_places
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.arrival import Arrival
-from kvstore.server.delivery import IN_MEMORY
+from kvstore.server.delivery import IN_MEMORY, Arrival
 from kvstore.server.manager import TierManager
 from kvstore.server.rpc.layered import LayeredGet, LayerPart
 from kvstore.server.rpc.ranged import RangedRead, Span

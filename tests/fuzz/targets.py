@@ -29,8 +29,8 @@ from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_heade
 from kvstore.proto.types import Namespace
 from kvstore.proto.wire import representation_to_message, unpack_info
 from kvstore.server.config import load_config
+from kvstore.server.history_file import pack_spaces, unpack_spaces
 from kvstore.server.known_spaces import Space
-from kvstore.server.space_records import pack_spaces, unpack_spaces
 from kvstore.tiers.at_rest import (
     HEADER_BYTES,
     TAG_BYTES,

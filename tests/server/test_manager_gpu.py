@@ -18,7 +18,7 @@ from kvstore.proto.device import HostDevice
 from kvstore.proto.places import Reach
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import PutOutcome
-from kvstore.server.arrival import Arrival
+from kvstore.server.delivery import Arrival
 from kvstore.server.sessions import Session
 from kvstore.tiers.gpu import GpuTier
 from kvstore.tiers.slab import SlabPlace

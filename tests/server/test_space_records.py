@@ -16,9 +16,8 @@ from prompts import SMALL, other_revision, store
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
-from kvstore.server.history_file import SavedHistory
+from kvstore.server.history_file import MAX_SPACE_BYTES, SavedHistory, pack_spaces, unpack_spaces
 from kvstore.server.known_spaces import MAX_SPACES, KnownSpaces, Space
-from kvstore.server.space_records import MAX_SPACE_BYTES, pack_spaces, unpack_spaces
 
 
 def space(number: int, client: str = "engine") -> Space:

@@ -22,9 +22,8 @@ from kvstore.proto.types import (
     LayerKind,
     PutOutcome,
 )
-from kvstore.server.landing import WITHOUT_STATE
+from kvstore.server.landing import WITHOUT_STATE, without_state
 from kvstore.server.policy.state_admission import MAX_REMEMBERED, StateAdmission
-from kvstore.server.trimming import without_state
 
 stored, exists = PutOutcome.stored, PutOutcome.exists
 

@@ -10,7 +10,7 @@ from simulation.world import World
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import ChunkKey
-from kvstore.server.arrival import Arrival
+from kvstore.server.delivery import Arrival
 from kvstore.server.intake import PutTicket
 from kvstore.server.sessions import Session
 

@@ -12,7 +12,7 @@ from simulation.world import LEASE_TTL_S, World
 
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.arrival import Arrival
+from kvstore.server.delivery import Arrival
 from kvstore.server.sessions import Session
 
 

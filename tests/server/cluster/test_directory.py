@@ -22,10 +22,10 @@ from kvstore.server.cluster.directory import (
     Directory,
     DirectoryTerms,
     NodeAddress,
+    Strangers,
 )
 from kvstore.server.cluster.directory_entries import MAX_PENDING, Entries
 from kvstore.server.cluster.directory_roster import Roster, Standing
-from kvstore.server.cluster.directory_strangers import Strangers
 from kvstore.server.metrics import Counters
 from kvstore.tiers.redis_client import NodeDown, RedisClient
 

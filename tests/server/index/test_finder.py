@@ -24,7 +24,7 @@ from kvstore.proto.types import (
     Match,
     Namespace,
 )
-from kvstore.server.index.absent import ABSENT_TTL_S
+from kvstore.server.index.finder import ABSENT_TTL_S
 from kvstore.server.policy.prefix_ends import EndNeeds
 from kvstore.server.sessions import Session
 

@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.chunk_classes import MAX_CLASSES, MAX_GROUPS, ChunkClasses
-from kvstore.server.policy.history import NO_FACTS, Facts, History
+from kvstore.server.policy.history import NO_FACTS, Facts, History, Report
 
 CHUNK_TOKENS = 512
 

@@ -13,12 +13,16 @@ from contracts.policy import above, everyone, keep_none, row, rows
 from numpy.typing import NDArray
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.policy.asked_report import Report
 from kvstore.server.policy.density import AGE_BINS
-from kvstore.server.policy.history import NO_FACTS, Facts, History
-from kvstore.server.policy.hit_density import CAP_S, HitDensityEviction
+from kvstore.server.policy.history import NO_FACTS, Facts, History, Report
+from kvstore.server.policy.hit_density import (
+    BUDGET,
+    CAP_S,
+    WARM_REQUESTS,
+    HitDensityEviction,
+    RegretGuard,
+)
 from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.regret import BUDGET, WARM_REQUESTS, RegretGuard
 
 
 class Tier:

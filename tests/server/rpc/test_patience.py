@@ -18,7 +18,7 @@ from prompts import SMALL, frame_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.rpc.patience import GRACE_S, STALL_S, Patience
+from kvstore.server.rpc.lane import GRACE_S, STALL_S, Patience
 
 SERVICE = "/kvstore.v1.KVStore/"
 
@@ -89,7 +89,7 @@ def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes
 def test_calls_without_a_message_leave_threads_for_others_and_end(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("kvstore.server.rpc.patience.GRACE_S", 0.4)
+    monkeypatch.setattr("kvstore.server.rpc.lane.GRACE_S", 0.4)
     server = make_server("--workers", "8", "--cpu", "16MiB")
     wire = wire_to(server)
     request = pb.LookupRequest(digests=wire.key(1)[16:])
@@ -111,7 +111,7 @@ def test_calls_without_a_message_leave_threads_for_others_and_end(
 def test_a_put_that_stops_half_way_ends_and_leaves_nothing(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.server.rpc.patience.STALL_S", 0.3)
+    monkeypatch.setattr("kvstore.server.rpc.lane.STALL_S", 0.3)
     server = make_server("--workers", "8", "--cpu", "16MiB")
     wire = wire_to(server)
     frame = frame_of(wire.key(9), SMALL).tobytes()
