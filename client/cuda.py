@@ -249,7 +249,7 @@ class CudaClient(DevicePutting, Client):
     ) -> int:
         """Do what ``get_device_pages`` does with a *reader* of the caller's, and its *paged*.
 
-        No page is written before *after*. *arrived* is called for each frame.
+        No page is written before *after*. *arrived* is called for each run of frames that came.
         """
 
         def work(transport: Transport) -> int:

@@ -39,6 +39,7 @@ SEND_WITHIN_S = 5
 _POLL_S = 0.5
 _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
+_THREAD_AGAIN_S = 10.0
 _STAGING_DESCRIPTORS = 2
 """Of a session's memory: the map has one of its own."""
 _IN_A_ROW = 16
@@ -141,13 +142,16 @@ class DataPlane:
         self._begun = self._waiting = 0
         self._users = 2
         """Who still uses the poll: the threads, and whoever closes the plane."""
-        self._keeper.start()
+        self._no_thread_until_s = 0.0
+        """Before that no more are started: the system gave none."""
         self._begin_thread()
+        self._keeper.start()
 
     def _begin_thread(self) -> None:
         """Start another thread, up to the limit, unless the plane is closing."""
         with self._lock:
-            if self._begun >= self._limits.threads or self._closed.is_set():
+            is_late = self._clock() < self._no_thread_until_s
+            if self._begun >= self._limits.threads or is_late or self._closed.is_set():
                 return
             number = self._begun
             self._begun += 1
@@ -161,6 +165,7 @@ class DataPlane:
                 self._begun -= 1
                 self._waiting -= 1
                 self._users -= 1
+                self._no_thread_until_s = self._clock() + _THREAD_AGAIN_S
             if not number:
                 raise
             logger.warning("data plane has no further thread", reason=str(error), threads=number)

@@ -119,17 +119,19 @@ class Delivery:
         passed over, as if they were not there.
         """
         near = _Near(self._near(reach), least, peers)
-        plan = self._catalog.read_plan(keys, least)
         delivered = 0
         origins: list[str] = []
+        plan: list[list[str]] = []
         try:
             for index, key in enumerate(keys):
                 if index % READ_AHEAD_CHUNKS == 0:
                     told = index + READ_AHEAD_CHUNKS if index else 1
                     self._read_ahead(keys[told : index + 2 * READ_AHEAD_CHUNKS])
                 if len(origins) <= index + LOADS_AHEAD_CHUNKS // 2:
-                    ahead = range(len(origins), min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS))
-                    origins += [self._load(session, keys[at], near, plan[at])[0] for at in ahead]
+                    ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
+                    plan += self._catalog.read_plan(ahead, least)
+                    for key_ahead, holders in zip(ahead, plan[len(origins) :], strict=True):
+                        origins.append(self._load(session, key_ahead, near, holders)[0])
                 arrival = self._leased(index, key, near, plan[index])
                 arrival = arrival or self._arrive(session, index, key, deadline, near)
                 if arrival is None:
@@ -137,7 +139,7 @@ class Delivery:
                 delivered += 1
                 self._on_read(key)
                 self._counters.add("get_bytes", arrival.size_bytes)
-                self._promote_if_due(session, key, arrival.tier, plan[index])
+                self._promote_if_due(session, key, arrival.tier)
                 try:
                     yield replace(arrival, tier=origins[index] or arrival.tier)
                 finally:
@@ -270,17 +272,12 @@ class Delivery:
         filed = transfers.filed if Reach.file in reach else None
         return [shelf for shelf in (gpu, transfers.cpu, filed) if shelf is not None]
 
-    def _promote_if_due(
-        self, session: Session, key: ChunkKey, name: str, holders: Container[str] = ()
-    ) -> None:
-        """Copy a chunk up, in the background, when it is read a second time and worth its room.
-
-        *holders* had it when the get began.
-        """
+    def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
+        """Copy a chunk up, in the background, when it is read a second time and worth its room."""
         gpu = self._transfers.gpu
         elsewhere = (self._transfers.filed, self._transfers.peers)
         source = next((shelf for shelf in elsewhere if shelf and shelf.name == name), None)
-        wants_gpu = gpu is not None and gpu.name not in holders
+        wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
         if not (source or wants_gpu):
             return
         with self._lock:
@@ -336,11 +333,13 @@ class Delivery:
     def _leased(
         self, index: int, key: ChunkKey, near: _Near, holders: Sequence[str]
     ) -> Arrival | None:
-        """Return a chunk that was in place when the get began, and is as it is leased."""
-        for shelf in near.shelves:
-            if _is_in_place(shelf, key, holders):
-                return self._in_place(index, key, shelf.name, near.peers)
-        return None
+        """Return a chunk that a reader finds first in CPU memory, without another question.
+
+        What is found damaged leaves CPU memory at once, and other tiers later.
+        """
+        cpu = self._transfers.cpu
+        first = next((shelf for shelf in near.shelves if shelf.name in holders), None)
+        return self._in_cpu(index, key) if first is cpu else None
 
     def _arrive(
         self,

@@ -194,7 +194,7 @@ class Intake:
             del self._by_session[ticket.session.session_id]
 
     def discard(self, ticket: AnyTicket) -> None:
-        """Give back the room of a claimed put."""
+        """Give back the room of a put that is the caller's."""
         if isinstance(ticket, PutTicket):
             self._landing.give_back(ticket.reservation)
         else:
@@ -216,7 +216,7 @@ class Intake:
     def commit(
         self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_end: bool = False
     ) -> PutResult:
-        """Verify what was written into a claimed put and make it visible, or abort it.
+        """Verify what was written into a put of the caller's and make it visible, or abort it.
 
         *check* followed what was written, where its writer has no hand on it. *is_end*: it turned
         out that nothing of the put continues it.
@@ -245,7 +245,7 @@ class Intake:
         return self._landing.seal(ticket.reservation, header, session.tenant, ticket.hints)
 
     def ingest(self, tickets: Sequence[AnyTicket], frames: Sequence[Bytes]) -> list[PutResult]:
-        """Copy frames into claimed puts and commit them, in order.
+        """Copy frames into puts of the caller's and commit them, in order.
 
         At the first bad frame its error is raised and the rest is aborted.
         """

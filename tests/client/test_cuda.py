@@ -263,27 +263,48 @@ def test_a_place_that_was_reused_is_looked_up_again(
 ) -> None:
     keys = store(client, 1, 2)
     warm(gpu_server, client, keys)
-    transfers, start = gpu_server.node.manager.transfers, HostKernels.start
-    dropped: list[ChunkKey] = []
+    dropped = drop_meanwhile(gpu_server, monkeypatch, keys[1])
+    enter, entered = CudaTransport.get_on_device, []
 
-    def drop_one_meanwhile(self: HostKernels, *given: Any) -> Sums:
-        if not dropped:
-            dropped.append(keys[1])
-            assert transfers.gpu is not None
-            assert transfers.catalog.cast_out("gpu", keys[1], even_if_held=True)
-            transfers.delete_from(transfers.gpu, keys[1])
-        return start(self, *given)
+    def noted(self: CudaTransport, *given: Any) -> Any:
+        entered.append(1)
+        return enter(self, *given)
 
-    monkeypatch.setattr(HostKernels, "start", drop_one_meanwhile)
+    monkeypatch.setattr(CudaTransport, "get_on_device", noted)
     engine = Engine(SMALL, blocks_for(2))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 2
     assert dropped
+    assert len(entered) == 2
     assert all(engine.has(key, i, SMALL, CHUNK_TOKENS) for i, key in enumerate(keys))
     gpu_server.settled()
 
 
+def drop_meanwhile(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, key: ChunkKey
+) -> list[ChunkKey]:
+    """Have *key* leave GPU memory once, while frames are read; return it then."""
+    transfers, start = server.node.manager.transfers, HostKernels.start
+    dropped: list[ChunkKey] = []
+
+    def drop_one(self: HostKernels, *given: Any) -> Sums:
+        if not dropped:
+            dropped.append(key)
+            assert transfers.gpu is not None
+            assert transfers.catalog.cast_out("gpu", key, even_if_held=True)
+            transfers.delete_from(transfers.gpu, key)
+        return start(self, *given)
+
+    monkeypatch.setattr(HostKernels, "start", drop_one)
+    return dropped
+
+
+@pytest.mark.parametrize("when", ["before its head is read", "while it is read"])
 def test_the_generation_of_a_freed_place_is_seen(
-    gpu_server: LocalServer, client: CudaClient, reader: DeviceReader
+    gpu_server: LocalServer,
+    client: CudaClient,
+    reader: DeviceReader,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
 ) -> None:
     keys = store(client, 1, 1)
     warm(gpu_server, client, keys)
@@ -295,10 +316,12 @@ def test_the_generation_of_a_freed_place_is_seen(
     with transport.get_on_device(digests, DEADLINE_MS, reader) as arriving:
         arrived = list(arriving)
         assert isinstance(arrived[0], InArena)
-        gpu_of(gpu_server).delete(keys[0])
+        if when == "while it is read":
+            drop_meanwhile(gpu_server, monkeypatch, keys[0])
+        else:
+            gpu_of(gpu_server).delete(keys[0])
         with pytest.raises(LeaseExpiredError):
             reading.run(iter(arrived))
-    assert not reading.done
 
 
 def test_pages_that_are_not_the_models_are_refused_and_nothing_is_held(

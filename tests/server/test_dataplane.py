@@ -8,10 +8,12 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bare_wire import wire_to
@@ -471,3 +473,24 @@ def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
         assert first.ask(b"hello") is Reply.invalid
         assert second.is_hung_up()
         assert eventually(lambda: "raise ulimit -n" in capsys.readouterr().out)
+
+
+def test_calls_of_one_client_are_answered_side_by_side(server: LocalServer) -> None:
+    client = server.connect("shm")
+    keys = keys_of(client, 1, 2)
+    client.put(chunks_of(client, keys))
+    plane = server.node.data_plane
+    assert plane is not None
+    answer, together = plane._answer, threading.Barrier(3)
+    assert answer is not None
+
+    def wait_for_others(*call: Any) -> Generator[Any, None, None]:
+        together.wait(20)
+        yield from answer(*call)
+
+    plane.answer_calls(wait_for_others)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: client.lookup(keys, lease=False).ready, range(3)))
+    plane.answer_calls(answer)
+    assert found == [2, 2, 2]
+    assert 3 < len(plane._threads) + 1 <= server.config.workers + 1

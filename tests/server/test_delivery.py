@@ -280,3 +280,38 @@ def test_only_who_opens_files_is_told_of_one(
     rows = core.manager.gets.in_place(keys_of(versions), reach, Fidelity.exact)
     assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
     assert core.counters["get_chunks"] == len(rows)
+
+
+def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
+    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = prompt(6)
+    put_low(core, session, versions)
+    disk = core.shelf("disk")
+    monkeypatch.setattr(disk.tier, "file_place", lambda key: FilePlace(7, 4096, 100))
+    # It stays where it was until the store lane comes to it.
+    monkeypatch.setattr(core.transfers, "delete_from", lambda *_, **__: None)
+    lease_id, _ = core.manager.open_get(session, keys_of(versions), 0)
+    reach = IN_MEMORY | {Reach.file}
+    arrivals = core.manager.gets.get(session, keys_of(versions), core.later(), reach)
+    assert next(arrivals).tier == "disk"
+    core.transfers.quarantine(disk, versions[3].info.key)
+    assert [arrival.index for arrival in arrivals] == [1, 2]
+    core.manager.release(session, lease_id)
+
+
+def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile() -> None:
+    disk = SimDisk(TIER_BYTES, no_faults())
+    with closing(Core([disk], slabs=60, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(2 * LOADS_AHEAD_CHUNKS)
+        keys = keys_of(versions)
+        put_low(core, session, versions)
+        lease_id, _ = core.manager.open_get(session, keys, 0)
+        slow = core.manager.gets.get(session, keys, core.later())
+        next(slow)
+        assert len(list(core.manager.gets.get(session, keys, core.later()))) == len(keys)
+        core.settle()
+        rest = [arrival.tier for arrival in slow]
+        assert rest[-1] == "cpu", "it was brought there by the other get"
+        core.manager.release(session, lease_id)

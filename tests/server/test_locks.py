@@ -1,4 +1,4 @@
-"""Who waits for a lock with another in hand can wait for ever: nobody in the server does."""
+"""Who waits for a lock with another in hand can wait for ever: nobody does without a directory."""
 
 from __future__ import annotations
 
