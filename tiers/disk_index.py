@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import errno
+import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from kvstore.tiers.disk_io import (
     TIER,
     allocate_file,
     read_lmdb,
+    refused,
     remove_made,
     sync_folder,
 )
@@ -58,6 +60,8 @@ _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
 _OWNER_VERSION = 1
 _FRESH_STEP = 10_000
+_PROBE_BYTES = 1 << 20
+"""More than LMDB writes at a time: where it was cut short there is less."""
 
 logger = structlog.get_logger(__name__)
 
@@ -156,7 +160,8 @@ class DiskIndex:
 
         *claim* says whether a row's place is free; of two that overlap the one sealed later is
         asked first. A child process reads the rows, and a fresh file is written from them: this
-        process never maps a page that it has not written. Raises TierUnavailableError.
+        process maps no page that it has not written, but where there is no room for both files
+        and the child found no damage. Raises TierUnavailableError; a sound index then stays.
         """
         try:
             rows = self._open(claim)
@@ -263,7 +268,7 @@ class DiskIndex:
     def _recover(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
         packed: dict[bytes, bytes] = {}
         status = read_lmdb(self._file, "forward", packed)
-        if status not in (0, -signal.SIGKILL):
+        if status:
             read_lmdb(self._file, "backward", packed)
         found = len(packed)
         rows: list[IndexRow] = []
@@ -284,24 +289,34 @@ class DiskIndex:
             else:
                 del packed[row.info.key]
         kept.reverse()
-        self.dropped += found - len(packed) + (status != 0)
+        dropped = found - len(packed) + (status != 0)
+        self.dropped += dropped
         if status:
             left = f"starts with the {len(kept)} chunks it found" if kept else "starts empty"
             event = f"the disk tier's index is damaged: the tier {left}"
             logger.warning(event, index=str(self._file), status=status)
-        self._rewrite(sorted(packed.items()))
+        self._rewrite(sorted(packed.items()), is_sound=not dropped)
         return kept
 
-    def _rewrite(self, rows: list[PackedRow]) -> None:
+    def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> None:
         """Replace the file by one with just *rows*; a crash leaves the old or the new one.
 
-        Where there is no room for both, the old one goes first.
+        Where there is no room for both, a sound one stays and another goes first. Raises OSError
+        and TierUnavailableError.
         """
         draft = self._path / "draft"
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
         try:
+            _remove(draft)
             _write_fresh(draft, map_bytes, rows)
-        except (OSError, lmdb.Error):
+        except (OSError, lmdb.Error) as error:
+            is_full = _is_full(error, draft)
+            _remove(draft)
+            if not is_full:
+                reason = f"could not be written anew: {error}"
+                raise refused(self._path, reason, ": start again, or look at the disk") from error
+            if is_sound:
+                return
             self._file.unlink()
             _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)
@@ -309,10 +324,31 @@ class DiskIndex:
         sync_folder(self._path)
 
 
+def _remove(path: Path) -> None:
+    """Remove what is there, whatever it is. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_full(error: OSError | lmdb.Error, draft: Path) -> bool:
+    """Whether writing an index in the folder *draft* failed because there was no room.
+
+    LMDB says EIO of a write that was cut short: whether more can be allocated tells then.
+    """
+    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+    if code == errno.EIO:
+        try:
+            allocate_file(draft / "probe", _PROBE_BYTES)
+        except OSError as failure:
+            code = failure.errno
+    return isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
-    """Make an index of sorted *rows* in the folder *path*, durably. Raises OSError, lmdb.Error."""
-    path.mkdir(mode=0o700, exist_ok=True)
-    (path / "data.mdb").unlink(missing_ok=True)
+    """Make an index of sorted *rows* as the folder *path*, durably. Raises OSError, lmdb.Error."""
+    path.mkdir(mode=0o700)
     env = _open_environment(path, map_bytes, sync=False)
     try:
         for start in range(0, len(rows), _FRESH_STEP):

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import signal
 import struct
 import sys
 from abc import ABC, abstractmethod
@@ -33,11 +34,16 @@ BOUNCE_BUFFERS = 8
 PROBE_BYTES = 1 << 20
 """Distance of the bytes that ``is_near`` looks for in the page cache."""
 READ_LIMIT_S = 60.0
-"""How long an index may take to read at start; what was read by then is what is left of it."""
+"""How long an index may take to read at start. A start that needs longer is refused."""
 _MAX_PARTS = 1024
 """IOV_MAX of Linux."""
 _HEAD = struct.Struct("<HI")
+_MAX_WORDS = 8192
+"""What is read of a traceback, in bytes."""
 _OTHER_VERSION = 3
+_DAMAGED = 4
+_DAMAGE = (_DAMAGED, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE)
+"""How a child ends that met damage. Any other status but 0 says nothing about the file."""
 
 _READER = """
 import sys
@@ -47,32 +53,48 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 path, is_backward = sys.argv[1], sys.argv[2] == "backward"
 file = open(path, "rb")
+size = os.fstat(file.fileno()).st_size
+damage = (
+    lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.VersionMismatchError,
+    lmdb.MapResizedError, lmdb.CursorFullError,
+)
 try:
     env = lmdb.open(path, subdir=False, readonly=True, lock=False)
-except lmdb.Error:
-    head = file.read(2 * mmap.PAGESIZE)
-    first, second = head[16:24], head[mmap.PAGESIZE + 16 :][:8]
-    is_whole = first == second and first[:4] == bytes.fromhex("dec0efbe")
-    sys.exit(3 if is_whole and first[4] != 1 else 1)
+except lmdb.Error as error:
+    page, known = mmap.PAGESIZE, (0xBEEFC0DE, 1)
+    head = file.read(2 * page).ljust(2 * page, bytes(1))
+    # Of each meta page: magic, version, last page.
+    first, second = (struct.unpack_from("<II112xQ", head, at) for at in (16, page + 16))
+    if first[:2] == second[:2] != known and first[0] == known[0]:
+        sys.exit(3)
+    is_wrong = any(meta[:2] != known or meta[2] >= size // page for meta in (first, second))
+    if is_wrong or isinstance(error, damage):
+        sys.exit(4)
+    raise
 used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-os.posix_fadvise(file.fileno(), 0, used, os.POSIX_FADV_WILLNEED)
+os.posix_fadvise(file.fileno(), 0, min(used, size), os.POSIX_FADV_WILLNEED)
 last, count, out = None, 0, sys.stdout.buffer
-with env.begin(buffers=True) as transaction:
-    cursor = transaction.cursor()
-    for key, value in cursor.iterprev() if is_backward else cursor.iternext():
-        key, value = bytes(key), value[:8192]
-        if last is not None and (key >= last if is_backward else key <= last):
-            sys.exit(1)
-        out.write(struct.pack("<HI", len(key), len(value)) + key)
-        out.write(value)
-        last, count = key, count + 1
-sys.exit(count != env.stat()["entries"])
+try:
+    with env.begin(buffers=True) as transaction:
+        cursor = transaction.cursor()
+        for key, value in cursor.iterprev() if is_backward else cursor.iternext():
+            key, value = bytes(key), value[:8192]
+            if last is not None and (key >= last if is_backward else key <= last):
+                sys.exit(4)
+            out.write(struct.pack("<HI", len(key), len(value)) + key)
+            out.write(value)
+            last, count = key, count + 1
+except damage:
+    sys.exit(4)
+sys.exit(4 if count != env.stat()["entries"] else 0)
 """
 """Writes out the rows of an LMDB file, in order of keys, and exits with 0 if it met no damage,
-with ``_OTHER_VERSION`` where both meta pages are of another version of LMDB.
+with ``_DAMAGED`` if it did, with ``_OTHER_VERSION`` where both meta pages are of another version
+of LMDB. An exception that says nothing about the file, such as MemoryError, is exit status 1.
 
-LMDB trusts its pages: a zeroed one aborts the process, a missing one is a SIGBUS. Keys out of
-order are damage too, and could make a walk endless. Values are cut to 8 KiB.
+LMDB trusts its pages: a zeroed one aborts the process, a missing one is a SIGBUS, and a last
+page behind the end of the file may be more than can be mapped. Keys out of order are damage too,
+and could make a walk endless. Values are cut to 8 KiB.
 """
 
 
@@ -419,18 +441,19 @@ def take_lock(path: Path) -> int:
 def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
     """Add the rows of an LMDB file that may be damaged to *rows*, read by a child process.
 
-    *direction* is forward or backward. Return the child's exit status: 0 when it read all,
-    -SIGKILL when it took too long. Raises OSError, and InvalidFrameError when the file is of
-    another version of LMDB.
+    *direction* is forward or backward. Return 0 when the child read all, else how it ended when
+    it met damage. Raises OSError, InvalidFrameError when the file is of another version of LMDB,
+    and TierUnavailableError when the child ended in a way that says nothing about the file.
     """
     with file.open("rb") as stream:
         left = os.fstat(stream.fileno()).st_size
     command = [sys.executable, "-c", _READER, str(file), direction, *sys.path]
-    # In a session of its own: a Ctrl-C that is meant for the server would look like damage.
+    # In a session of its own: a Ctrl-C that is meant for the server would end it.
     with Popen(  # noqa: S603 - no shell, and a program of our own
-        command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+        command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
     ) as child:
         assert child.stdout is not None
+        assert child.stderr is not None
         limit = Timer(READ_LIMIT_S, child.kill)
         limit.start()
         try:
@@ -441,10 +464,21 @@ def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
                 left -= len(row)
                 if left < 0:  # more than the file can hold
                     child.kill()
-                    break
-            child.wait()
+                    return _DAMAGED
+            words = child.stderr.read(_MAX_WORDS).decode(errors="replace").split("\n")
+            status = child.wait()
         finally:
             limit.cancel()
-    if child.returncode == _OTHER_VERSION:
+    if status == _OTHER_VERSION:
         raise InvalidFrameError("index", str(file), "it is of another version of LMDB")
-    return child.returncode
+    if status and status not in _DAMAGE:
+        reason = f"its reader ended with status {status}"
+        if status == -signal.SIGKILL:
+            reason += f": it took {READ_LIMIT_S:g} s, or memory ran out"
+        last = next((line for line in reversed(words) if line.strip()), "")
+        raise refused(
+            file.parent,
+            f"could not be read: {reason}{last and f' ({last})'}",
+            ": start again, or move it away to start empty",
+        )
+    return status

@@ -23,7 +23,7 @@ from disk_process import is_whole, open_disk
 from structlog.testing import capture_logs
 
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import TierFullError
+from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers import disk_io
 from kvstore.tiers.disk import DiskTier
@@ -150,18 +150,97 @@ def test_an_index_of_which_nothing_can_be_read_leaves_an_empty_tier_and_one_line
     tier.close()
 
 
-def test_an_index_that_takes_too_long_to_read_does_not_stop_the_start(
+def assert_refused_and_whole(original: Path, folder: Path, why: str) -> None:
+    """A start on a copy is refused, and nothing there was changed."""
+    path = folder / "disk"
+    shutil.copytree(original, path)
+    with pytest.raises(TierUnavailableError, match=f"could not be read: .*{why}.*nothing was"):
+        open_disk(path, CAPACITY_BYTES)
+    file = Path("index", "data.mdb")
+    assert (path / file).read_bytes() == (original / file).read_bytes()
+
+
+def assert_all_there(path: Path) -> None:
+    with capture_logs() as logs:
+        tier = open_disk(path, CAPACITY_BYTES)
+    assert logs == []
+    assert {info.key for info in tier.scan()} == {frame_of(seed)[0].key for seed in range(CHUNKS)}
+    assert all(is_whole(tier, info) for info in tier.scan())
+    tier.close()
+
+
+def test_an_index_that_takes_too_long_to_read_refuses_the_start_and_loses_nothing(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_io, "READ_LIMIT_S", 0.0)
+        assert_refused_and_whole(original, tmp_path, "it took 0 s, or memory ran out")
+    assert_all_there(tmp_path / "disk")
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        ("exit 1", "status 1"),
+        ("echo MemoryError >&2; exit 1", "MemoryError"),
+        ("exit 127", "status 127"),
+        ("kill -KILL $$", "memory ran out"),
+        ("kill -TERM $$", "status -15"),
+    ],
+)
+def test_a_reader_that_fails_without_having_seen_damage_refuses_the_start_and_loses_nothing(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, why: str
+) -> None:
+    reader = tmp_path / "python"
+    reader.write_text(f"#!/bin/sh\n{ends}\n")
+    reader.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(reader))
+        assert_refused_and_whole(original, tmp_path, why)
+    assert_all_there(tmp_path / "disk")
+
+
+def test_a_reader_that_lacks_a_module_refuses_the_start_and_loses_nothing(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [])
+        assert_refused_and_whole(original, tmp_path, "ModuleNotFoundError")
+    assert_all_there(tmp_path / "disk")
+
+
+@pytest.mark.parametrize("signal", ["BUS", "SEGV", "ABRT"])
+def test_a_reader_that_dies_of_a_page_is_damage(
+    original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal: str
+) -> None:
+    path, reader = tmp_path / "disk", tmp_path / "python"
+    shutil.copytree(original, path)
+    reader.write_text(f"#!/bin/sh\nkill -{signal} $$\n")
+    reader.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(reader))
+    with capture_logs() as logs:
+        open_disk(path, CAPACITY_BYTES).close()
+    assert [log["event"] for log in logs] == [
+        "the disk tier's index is damaged: the tier starts empty"
+    ]
+
+
+@pytest.mark.parametrize("field", [16, 16 + 4, 16 + 120], ids=["magic", "version", "last page"])
+def test_meta_pages_that_no_reader_takes_are_damage(
+    original: Path, tmp_path: Path, field: int
 ) -> None:
     path = tmp_path / "disk"
     shutil.copytree(original, path)
-    monkeypatch.setattr(disk_io, "READ_LIMIT_S", 0.0)
+    file = path / "index" / "data.mdb"
+    data = bytearray(file.read_bytes())
+    for page in range(2):
+        data[page * PAGE + field : page * PAGE + field + 7] = bytes([0x7F, page]) * 3 + b"\x7f"
+    file.write_bytes(data)
     with capture_logs() as logs:
         tier = open_disk(path, CAPACITY_BYTES)
-    assert "the disk tier's index is damaged" in logs[0]["event"]
-    for seed in range(CHUNKS, CHUNKS + 5):
-        put(tier, *frame_of(seed), durable=True)
-        assert_holds(tier, *frame_of(seed))
+    assert [log["event"] for log in logs] == [
+        "the disk tier's index is damaged: the tier starts empty"
+    ]
     tier.close()
 
 

@@ -1,7 +1,17 @@
+"""Rows of the disk tier's index, over restarts, damage and full disks.
+
+As a program: test_disk_index.py FOLDER makes an index in FOLDER, leaves its file system nearly
+full, opens the index again and prints how many rows it found.
+"""
+
 from __future__ import annotations
 
+import errno
+import os
 import struct
+import sys
 from pathlib import Path
+from subprocess import run
 from typing import Any
 
 import lmdb
@@ -13,6 +23,7 @@ from hypothesis import strategies as st
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 from kvstore.tiers.disk_index import DiskIndex, IndexRow, PackedRow, pack_row, unpack_row
+from kvstore.tiers.disk_io import free_bytes
 
 INDEX_BYTES = 1 << 20
 _U64 = st.integers(0, (1 << 64) - 1)
@@ -148,9 +159,16 @@ def test_rewritten_index_survives_a_leftover_of_a_broken_off_rewrite(tmp_path: P
     index.close()
 
 
-@pytest.mark.parametrize("error", [lmdb.DiskError, OSError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lmdb.DiskError("No space left on device"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+    ],
+)
 def test_index_is_read_again_where_there_is_no_room_for_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     rows = [row_of(seed, sequence=seed) for seed in range(200)]
     store(tmp_path, [(row.info.key, pack_row(row)) for row in rows])
@@ -158,14 +176,91 @@ def test_index_is_read_again_where_there_is_no_room_for_two(
 
     def full(path: str, **options: Any) -> lmdb.Environment:
         if path.endswith("draft") and (tmp_path / "data.mdb").exists():
-            raise error("No space left on device")
+            raise error
         return opened(path, **options)
 
     monkeypatch.setattr(lmdb, "open", full)
     index = DiskIndex(tmp_path, INDEX_BYTES)
+    data = (tmp_path / "data.mdb").read_bytes()
     assert index.open(lambda row: True) == rows
     assert index.dropped == 0
+    assert (tmp_path / "data.mdb").read_bytes() == data, "a sound index stays"
     index.close()
+    assert index.open(lambda row: row != rows[7]) == [row for row in rows if row != rows[7]]
+    assert index.dropped == 1
+    index.close()
+    assert len(index.open(lambda row: True)) == len(rows) - 1
+    index.close()
+
+
+@pytest.mark.skipif(
+    run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs a mount of its own",
+)
+def test_a_full_file_system_costs_a_sound_index_nothing(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=4m full "$1" && exec "$2" "$3" "$1"'
+    child = run(
+        ["unshare", "-rm", "sh", "-c", script, "-", tmp_path, sys.executable, __file__],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (child.stdout, child.returncode) == ("1000\n", 0), child.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.EIO, "Input/output error"),
+        lmdb.MemoryError("Cannot allocate memory"),
+        lmdb.MapFullError("MDB_MAP_FULL"),
+    ],
+)
+def test_index_stays_where_it_cannot_be_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    row = row_of(1)
+    store(tmp_path, [(row.info.key, pack_row(row))])
+    data = (tmp_path / "data.mdb").read_bytes()
+    opened = lmdb.open
+
+    def broken(path: str, **options: Any) -> lmdb.Environment:
+        if path.endswith("draft") and (tmp_path / "data.mdb").exists():
+            raise error
+        return opened(path, **options)
+
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb, "open", broken)
+        with pytest.raises(TierUnavailableError, match="nothing was changed"):
+            index.open(lambda row: True)
+    assert [file.name for file in tmp_path.iterdir()] == ["data.mdb"]
+    assert (tmp_path / "data.mdb").read_bytes() == data
+    assert index.open(lambda row: True) == [row]
+    index.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_something_else_in_place_of_the_rewrite_costs_no_row(tmp_path: Path, kind: str) -> None:
+    path, other = tmp_path / "index", tmp_path / "other"
+    row = row_of(1)
+    store(path, [(row.info.key, pack_row(row))])
+    other.mkdir()
+    (other / "kept").write_bytes(b"kept")
+    match kind:
+        case "file":
+            (path / "draft").write_bytes(b"half")
+        case "folder":
+            (path / "draft" / "data.mdb").mkdir(parents=True)
+        case _:
+            (path / "draft").symlink_to(other)
+    index = DiskIndex(path, INDEX_BYTES)
+    assert index.open(lambda row: True) == [row]
+    index.close()
+    assert [file.name for file in path.iterdir()] == ["data.mdb"]
+    assert (other / "kept").read_bytes() == b"kept"
 
 
 def test_index_that_cannot_be_created_leaves_nothing(tmp_path: Path) -> None:
@@ -175,3 +270,21 @@ def test_index_that_cannot_be_created_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TierUnavailableError, match="cannot be opened"):
         DiskIndex(tmp_path / "index", 1 << 62).open(lambda row: True)
     assert not (tmp_path / "index").exists()
+
+
+def main() -> None:
+    """Open an index where LMDB's writes are cut short, which it calls an I/O error."""
+    folder = Path(sys.argv[1])
+    path = folder / "index"
+    store(path, [(row.info.key, pack_row(row)) for row in map(row_of, range(1_000))])
+    number = (path / "data.mdb").stat().st_ino
+    (folder / "filler").write_bytes(bytes(free_bytes(folder) - (64 << 10)))
+    index = DiskIndex(path, INDEX_BYTES)
+    print(len(index.open(lambda row: True)))
+    assert index.commit([row_of(1).info.key], []) == 0
+    assert (path / "data.mdb").stat().st_ino == number
+    index.close()
+
+
+if __name__ == "__main__":
+    main()
