@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -240,7 +241,6 @@ class RedisConnection(Connection):
     def open(self, deadline: float) -> None:
         """Connect, encrypt and authenticate by *deadline*, or after ``timeout_s``."""
         self.deadline = min(deadline, self._clock() + self._silence_s)
-        self.socket_timeout = self.socket_connect_timeout = self._left_s()
         try:
             self.connect()  # type: ignore[no-untyped-call]
         except ConnectionError as error:
@@ -250,8 +250,12 @@ class RedisConnection(Connection):
 
     @override
     def _connect(self) -> Any:
-        sock = super()._connect()  # type: ignore[no-untyped-call]
+        sock = self._reach()
         try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in self.socket_keepalive_options.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
             sock.settimeout(self._left_s())
             if self._tls is not None:
                 sock = self._tls.wrap_socket(sock, server_hostname=self.host)
@@ -260,6 +264,26 @@ class RedisConnection(Connection):
             raise
         self.sock = sock
         return sock
+
+    def _reach(self) -> socket.socket:
+        """Connect to the host's first address that answers; each has its share of what is left.
+
+        redis-py gives each the whole time.
+        """
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        reason = OSError("the host has no address")
+        for at, (family, kind, protocol, _, address) in enumerate(found):
+            share_s = self._left_s() / (len(found) - at)
+            try:
+                with ExitStack() as stack:
+                    sock = stack.enter_context(socket.socket(family, kind, protocol))
+                    sock.settimeout(share_s)
+                    sock.connect(address)
+                    stack.pop_all()
+                    return sock
+            except OSError as error:
+                reason = error
+        raise reason
 
     def _left_s(self) -> float:
         left_s = self.deadline - self._clock()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import select
-from contextlib import closing, suppress
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from itertools import pairwise
 
 import pytest
@@ -244,4 +247,48 @@ def test_what_came_in_time_is_read_only_a_little_after_the_deadline(
     else:
         with pytest.raises(TimeoutError):
             connection.read_replies(1, 100)
+    connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def full_port() -> Iterator[int]:
+    """A port whose queue is full: to connect to it takes forever."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        time.sleep(0.05)
+        yield listener.getsockname()[1]
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """Let every name have one address for each of *ports*."""
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", port))
+        for port in ports
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+def test_all_addresses_of_a_host_together_have_the_time_of_one_call(
+    monkeypatch: pytest.MonkeyPatch, full_port: int
+) -> None:
+    resolve_to(monkeypatch, *[full_port] * 5)
+    connection = RedisConnection(("redis", 1), ConnectionOptions(0.3, 1), time.monotonic)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        connection.open(started + 0.3)
+    assert 0.2 < time.monotonic() - started < 0.8
+
+
+def test_address_that_does_not_answer_leaves_time_for_the_next(
+    redis: RedisProcess, monkeypatch: pytest.MonkeyPatch, full_port: int
+) -> None:
+    resolve_to(monkeypatch, full_port, redis.port)
+    connection = RedisConnection(("redis", 1), ConnectionOptions(1.0, 1), time.monotonic)
+    connection.open(time.monotonic() + 1.0)
+    connection.send(pack((b"PING",)))
+    assert connection.read_replies(1, 100) == [b"PONG"]
     connection.disconnect()  # type: ignore[no-untyped-call]
