@@ -47,7 +47,7 @@ from kvstore.tiers.disk_index import (
     unpack_row,
 )
 from kvstore.tiers.redis_chunks import Manifest, parse_manifest
-from kvstore.tiers.redis_connection import parse_reply
+from kvstore.tiers.redis_connection import ReplyParser
 
 Target = Callable[[bytes], object]
 
@@ -115,7 +115,7 @@ def redis_manifest(data: bytes) -> None:
 
 def redis_reply(data: bytes) -> None:
     """What a Redis says."""
-    parse_reply(bytearray(data), 0)
+    ReplyParser(1).feed(data)
 
 
 def lmdb_row(data: bytes) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,6 +20,7 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
+    TimeoutError,
     TryAgainError,
 )
 from redis_process import RedisProcess
@@ -27,12 +33,13 @@ from kvstore.tiers.redis_connection import (
     WINDOW,
     ConnectionOptions,
     MovedError,
+    RedisConnection,
     Reply,
+    ReplyParser,
     SlotLostError,
     WrongTypeError,
     error_of,
     pack,
-    parse_reply,
 )
 from kvstore.tiers.redis_servers import FAR_S, FAR_WINDOW, Server, converse
 from kvstore.tiers.redis_url import MAX_HOSTS, parse_redis_url, tls_context
@@ -59,24 +66,34 @@ def _depth(reply: Reply) -> int:
     return 1 + max(map(_depth, reply), default=0) if isinstance(reply, list) else 0
 
 
-@given(_REPLIES.filter(lambda reply: _depth(reply) <= 6), st.binary(max_size=9), st.data())
-def test_reply_is_parsed_once_it_is_whole_and_not_before(
-    reply: Reply, after: bytes, data: st.DataObject
+@given(
+    st.lists(_REPLIES.filter(lambda reply: _depth(reply) <= 6), min_size=1, max_size=3), st.data()
+)
+def test_replies_are_parsed_once_they_are_whole_and_not_before(
+    replies: list[Reply], data: st.DataObject
 ) -> None:
-    said = _said(reply)
-    assert parse_reply(bytearray(b"xy" + said + after), 2) == (reply, 2 + len(said))
-    cut = data.draw(st.integers(0, len(said) - 1))
-    assert parse_reply(bytearray(said[:cut]), 0) is None
+    said = b"".join(map(_said, replies))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=4)))
+    parser = ReplyParser(len(replies))
+    for start, stop in pairwise([0, *cuts]):
+        parser.feed(said[start:stop])
+        whole = len(parser.replies)
+        assert parser.replies == replies[:whole]
+        assert len(b"".join(map(_said, replies[:whole]))) <= stop
+        assert len(b"".join(map(_said, replies[: whole + 1]))) > stop or whole == len(replies)
+    parser.feed(said[max(cuts, default=0) :])
+    assert parser.replies == replies
+    with pytest.raises(InvalidResponse, match="more replies than commands"):
+        parser.feed(b"+")
 
 
 @given(st.binary(max_size=60))
 def test_no_bytes_crash_the_parser(raw: bytes) -> None:
     for first in (b"", b"$", b"*", b":", b"-", b"+"):
-        try:
-            found = parse_reply(bytearray(first + raw + b"\r\n"), 0)
-        except InvalidResponse:
-            continue
-        assert found is None or 0 < found[1] <= len(first + raw) + 2
+        parser = ReplyParser(1)
+        with suppress(InvalidResponse):
+            parser.feed(first + raw + b"\r\n")
+        assert len(parser.replies) <= 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +117,7 @@ def test_no_bytes_crash_the_parser(raw: bytes) -> None:
 )
 def test_replies_beyond_the_protocol_or_its_limits_are_refused(said: bytes) -> None:
     with pytest.raises(InvalidResponse):
-        parse_reply(bytearray(said), 0)
+        ReplyParser(1).feed(said)
 
 
 @pytest.mark.parametrize(
@@ -212,3 +229,66 @@ def test_a_server_that_is_far_has_more_on_its_way_and_one_that_proves_near_has_n
         wait_s = 2 * FAR_S  # it waited for a processor
         converse(server, (b"PING",), 1.0)
         assert server.window == WINDOW
+
+
+@pytest.mark.parametrize(("late_s", "is_taken"), [(0.05, True), (0.5, False)])
+def test_what_came_in_time_is_read_only_a_little_after_the_deadline(
+    redis: RedisProcess, late_s: float, is_taken: bool
+) -> None:
+    now = 0.0
+    options = ConnectionOptions(1.0, 1)
+    connection = RedisConnection(("127.0.0.1", redis.port), options, lambda: now)
+    connection.open(1.0)
+    connection.send(pack((b"PING",)))
+    assert select.select([connection.sock], [], [], 5)[0]
+    now = 1.0 + late_s
+    if is_taken:
+        assert connection.read_replies(1, 100) == [b"PONG"]
+    else:
+        with pytest.raises(TimeoutError):
+            connection.read_replies(1, 100)
+    connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def full_port() -> Iterator[int]:
+    """A port whose queue is full: to connect to it takes forever."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        time.sleep(0.05)
+        yield listener.getsockname()[1]
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """Let every name have one address for each of *ports*."""
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", port))
+        for port in ports
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+def test_all_addresses_of_a_host_together_have_the_time_of_one_call(
+    monkeypatch: pytest.MonkeyPatch, full_port: int
+) -> None:
+    resolve_to(monkeypatch, *[full_port] * 5)
+    connection = RedisConnection(("redis", 1), ConnectionOptions(0.3, 1), time.monotonic)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        connection.open(started + 0.3)
+    assert 0.2 < time.monotonic() - started < 0.8
+
+
+def test_address_that_does_not_answer_leaves_time_for_the_next(
+    redis: RedisProcess, monkeypatch: pytest.MonkeyPatch, full_port: int
+) -> None:
+    resolve_to(monkeypatch, full_port, redis.port)
+    connection = RedisConnection(("redis", 1), ConnectionOptions(1.0, 1), time.monotonic)
+    connection.open(time.monotonic() + 1.0)
+    connection.send(pack((b"PING",)))
+    assert connection.read_replies(1, 100) == [b"PONG"]
+    connection.disconnect()  # type: ignore[no-untyped-call]

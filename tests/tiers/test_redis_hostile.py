@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import ssl
 import subprocess
 import time
@@ -59,6 +61,26 @@ def test_reply_that_comes_too_slowly_is_given_up_at_the_deadline(
             assert 0.2 < time.monotonic() - started < 1.5
             handler.spoil = None
             assert_holds(tier, info, data)
+        tier.close()
+
+
+def drip_list(client: socket.socket, reply: bytes) -> None:
+    """Send most of a listing at once, and then an item of it each 10 ms."""
+    client.sendall(b"*2\r\n$1\r\n0\r\n*100000\r\n" + b"$5\r\nabcde\r\n" * 60_000)
+    while not select.select([client], [], [], 0.01)[0]:
+        client.sendall(b"$1\r\nx\r\n")
+
+
+def test_listing_that_never_ends_is_given_up_at_the_deadline(
+    redis: RedisProcess, no_leaks: None
+) -> None:
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300)
+        assert tier.find([INFO.key]) == [None]
+        handler.spoil = staticmethod(drip_list)
+        started = time.monotonic()
+        assert outcome(lambda: list(tier.scan())) == "unavailable"
+        assert 0.2 < time.monotonic() - started < 1.5
         tier.close()
 
 
