@@ -199,14 +199,16 @@ def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grp
         stream.give_up()
     streams = transport_of(client)._streams
     assert_reads(client, keys)
-    assert eventually(lambda: streams._refused_until > 0)  # a dial beside the call has failed too
+    assert eventually(
+        lambda: streams._refused_until > 0 and streams._dialling is None
+    )  # a dial beside the call has failed too
     for _ in range(3):
         assert_reads(client, keys)
     assert len(tried) == 2
     monkeypatch.undo()
     streams._refused_until = 0.0
     assert_reads(client, keys)
-    assert len(streams._idle) == 1
+    assert eventually(lambda: len(streams._idle) == 1)
 
 
 def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
