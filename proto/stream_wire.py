@@ -26,6 +26,8 @@ STEP_BYTES = 1 << 16
 _LENGTHS = struct.Struct("<HI")
 _NO_PAYLOAD = 0xFFFFFFFF
 _TIMEVAL = struct.Struct("@ll")
+_GRAIN_S = 0.01
+"""A socket may wait so much longer than what is left: to set its timeout each time costs a call."""
 
 
 def word_bytes(begun: bytes | memoryview) -> int:
@@ -90,6 +92,9 @@ class StreamWire:
     def patience(self, seconds: float, until: float = math.inf) -> None:
         """Wait so long at most for bytes to move, from now on, and for nothing past *until*."""
         self._until = until
+        self._wait_at_most(seconds)
+
+    def _wait_at_most(self, seconds: float) -> None:
         if seconds == self._patience_s:
             return
         self._patience_s = seconds
@@ -178,6 +183,9 @@ class StreamWire:
 
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
         """Return how many bytes *call* moved."""
+        left_s = self._until - self._clock()
+        if left_s < self._patience_s - _GRAIN_S:
+            self._wait_at_most(max(0.001, left_s))
         try:
             moved = call(*terms)
         except (BlockingIOError, TimeoutError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -342,6 +343,9 @@ Words = list[tuple[bulk.Word, bytes | None]]
 class Answerer:
     """Lets one in, answers its get with *words*, then says nothing or hangs up."""
 
+    stall_s = 0.0
+    """After so long the header of a part comes, and nothing of its payload."""
+
     def __init__(self, words: Words, *, hangs_up: bool = False, pause_s: float = 0.0) -> None:
         self._words, self._hangs_up, self._pause_s = words, hangs_up, pause_s
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -360,6 +364,11 @@ class Answerer:
             try:
                 _, size_bytes = wire.receive()
                 wire.take(size_bytes)
+                if self.stall_s:
+                    self._ended.wait(self.stall_s)
+                    head = bulk.pack(bulk.Part(1, FRAME_BYTES, 0, 0, CPU))
+                    link.sendall(struct.pack("<HI", len(head), 500) + head)
+                    self._ended.wait(SOON_S)
                 for word, payload in self._words:
                     wire.send(word, payload)
                     self._ended.wait(self._pause_s)
@@ -486,6 +495,17 @@ def test_a_server_that_hangs_up_in_a_frame_is_not_waited_for() -> None:
 def test_a_server_that_falls_silent_in_a_frame_costs_the_deadline() -> None:
     with pytest.raises(DeadlineError):
         answered([part(0, 500)], 0.2)
+
+
+def test_a_payload_that_stalls_behind_a_late_header_costs_the_deadline_once() -> None:
+    with closing(Answerer([])) as other:
+        other.stall_s = 0.8
+        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
+        with closing(stream):
+            began = time.monotonic()
+            with pytest.raises(DeadlineError):
+                read(stream, 1.0)
+            assert time.monotonic() - began < 1.4
 
 
 def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
