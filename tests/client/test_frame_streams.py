@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,11 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.plans import Hints, Reuse
+from kvstore.proto.stream_tls import make_tls
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.stream_answers import StreamAnswers
+from kvstore.server.cluster.stream_link import PeerTerms, StreamLink
 from kvstore.server.intake import Intake
 
 SOON_S = 20.0
@@ -191,11 +194,11 @@ def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grp
     keys = store(client, 1, 2)
     tried: list[object] = []
 
-    def refused(address: object, timeout: float) -> socket.socket:
+    def refused(_: socket.socket, address: object) -> None:
         tried.append(address)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(socket, "create_connection", refused)
+    monkeypatch.setattr(socket.socket, "connect", refused)
     for stream in _streams_idle(client):
         stream.give_up()
     streams = transport_of(client)._streams
@@ -514,6 +517,55 @@ def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
         stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
         with closing(stream), pytest.raises(DeadlineError):
             read(stream, 0.2)
+
+
+@pytest.fixture
+def late_tls() -> Iterator[Entrance]:
+    """Where TLS is spoken after 0.7 s, and nothing is said then."""
+    tls, ended = make_tls(), threading.Event()
+
+    def run() -> None:
+        link, _ = listener.accept()
+        ended.wait(0.7)
+        with link, suppress(OSError), tls.context.wrap_socket(link, server_side=True):
+            ended.wait(SOON_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run)
+        thread.start()
+        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        yield Entrance(where, tls.certificate, bulk.Attach(0, 7, bytes(16)))
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("whose", ["client", "server"])
+def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
+    late_tls: Entrance, whose: str
+) -> None:
+    terms = PeerTerms(late_tls.where, late_tls.certificate, 7, bytes(16), 60_000, 1, 1)
+    link = StreamLink(terms, time.monotonic)
+    reach = link.reach if whose == "server" else partial(FrameStream, late_tls, lambda: False)
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        reach(1.0)
+    assert time.monotonic() - began < 1.4
+
+
+def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
+        place = silent.getsockname()
+        for _ in range(3):  # what it takes in; further ones hear nothing
+            link = stack.enter_context(socket.socket())
+            link.setblocking(False)
+            link.connect_ex(place)
+        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 3)
+        entrance = Entrance(f"tcp://store:{place[1]}", b"", bulk.Attach(0, 7, bytes(16)))
+        began = time.monotonic()
+        with pytest.raises(DeadlineError):
+            FrameStream(entrance, lambda: False, 0.6)
+        assert time.monotonic() - began < 1.0
 
 
 @pytest.fixture
