@@ -88,7 +88,7 @@ class BulkTransport(Transport):
         word = self._word(lease_id, deadline_ms, least)
         stream = self._begin_get(word, join_digests(digests), deadline)
         if stream is None:
-            with self._fallback.get(digests, lease_id, deadline_ms, least) as arriving:
+            with self._fallback.get(digests, lease_id, _left_ms(deadline), least) as arriving:
                 yield arriving
             return
         frames: list[Bytes] = []
@@ -120,7 +120,8 @@ class BulkTransport(Transport):
             flags, payload = flags | bulk.SKIP_ROWS, bulk.pack_skipped(skipped.pack(), payload)
         stream = self._begin_get(self._word(lease_id, deadline_ms, least, flags), payload, deadline)
         if stream is None:
-            with self._fallback.get_layers(digests, lease_id, deadline_ms, least, skipped) as feed:
+            left_ms = _left_ms(deadline)
+            with self._fallback.get_layers(digests, lease_id, left_ms, least, skipped) as feed:
                 yield feed
             return
         reading = BulkPieces(stream.request)
@@ -145,7 +146,8 @@ class BulkTransport(Transport):
         payload = bulk.pack_ranges(join_digests(digests), ranges)
         stream = self._begin_get(word, payload, deadline)
         if stream is None:
-            with self._fallback.get_ranges(digests, ranges, lease_id, deadline_ms, least) as pieces:
+            left_ms = _left_ms(deadline)
+            with self._fallback.get_ranges(digests, ranges, lease_id, left_ms, least) as pieces:
                 yield pieces
             return
         reading = BulkPieces(stream.request)
@@ -223,7 +225,8 @@ class BulkTransport(Transport):
         word = bulk.Put(0, self.session.terms.session_id, deadline_ms, flags)
         upload = self._begin_put(word, deadline)
         if upload is None:
-            return self._fallback.put(chunks, durable=durable, deadline_ms=deadline_ms, hints=hints)
+            left_ms = _left_ms(deadline)
+            return self._fallback.put(chunks, durable=durable, deadline_ms=left_ms, hints=hints)
         is_over = False
         try:
             with self._noted():
@@ -288,6 +291,11 @@ class BulkTransport(Transport):
 def _end_of(deadline_ms: int) -> float:
     """Return until when, in monotonic seconds, a call may take."""
     return time.monotonic() + deadline_ms / 1000 + SLACK_S
+
+
+def _left_ms(deadline: float) -> int:
+    """Return what is left of a call for gRPC, which adds SLACK_S itself; at least 1."""
+    return max(1, int(1000 * (deadline - SLACK_S - time.monotonic())))
 
 
 class _PieceData(NamedTuple):

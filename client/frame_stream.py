@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import numpy as np
 from xxhash import xxh3_64
@@ -25,7 +23,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.stream_wire import connect_wire
 
 T = TypeVar("T")
 
@@ -78,9 +76,11 @@ class FrameStream:
         self._coming: _Coming | None = None
         self._requests = 0
         self._heard: tuple[bulk.Word, Payload | None] | None = None
-        self._wire = _wire(entrance.where, entrance.certificate, within_s)
+        deadline = time.monotonic() + within_s
+        self._wire = connect_wire(
+            entrance.where, entrance.certificate, deadline, time.monotonic, "server"
+        )
         try:
-            deadline = time.monotonic() + within_s
             self.send(entrance.word, deadline)
             word, _ = self.receive(deadline)
             if not isinstance(word, bulk.Attached):
@@ -236,22 +236,3 @@ class _Coming:
             out = nowhere[:size_bytes]
             self.into(out)
             size_bytes -= len(out)
-
-
-def _wire(where: str, certificate: bytes, within_s: float) -> StreamWire:
-    url = urlsplit(where)
-    try:
-        link = socket.create_connection((url.hostname or "", url.port or 0), within_s)
-    except (OSError, ValueError) as error:
-        raise TierUnavailableError("server", f"{where}: {error}") from None
-    try:
-        if certificate:
-            from kvstore.proto.stream_tls import tls_to
-
-            link = tls_to(certificate).wrap_socket(link)
-        return StreamWire(
-            link, where, time.monotonic, is_encrypted=bool(certificate), whose="server"
-        )
-    except (OSError, ValueError) as error:
-        link.close()
-        raise TierUnavailableError("server", f"{where}: {error}") from None

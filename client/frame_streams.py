@@ -20,7 +20,8 @@ MAX_STREAMS = 8
 DIAL_S = 2.0
 """For a connection; a call that waits for one gives it half of its time at most."""
 AGAIN_S = 30.0
-"""A server that did not let us in is not dialled again for."""
+"""A server that did not let us in is not dialled again for. One that did not do so within a call is
+dialled beside calls for as long."""
 _JOIN_S = 0.2
 
 
@@ -40,7 +41,8 @@ class FrameStreams:
         self._connecting = 0
         self._is_closed = False
         self._refused_until = -math.inf
-        # Guards the six above.
+        self._beside_until = -math.inf
+        # Guards the seven above.
         self._lock = threading.Lock()
 
     @property
@@ -53,7 +55,8 @@ class FrameStreams:
     def take(self, within_s: float = 0.0) -> FrameStream | None:
         """Return a stream of our own for one call of *within_s* seconds; None when there is none.
 
-        Without time to connect one, one is connected beside the call, for the next.
+        Without time to connect one, or where that took too long of late, one is connected beside
+        the call, for the next.
         """
         while True:
             with self._lock:
@@ -65,12 +68,14 @@ class FrameStreams:
             if not stream.is_broken():
                 return stream
             self.give_back(stream, is_clean=False)
-        if within_s <= 0 or self._dialling is not None:
+        is_beside = self._dialling is not None or time.monotonic() < self._beside_until
+        if within_s <= 0 or is_beside:
             self._dial_if_due()
         elif self._may_connect():
             try:
                 return self._connected(within_s / 2)
             except (DeadlineError, TierUnavailableError, QuotaExceededError):
+                self._beside_until = time.monotonic() + AGAIN_S
                 self._refused_until = -math.inf  # it had the time of one call: that says little
                 self._dial_if_due()
         return None

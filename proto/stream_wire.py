@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 import numpy as np
 from xxhash import xxh3_64
@@ -26,6 +27,10 @@ STEP_BYTES = 1 << 16
 _LENGTHS = struct.Struct("<HI")
 _NO_PAYLOAD = 0xFFFFFFFF
 _TIMEVAL = struct.Struct("@ll")
+_LEAST_S = 0.001
+"""A timeout of 0 would be none."""
+_GRAIN_S = 0.01
+"""A socket may wait so much longer than what is left: to set its timeout each time costs a call."""
 
 
 def word_bytes(begun: bytes | memoryview) -> int:
@@ -90,6 +95,9 @@ class StreamWire:
     def patience(self, seconds: float, until: float = math.inf) -> None:
         """Wait so long at most for bytes to move, from now on, and for nothing past *until*."""
         self._until = until
+        self._wait_at_most(seconds)
+
+    def _wait_at_most(self, seconds: float) -> None:
         if seconds == self._patience_s:
             return
         self._patience_s = seconds
@@ -178,6 +186,9 @@ class StreamWire:
 
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
         """Return how many bytes *call* moved."""
+        left_s = self._until - self._clock()
+        if left_s < self._patience_s - _GRAIN_S:
+            self._wait_at_most(max(_LEAST_S, left_s))
         try:
             moved = call(*terms)
         except (BlockingIOError, TimeoutError):
@@ -201,3 +212,47 @@ class StreamWire:
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self._link.close()
+
+
+def connect_wire(
+    where: str, certificate: bytes, deadline: float, clock: Callable[[], float], whose: str = "peer"
+) -> StreamWire:
+    """Connect to *where*, tcp://host:port, by *deadline*; over TLS if there is a *certificate*.
+
+    That is in DER, and the only one believed. Raises DeadlineError and TierUnavailableError.
+    """
+    try:
+        link = _connected(where, deadline, clock)
+        try:
+            if certificate:
+                from kvstore.proto.stream_tls import tls_to
+
+                link.settimeout(max(_LEAST_S, deadline - clock()))
+                link = tls_to(certificate).wrap_socket(link)
+            return StreamWire(link, where, clock, is_encrypted=bool(certificate), whose=whose)
+        except BaseException:
+            link.close()
+            raise
+    except TimeoutError:
+        raise DeadlineError(f"{where} did not answer in time") from None
+    except (OSError, ValueError) as error:
+        raise TierUnavailableError(whose, f"{where}: {error}") from None
+
+
+def _connected(where: str, deadline: float, clock: Callable[[], float]) -> socket.socket:
+    """Return a socket to the first address of *where* that answers in its share of the time."""
+    url = urlsplit(where)
+    failure = OSError("it has no address")
+    found = socket.getaddrinfo(url.hostname or "", url.port or 0, type=socket.SOCK_STREAM)
+    for at, (family, kind, protocol, _, address) in enumerate(found):
+        link = None
+        try:
+            link = socket.socket(family, kind, protocol)
+            link.settimeout(max(_LEAST_S, (deadline - clock()) / (len(found) - at)))
+            link.connect(address)
+            return link
+        except OSError as error:
+            failure = error
+            if link is not None:
+                link.close()
+    raise failure

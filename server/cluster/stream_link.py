@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
@@ -18,7 +16,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.stream_wire import StreamWire, connect_wire
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 STEP_BYTES = 1 << 19
@@ -73,24 +71,11 @@ class StreamLink:
         terms = self.terms
         if within_s <= 0:
             raise DeadlineError(f"{terms.address}: there is no time to connect")
-        where = urlsplit(terms.address)
-        try:
-            link = socket.create_connection((where.hostname or "", where.port or 0), within_s)
-        except OSError as error:
-            raise TierUnavailableError("peer", f"{terms.address}: {error}") from None
-        try:
-            is_encrypted = bool(terms.certificate)
-            if is_encrypted:
-                link = _encrypted(link, terms.certificate)
-            wire = self._wire = StreamWire(
-                link, terms.address, self._clock, is_encrypted=is_encrypted
-            )
-        except (OSError, ValueError) as error:
-            link.close()
-            raise TierUnavailableError("peer", f"{terms.address}: {error}") from None
+        deadline = self._clock() + within_s
+        wire = self._wire = connect_wire(terms.address, terms.certificate, deadline, self._clock)
         self._is_asking = True
         try:
-            wire.patience(within_s, self._clock() + within_s)
+            wire.patience(max(0.001, deadline - self._clock()), deadline)
             wire.send(bulk.Attach(0, terms.session_id, terms.token))
             word, size_bytes = wire.receive()
             if isinstance(word, bulk.Failed):
@@ -269,9 +254,3 @@ class StreamLink:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
-
-
-def _encrypted(link: socket.socket, certificate: bytes) -> socket.socket:
-    from kvstore.proto.stream_tls import tls_to
-
-    return tls_to(certificate).wrap_socket(link)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from contracts.bulk_channel import BULK, BulkChannelContract, ServerMaker, digests
@@ -166,6 +168,62 @@ def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached(
 
 
 # --- the other side's end
+
+
+@pytest.fixture
+def lost(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[BulkTransport]:
+    """A transport without a stream, to a server that takes 0.6 s to let one in."""
+    server = make_server(*BULK)
+    session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
+    transport = BulkTransport(session)
+    for stream in transport._streams._idle:
+        stream.give_up()
+    welcome = StreamPlane._welcome
+
+    def slow(*terms: Any) -> None:
+        threading.Event().wait(0.6)
+        welcome(*terms)
+
+    monkeypatch.setattr(StreamPlane, "_welcome", slow)
+    yield transport
+    transport.close()
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["get", "get_layers", "get_ranges", "put"])
+def test_grpc_has_what_is_left_of_a_call_that_waited_for_a_stream(
+    lost: BulkTransport, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    given: list[int] = []
+
+    def asked(*terms: Any, deadline_ms: int = 0, **_: object) -> None:
+        given.append(deadline_ms or terms[4 if name == "get_ranges" else 3])
+        raise TierUnavailableError("server", "not asked")
+
+    monkeypatch.setattr(StreamTransport, name, asked)
+    with suppress(TierUnavailableError), ExitStack() as stack:
+        if name == "put":
+            lost.put([], durable=False, deadline_ms=600)
+        elif name == "get_ranges":
+            stack.enter_context(lost.get_ranges([], [], 0, 600))
+        else:
+            stack.enter_context(getattr(lost, name)([], 0, 600))
+    assert 1 <= given[0] <= 300
+
+
+def test_after_a_call_that_had_no_time_to_connect_streams_are_connected_beside_calls(
+    lost: BulkTransport,
+) -> None:
+    streams = lost._streams
+    assert streams.take(0.8) is None
+    assert eventually(lambda: bool(streams._idle))
+    first = streams.take(0.8)
+    assert first is not None
+    began = time.monotonic()
+    assert streams.take(0.8) is None
+    assert time.monotonic() - began < 0.2
+    assert eventually(lambda: bool(streams._idle))
+    streams.give_back(first, is_clean=True)
 
 
 def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(

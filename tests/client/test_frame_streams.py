@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,9 +38,11 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.plans import Hints, Reuse
+from kvstore.proto.stream_tls import make_tls
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.stream_answers import StreamAnswers
+from kvstore.server.cluster.stream_link import PeerTerms, StreamLink
 from kvstore.server.intake import Intake
 
 SOON_S = 20.0
@@ -190,23 +194,25 @@ def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grp
     keys = store(client, 1, 2)
     tried: list[object] = []
 
-    def refused(address: object, timeout: float) -> socket.socket:
+    def refused(_: socket.socket, address: object) -> None:
         tried.append(address)
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(socket, "create_connection", refused)
+    monkeypatch.setattr(socket.socket, "connect", refused)
     for stream in _streams_idle(client):
         stream.give_up()
     streams = transport_of(client)._streams
     assert_reads(client, keys)
-    assert eventually(lambda: streams._refused_until > 0)  # a dial beside the call has failed too
+    assert eventually(
+        lambda: streams._refused_until > 0 and streams._dialling is None
+    )  # a dial beside the call has failed too
     for _ in range(3):
         assert_reads(client, keys)
     assert len(tried) == 2
     monkeypatch.undo()
     streams._refused_until = 0.0
     assert_reads(client, keys)
-    assert len(streams._idle) == 1
+    assert eventually(lambda: len(streams._idle) == 1)
 
 
 def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
@@ -340,6 +346,9 @@ Words = list[tuple[bulk.Word, bytes | None]]
 class Answerer:
     """Lets one in, answers its get with *words*, then says nothing or hangs up."""
 
+    stall_s = 0.0
+    """After so long the header of a part comes, and nothing of its payload."""
+
     def __init__(self, words: Words, *, hangs_up: bool = False, pause_s: float = 0.0) -> None:
         self._words, self._hangs_up, self._pause_s = words, hangs_up, pause_s
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -358,6 +367,11 @@ class Answerer:
             try:
                 _, size_bytes = wire.receive()
                 wire.take(size_bytes)
+                if self.stall_s:
+                    self._ended.wait(self.stall_s)
+                    head = bulk.pack(bulk.Part(1, FRAME_BYTES, 0, 0, CPU))
+                    link.sendall(struct.pack("<HI", len(head), 500) + head)
+                    self._ended.wait(SOON_S)
                 for word, payload in self._words:
                     wire.send(word, payload)
                     self._ended.wait(self._pause_s)
@@ -486,12 +500,72 @@ def test_a_server_that_falls_silent_in_a_frame_costs_the_deadline() -> None:
         answered([part(0, 500)], 0.2)
 
 
+def test_a_payload_that_stalls_behind_a_late_header_costs_the_deadline_once() -> None:
+    with closing(Answerer([])) as other:
+        other.stall_s = 0.8
+        stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
+        with closing(stream):
+            began = time.monotonic()
+            with pytest.raises(DeadlineError):
+                read(stream, 1.0)
+            assert time.monotonic() - began < 1.4
+
+
 def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
     words = [part(at, 1) for at in range(500)]
     with closing(Answerer(words, pause_s=0.01)) as other:
         stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
         with closing(stream), pytest.raises(DeadlineError):
             read(stream, 0.2)
+
+
+@pytest.fixture
+def late_tls() -> Iterator[Entrance]:
+    """Where TLS is spoken after 0.7 s, and nothing is said then."""
+    tls, ended = make_tls(), threading.Event()
+
+    def run() -> None:
+        link, _ = listener.accept()
+        ended.wait(0.7)
+        with link, suppress(OSError), tls.context.wrap_socket(link, server_side=True):
+            ended.wait(SOON_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=run)
+        thread.start()
+        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        yield Entrance(where, tls.certificate, bulk.Attach(0, 7, bytes(16)))
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("whose", ["client", "server"])
+def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
+    late_tls: Entrance, whose: str
+) -> None:
+    terms = PeerTerms(late_tls.where, late_tls.certificate, 7, bytes(16), 60_000, 1, 1)
+    link = StreamLink(terms, time.monotonic)
+    reach = link.reach if whose == "server" else partial(FrameStream, late_tls, lambda: False)
+    began = time.monotonic()
+    with pytest.raises(DeadlineError):
+        reach(1.0)
+    assert time.monotonic() - began < 1.4
+
+
+def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, ExitStack() as stack:
+        place = silent.getsockname()
+        for _ in range(3):  # what it takes in; further ones hear nothing
+            link = stack.enter_context(socket.socket())
+            link.setblocking(False)
+            link.connect_ex(place)
+        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 3)
+        entrance = Entrance(f"tcp://store:{place[1]}", b"", bulk.Attach(0, 7, bytes(16)))
+        began = time.monotonic()
+        with pytest.raises(DeadlineError):
+            FrameStream(entrance, lambda: False, 0.6)
+        assert time.monotonic() - began < 1.0
 
 
 @pytest.fixture
