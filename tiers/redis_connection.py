@@ -95,10 +95,10 @@ def error_of(line: bytes) -> RedisError:
 
 
 class _List(NamedTuple):
-    """A list of which *items* have come, *count* in the end."""
+    """A list of which *items* have come, *size* in the end."""
 
     items: list[Reply]
-    count: int
+    size: int
 
 
 class ReplyParser:
@@ -117,12 +117,12 @@ class ReplyParser:
         while self._open and (found := _parse_item(self._unread, at)):
             item, at = found
             if isinstance(item, _List):
-                if not 0 <= item.count <= MAX_ITEMS or len(self._open) > MAX_DEPTH:
+                if not 0 <= item.size <= MAX_ITEMS or len(self._open) > MAX_DEPTH:
                     raise InvalidResponse("a list larger than any right one")
                 self._open.append(item)
             else:
                 self._open[-1].items.append(item)
-            while self._open and len(self._open[-1].items) == self._open[-1].count:
+            while self._open and len(self._open[-1].items) == self._open[-1].size:
                 whole = self._open.pop()
                 if self._open:
                     self._open[-1].items.append(whole.items)

@@ -45,6 +45,9 @@ REST_S = 0.5
 """A server of a Cluster that failed is left alone for this long."""
 MIN_RENEW_S = 0.1
 """Least time between two questions who serves what."""
+MIN_ASK_SHARE = 0.1
+"""Share of the time of a call below which no further server is asked who serves what: it would
+count as failed without a chance. The next call asks it first."""
 SLOTS = 16384
 
 _GONE = select.POLLHUP | select.POLLRDHUP | select.POLLERR | select.POLLNVAL
@@ -71,7 +74,7 @@ class Server:
         self._ahead: OrderedDict[bytes, tuple[RedisConnection, Sequence[Step], int]] = OrderedDict()
         self._waiting = 0
         self._lock = threading.Lock()  # guards _ahead and _waiting
-        self._rests_until = 0.0
+        self.rests_until = 0.0
         self._nearest_s = float("inf")
         self._is_closed = False
 
@@ -80,12 +83,12 @@ class Server:
 
     def rest(self, seconds: float) -> None:
         """Leave the server alone for a while: it failed."""
-        self._rests_until = self.clock() + seconds
+        self.rests_until = self.clock() + seconds
 
     @property
     def is_resting(self) -> bool:
         """Whether the server is being left alone."""
-        return self.clock() < self._rests_until
+        return self.clock() < self.rests_until
 
     @property
     def window(self) -> int:
@@ -296,7 +299,7 @@ class Topology:
         own = replace(options, login=url.sentinel_login, database=0, limit=1)
         is_watched = url.mode == "sentinel"
         self._sentinels = [Server(host, own, clock) for host in url.hosts if is_watched]
-        # Guards the fields below and the order of _sentinels; never held over a question.
+        # Guards the fields below; never held over a question.
         self._lock = threading.Lock()
         self._is_closed = False
         self._nodes: dict[HostPort, Server] = {}
@@ -360,17 +363,21 @@ class Topology:
             known = [self._node(at) for at in (*self._nodes, *self._url.hosts) if self.is_cluster]
             asked = list(dict.fromkeys(self._sentinels or known))
         reasons = []
-        for server in sorted(asked, key=lambda server: server.is_resting):
-            try:
-                ranges = self._ask(server, deadline)
+        least_s = (deadline - self._clock()) * MIN_ASK_SHARE
+        asked.sort(key=lambda server: server.rests_until)  # those that failed are asked last
+        for at, server in enumerate(asked, 1):
+            left_s = deadline - self._clock()
+            if left_s <= max(0.0, least_s):
+                reasons.append("no time was left to ask the others")
+                break
+            try:  # a silent one leaves half of the time to the others
+                ranges = self._ask(server, deadline - (left_s / 2 if at < len(asked) else 0))
             except (OSError, RedisError) as error:
                 reasons.append(f"{server}: {error}")
                 self._cause = error
                 server.rest(REST_S)
                 continue
             self._settle(ranges)
-            with self._lock:  # the one that answered is asked first
-                self._sentinels.sort(key=lambda one: one is not server)
             return
         what = "no node of the Cluster answers" if self.is_cluster else "no Sentinel names a master"
         self._reason = f"{what}: {'; '.join(reasons)}"

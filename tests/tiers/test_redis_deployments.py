@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -287,3 +289,48 @@ def test_single_server_that_is_no_cluster_says_so(
     tier = open_redis_tier(redis.url.replace("redis://", "redis+cluster://"))
     with pytest.raises(TierUnavailableError, match="cluster support disabled"):
         tier.find([make_info(1, 1).key])
+
+
+@pytest.fixture
+def silent_host() -> Iterator[str]:
+    """The address of a server, on all of the loopback, that takes connections and says nothing."""
+    with socket.create_server(("0.0.0.0", 0), backlog=100) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_silent_sentinel_leaves_time_to_ask_the_others(
+    running_sentinel: SentinelSetup, open_redis_tier: RedisTierMaker, silent_host: str
+) -> None:
+    url = running_sentinel.url.replace("://", f"://{silent_host},")
+    tier = open_redis_tier(url, timeout_ms=1000)
+    assert tier.find([make_info(4712, 1).key]) == [None]
+
+
+def test_many_silent_sentinels_hide_one_that_answers_for_a_call_at_most(
+    running_sentinel: SentinelSetup, open_redis_tier: RedisTierMaker, silent_host: str
+) -> None:
+    silent = [silent_host.replace(".1:", f".{last}:") for last in range(2, 10)]
+    scheme, _, rest = running_sentinel.url.partition("://")
+    host, _, service = rest.partition("/")
+    url = f"{scheme}://{','.join([*silent[:4], host, *silent[4:]])}/{service}"
+    tier, info = open_redis_tier(url, timeout_ms=400), make_info(4712, 1)
+    started = time.monotonic()
+    assert why_no_answer(tier, [info])
+    assert time.monotonic() - started < 1
+    time.sleep(0.1)  # it asks no more often
+    assert tier.find([info.key]) == [None]
+
+
+def test_silent_node_of_a_cluster_holds_up_one_call_and_is_then_asked_last(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker, silent_host: str
+) -> None:
+    url = cluster.url.replace("://", f"://{silent_host},")
+    tier = open_redis_tier(url, timeout_ms=1000)
+    seconds = []
+    began = time.monotonic()
+    while time.monotonic() - began < 2:
+        started = time.monotonic()
+        assert tier.find([make_info(4712, 1).key]) == [None]
+        seconds.append(time.monotonic() - started)
+        time.sleep(0.05)
+    assert sum(each > 0.3 for each in seconds) <= 1
