@@ -294,36 +294,42 @@ class Peers:
     def _ask(
         self, wanted: Mapping[Peer, Sequence[ChunkKey]], until: float = math.inf
     ) -> dict[Peer, list[ChunkInfo]]:
-        """Ask all at once, and wait for each until one timeout has passed, or until *until*."""
+        """Ask all at once, and wait for each until one timeout has passed, or until *until*.
+
+        One for which no time is left when its turn comes is not asked, nor blamed for that.
+        """
         started = self._clock()
         timeout_s = self._terms.timeout_ms / 1000
         deadline = min(started + timeout_s, until)
-        fair = started + _PATIENT * timeout_s
         found: dict[Peer, list[ChunkInfo]] = {}
 
-        def failed(peer: Peer, error: KVStoreError) -> None:
-            if not isinstance(error, DeadlineError) or deadline >= fair:
+        def failed(peer: Peer, error: KVStoreError, left_s: float) -> None:
+            """*left_s* seconds were left when its turn came."""
+            if not isinstance(error, DeadlineError) or left_s >= _PATIENT * timeout_s:
                 self._counters.add(peer.failed(error))
 
         with ExitStack() as stack:
-            asked: list[tuple[Peer, StreamLink, Sequence[ChunkKey]]] = []
-            # Those that have to be connected first keep nobody waiting.
-            for peer in sorted(wanted, key=lambda one: not one.is_connected):
+            asked: list[tuple[Peer, StreamLink, Sequence[ChunkKey], float]] = []
+            # Those that have to be connected first keep nobody waiting, and share what is left.
+            peers = sorted(wanted, key=lambda one: not one.is_connected)
+            for at, peer in enumerate(peers):
+                left_s = deadline - self._clock()
+                share = 1 if peer.is_connected else len(peers) - at
                 try:
-                    link = stack.enter_context(peer.lend(deadline - self._clock()))
+                    link = stack.enter_context(peer.lend(left_s / share))
                     keys = wanted[peer][: link.terms.max_batch_chunks]
                     link.begin_find(keys, deadline)
-                    asked.append((peer, link, keys))
+                    asked.append((peer, link, keys, left_s))
                 except KVStoreError as error:
-                    failed(peer, error)
-            for peer, link, keys in asked:
+                    failed(peer, error, left_s)
+            for peer, link, keys, left_s in asked:
                 try:
                     answer = link.end_find(keys, deadline)
                     found[peer] = _checked([one for one in answer if one is not None], link)
                     peer.speed.heard(self._clock() - started)
                     peer.answered()
                 except KVStoreError as error:
-                    failed(peer, error)
+                    failed(peer, error, left_s)
         return found
 
     # --- reading

@@ -559,7 +559,7 @@ def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.Monke
             link = stack.enter_context(socket.socket())
             link.setblocking(False)
             link.connect_ex(place)
-        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(place[0], place[1], type=socket.SOCK_STREAM)
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 3)
         entrance = Entrance(f"tcp://store:{place[1]}", b"", bulk.Attach(0, 7, bytes(16)))
         began = time.monotonic()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from fake_peer import FakePeer, Message
@@ -84,3 +86,44 @@ def test_upkeep_that_waits_for_an_answer_ends_with_the_peers(fake: FakePeer, pee
     peers._thread.join(PATIENCE_S)
     assert not peers._thread.is_alive()
     assert not any(peer.has_session for peer in peers.known())
+
+
+def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too() -> None:
+    counters = Counters()
+    frames = {KEY: frame_of(KEY, MEDIUM, 64)}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        closing(FakePeer(frames)) as second,
+        closing(FakePeer(frames)) as third,
+    ):
+        terms = PeersTerms(("a:1", "b:1", "c:1"), timeout_ms=450, failures=1)
+        peers = Peers(terms, second.dial, counters, time.monotonic)
+        with closing(peers):
+            first, *others = peers.known()
+            let_in = [one.dial("", "", 1.0).terms for one in (second, third)]
+            where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            for peer, said in zip(
+                peers.known(), [replace(let_in[0], address=where), *let_in], strict=True
+            ):
+                peer.let_in(said)
+            assert set(peers.find([KEY])[KEY].peers) == set(others)
+            assert [peer.is_up for peer in (first, *others)] == [False, True, True]
+            assert counters["peer_failures"] == 1
+
+
+def test_a_peer_for_which_no_time_is_left_is_not_blamed() -> None:
+    now = [100.0]
+    counters = Counters()
+
+    def ticks() -> float:
+        now[0] += 0.15  # of a timeout of 0.2: the first has its turn
+        return now[0]
+
+    with closing(FakePeer({})) as fake:
+        terms = PeersTerms(("a:1", "b:1", "c:1"), timeout_ms=200, failures=1)
+        peers = Peers(terms, fake.dial, counters, ticks)
+        with closing(peers):
+            for peer in peers.known():
+                peer.let_in(fake.dial("", "", 1.0).terms)
+            assert peers.find([KEY]) == {}
+            assert counters["peer_failures"] == 0
