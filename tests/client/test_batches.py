@@ -233,7 +233,7 @@ def test_a_put_whose_time_is_up_sends_no_further_batch(
             for number, parts in layers_of(client, keys).items():
                 put.layer(number, parts)
 
-    with pytest.raises(DeadlineError, match="deadline_ms=(300|29[0-9]) passed"):
+    with pytest.raises(DeadlineError, match=r"deadline_ms=(300|29[0-9]) passed"):
         put_all()
     assert len(given_ms) <= 1
 
