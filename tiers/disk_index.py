@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,8 +27,10 @@ from kvstore.tiers.disk_io import (
     BLOCK_BYTES,
     TIER,
     allocate_file,
+    lacks_room,
     read_lmdb,
     refused,
+    remove_any,
     remove_made,
     sync_folder,
 )
@@ -60,8 +60,6 @@ _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
 _OWNER_VERSION = 1
 _FRESH_STEP = 10_000
-_PROBE_BYTES = 1 << 20
-"""More than LMDB writes at a time: where it was cut short there is less."""
 
 logger = structlog.get_logger(__name__)
 
@@ -307,12 +305,12 @@ class DiskIndex:
         draft = self._path / "draft"
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
         try:
-            _remove(draft)
+            remove_any(draft)
             _write_fresh(draft, map_bytes, rows)
         except (OSError, lmdb.Error) as error:
-            is_full = _is_full(error, draft)
-            _remove(draft)
-            if not is_full:
+            has_no_room = lacks_room(error, draft)
+            remove_any(draft)
+            if not has_no_room:
                 reason = f"could not be written anew: {error}"
                 raise refused(self._path, reason, ": start again, or look at the disk") from error
             if is_sound:
@@ -322,28 +320,6 @@ class DiskIndex:
         (draft / "data.mdb").rename(self._file)
         draft.rmdir()
         sync_folder(self._path)
-
-
-def _remove(path: Path) -> None:
-    """Remove what is there, whatever it is. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _is_full(error: OSError | lmdb.Error, draft: Path) -> bool:
-    """Whether writing an index in the folder *draft* failed because there was no room.
-
-    LMDB says EIO of a write that was cut short: whether more can be allocated tells then.
-    """
-    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-    if code == errno.EIO:
-        try:
-            allocate_file(draft / "probe", _PROBE_BYTES)
-        except OSError as failure:
-            code = failure.errno
-    return isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
@@ -370,14 +346,9 @@ def _open_environment(path: Path, index_bytes: int, *, sync: bool = True) -> lmd
     time, so LMDB's own lock file is not needed.
     """
     return lmdb.open(
-        str(path),
-        map_size=index_bytes,
-        writemap=False,
-        lock=False,
-        max_dbs=0,
-        mode=0o600,
+        str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600,
         sync=sync,
-    )
+    )  # fmt: skip
 
 
 class Batch:
