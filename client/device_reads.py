@@ -490,7 +490,7 @@ class Reading:
     def _start(
         self, memory: torch.Tensor, frames: list[FrameAt], tables: Callable[[], DeviceTables]
     ) -> list[Sums]:
-        """Queue the way of *frames* into the pages; the sums come when the device is told so."""
+        """Queue the way of *frames* into the pages; the sums come once it was launched."""
         self._make_room()
         reader, like = self.reader, _like(frames[0].header)
         if like not in self._checked:

@@ -375,8 +375,8 @@ def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> Engine
     """Return what the engine takes, if the request says. Raises InvalidRequestError."""
     if not request.HasField("prefill"):
         return None
-    told = request.prefill
-    return EngineTerms(PrefillModel(told.start_s, told.token_s, told.pair_s), told.tokens)
+    given = request.prefill
+    return EngineTerms(PrefillModel(given.start_s, given.token_s, given.pair_s), given.tokens)
 
 
 def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
