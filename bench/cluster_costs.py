@@ -18,9 +18,9 @@ import redis
 from bench.peer_nodes import hit_against_raw
 from bench.workload import MIB, TINY, connect, make_chunks, redis_server, serving
 from kvstore.proto.types import ChunkKey
-from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
-from kvstore.server.metrics import Counters
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import RedisClient
 
 LOOKUPS = 300

@@ -82,7 +82,7 @@ class ClusterCounts:
 class LruBlocks:
     """So many blocks at most, those used longest ago first to go, and of a chain its end.
 
-    That is leaf-LRU, as server/policy/lru.py has it: a chain is used from its end to its head,
+    That is leaf-LRU, as server/eviction/lru.py has it: a chain is used from its end to its head,
     so that no block is older than one that continues it.
     """
 

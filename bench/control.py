@@ -27,16 +27,16 @@ from kvstore.proto.types import (
     Match,
     Namespace,
 )
-from kvstore.server.breaker import Breaker
+from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.finder import Finder
-from kvstore.server.leases import LeaseTable
-from kvstore.server.metrics import Counters
-from kvstore.server.mover import Mover
-from kvstore.server.policy.lru import LruEviction
-from kvstore.server.sessions import Session, SessionTable
-from kvstore.server.shelf import Shelf
-from kvstore.server.transfer import Transfers
+from kvstore.server.index.leases import LeaseTable
+from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.store.lookup import Finder
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.work_queue import Mover
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 

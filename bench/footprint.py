@@ -35,9 +35,9 @@ def bench_metadata(folder: Path, report: Report) -> None:
 
     from kvstore.proto.frame import raw_frame_bytes
     from kvstore.proto.types import ChainDigest, ChunkInfo
+    from kvstore.server.eviction.lru import LruEviction
     from kvstore.server.index.catalog import Catalog
-    from kvstore.server.leases import LeaseTable
-    from kvstore.server.policy.lru import LruEviction
+    from kvstore.server.index.leases import LeaseTable
     from kvstore.tiers.cpu import CpuTier
     from kvstore.tiers.disk import DiskTier
 

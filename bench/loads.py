@@ -10,8 +10,8 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo
-from kvstore.server.manager_start import LOADS_AT_ONCE, kin_sharers
-from kvstore.server.mover import MAX_ALONG
+from kvstore.server.tiering.work_queue import MAX_ALONG
+from kvstore.server.wiring import LOADS_AT_ONCE, kin_sharers
 from kvstore.tiers.base import Tier
 
 Load = tuple[ChunkInfo, Bytes]

@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure_requests(report: Report) -> None:
     """One chunk put and read over gRPC, traced in this process."""
-    from kvstore.server.config import load_config
     from kvstore.server.node import Node
+    from kvstore.server.settings.settings import load_config
 
     tracer = Tracer(ROOT / "server")
     threading.setprofile(tracer)

@@ -38,7 +38,7 @@ from bench.workload import MIB, redis_server
 from kvstore.cli.plot import bar_chart
 from kvstore.proto.background import make_at_once
 from kvstore.server.main import keep_freed_memory
-from kvstore.server.manager_start import LOADS_AT_ONCE
+from kvstore.server.wiring import LOADS_AT_ONCE
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.redis import RedisTier
 

@@ -12,7 +12,7 @@ from bench.baselines import BASELINES, make_any
 from kvstore.cli.simulate.simulator import Outcome, Terms, replay_blocks
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
-from kvstore.server.policy.history import History
+from kvstore.server.eviction.access_history import History
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 CONVERSATION = "mooncake_conversation_trace"

@@ -16,8 +16,8 @@ from bench.policy_grid import CONVERSATION, TRACES
 from bench.report import Report
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_files import BlockLine, read_trace
-from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.hit_density import HitDensityEviction
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.hit_density import HitDensityEviction
 
 SHARE = 0.05
 """Size of the cache, of the trace's footprint."""

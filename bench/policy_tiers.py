@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bench.tier_replay import LoadModel, TierCounts, TierReplay, TierTerms
-from kvstore.server.policy.admission import ADMISSIONS, make_admission
-from kvstore.server.policy.history import History
-from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.reuse import ReuseForecast
+from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.tiering.admission import ADMISSIONS, make_admission
 
 SIZES = ((0.01, 0.10), (0.05, 0.25))
 """Fast and slow tier as shares of the footprint."""

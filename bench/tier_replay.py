@@ -15,11 +15,11 @@ import numpy as np
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.policy.admission import Moment, Offer, TierAdmission
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.history import Facts
-from kvstore.server.policy.radix import Rows
-from kvstore.server.policy.reuse import ReuseForecast
+from kvstore.server.eviction.access_history import Facts
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.index.chunk_index import Rows
+from kvstore.server.tiering.admission import Moment, Offer, TierAdmission
 
 FULL = Facts()
 """Of all blocks but the last of a prompt."""

@@ -20,10 +20,10 @@ from typing_extensions import override
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
-from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.learned import LearnedEviction
-from kvstore.server.policy.radix import Rows
-from kvstore.server.policy.scorer import FEATURES, Features, Stump, StumpScorer
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.learned import LearnedEviction
+from kvstore.server.eviction.scorer import FEATURES, Features, Stump, StumpScorer
+from kvstore.server.index.chunk_index import Rows
 
 SHARES = (0.02, 0.05, 0.1, 0.25)
 """Sizes of the tier, as shares of the trace's blocks."""

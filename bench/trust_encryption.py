@@ -21,7 +21,7 @@ from bench.workload import MODEL, check, chunk_bytes, make_chunks, serving
 from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.types import KVLayout
-from kvstore.server.trust.encryption_keys import next_key, write_encryption_keys
+from kvstore.server.security.encryption_keys import next_key, write_encryption_keys
 
 CHUNKS = 16
 ROUNDS = 15

@@ -26,7 +26,7 @@ def scrub(
 ) -> None:
     """Have a server verify what its tiers hold, once; exits with 1 when it found damage."""
     from kvstore.cli.scrub import run_scrub, scrub_as_json, scrub_line
-    from kvstore.server.settings.units import parse_size
+    from kvstore.server.settings.values import parse_size
 
     try:
         bytes_per_s = parse_size(rate)
@@ -55,7 +55,7 @@ def doctor(
     """
     from kvstore.cli.doctor import examine, findings_as_json, has_failed, print_findings
     from kvstore.proto.errors import InvalidRequestError
-    from kvstore.server.config import load_config
+    from kvstore.server.settings.settings import load_config
 
     try:
         config = load_config(context.args)

@@ -21,7 +21,7 @@ config_app = typer.Typer(
 @config_app.command(context_settings=_AS_SERVER)
 def show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
-    from kvstore.server.config import load_with_origins
+    from kvstore.server.settings.settings import load_with_origins
     from kvstore.server.settings.settings_file import show
 
     try:
@@ -34,7 +34,7 @@ def show(context: typer.Context) -> None:
 @config_app.command(context_settings=_AS_SERVER)
 def validate(context: typer.Context) -> None:
     """Print ok, or exit with 2 and what is wrong. Takes kvstore-server's flags."""
-    from kvstore.server.config import load_config
+    from kvstore.server.settings.settings import load_config
 
     try:
         load_config(context.args)
@@ -48,9 +48,9 @@ def schema() -> None:
     """Print the JSON schema of the YAML file, for editors and for what generates such files."""
     import json
 
-    from kvstore.server.config import ServerConfig
-    from kvstore.server.settings.flags import SHORT_NAMES
-    from kvstore.server.settings.settings_schema import settings_schema
+    from kvstore.server.settings.loading import SHORT_NAMES
+    from kvstore.server.settings.schema import settings_schema
+    from kvstore.server.settings.settings import ServerConfig
 
     schema = settings_schema(ServerConfig)
     known = schema["properties"]

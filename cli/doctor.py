@@ -14,7 +14,7 @@ from kvstore.cli.status import DEADLINE_MS, ask_status
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.config import ServerConfig
+from kvstore.server.settings.settings import ServerConfig
 
 _IDENTITY = ("model_revision", "adapter_digest", "quantization", "tokenizer_digest")
 

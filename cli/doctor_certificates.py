@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from kvstore.cli.finding import Finding, State
-from kvstore.server.config import ServerConfig
+from kvstore.server.settings.settings import ServerConfig
 
 EXPIRES_SOON = timedelta(days=14)
 

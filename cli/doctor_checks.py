@@ -16,10 +16,10 @@ from kvstore.cli.doctor_files import check_files
 from kvstore.cli.doctor_redis import check_redis
 from kvstore.cli.finding import Check, Finding, State
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.config import ServerConfig
-from kvstore.server.memory_limit import PROCESS_BYTES, memory_limit_bytes
-from kvstore.server.settings.units import GIB, MIB, format_size
-from kvstore.server.trust.revocations import parse_revocations
+from kvstore.server.security.revocations import parse_revocations
+from kvstore.server.settings.memory_limit import PROCESS_BYTES, memory_limit_bytes
+from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.values import GIB, MIB, format_size
 
 MIN_FILES = 4096
 PROBE_BYTES = 32 * MIB

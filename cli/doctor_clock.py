@@ -8,7 +8,7 @@ from contextlib import closing
 
 from kvstore.cli.finding import Finding
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.config import ServerConfig
+from kvstore.server.settings.settings import ServerConfig
 from kvstore.tiers.redis_client import RedisClient
 
 MAX_SKEW_S = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.cli.finding import Finding
-from kvstore.server.config import ServerConfig
+from kvstore.server.settings.settings import ServerConfig
 
 SECRET = (
     "tls_key",

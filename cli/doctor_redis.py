@@ -12,7 +12,7 @@ from kvstore.cli.finding import Finding
 from kvstore.cli.status import directory_line
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.config import ServerConfig
+from kvstore.server.settings.settings import ServerConfig
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
 from kvstore.tiers.redis_connection import Command
 from kvstore.tiers.redis_health import check_health

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvstore.server.config import ServerConfig
+from kvstore.server.settings.settings import ServerConfig
 
 State = Literal["ok", "warn", "fail"]
 

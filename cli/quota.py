@@ -11,7 +11,7 @@ from kvstore.cli.status import DEADLINE_MS, readable_size
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.settings.units import parse_size
+from kvstore.server.settings.values import parse_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the rooms
-    from kvstore.server.trust.api_keys import ApiKey
-    from kvstore.server.trust.encryption_keys import EncryptionKey
+    from kvstore.server.security.api_keys import ApiKey
+    from kvstore.server.security.encryption_keys import EncryptionKey
 
 token_app = typer.Typer(
     cls=Manual,
@@ -54,7 +54,7 @@ def token_make(
     import os
     import time
 
-    from kvstore.server.trust.api_keys import make_key, write_keys
+    from kvstore.server.security.api_keys import make_key, write_keys
 
     try:
         rows = _tokens(file)
@@ -89,7 +89,7 @@ def token_revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, or how it begins.")],
 ) -> None:
     """Take a key out of a file: its sessions end within a second."""
-    from kvstore.server.trust.api_keys import write_keys
+    from kvstore.server.security.api_keys import write_keys
 
     try:
         rows = _tokens(file)
@@ -111,8 +111,8 @@ def _one_of(ids: Sequence[str], begun: str) -> str:
 
 
 def _tokens(file: Path) -> list[ApiKey]:
-    from kvstore.server.trust.api_keys import parse_keys
-    from kvstore.server.watched_file import read_guarded
+    from kvstore.server.security.api_keys import parse_keys
+    from kvstore.server.security.watched_file import read_guarded
 
     return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
 
@@ -126,7 +126,7 @@ def keys_new(file: KeyFile) -> None:
     import os
     import time
 
-    from kvstore.server.trust.encryption_keys import next_key, write_encryption_keys
+    from kvstore.server.security.encryption_keys import next_key, write_encryption_keys
 
     try:
         rows = _encryption_keys(file)
@@ -162,7 +162,7 @@ def keys_retire(
     file: KeyFile, epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="As list shows it.")]
 ) -> None:
     """Forget a key for good: what was encrypted with it is missing from now on."""
-    from kvstore.server.trust.encryption_keys import write_encryption_keys
+    from kvstore.server.security.encryption_keys import write_encryption_keys
 
     try:
         rows = _encryption_keys(file)
@@ -178,8 +178,8 @@ def keys_retire(
 
 
 def _encryption_keys(file: Path) -> list[EncryptionKey]:
-    from kvstore.server.trust.encryption_keys import parse_encryption_keys
-    from kvstore.server.watched_file import read_guarded
+    from kvstore.server.security.encryption_keys import parse_encryption_keys
+    from kvstore.server.security.watched_file import read_guarded
 
     return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
 
@@ -240,7 +240,7 @@ def audit_verify(
     Prints how many lines there are and the last one's hash. Noted elsewhere, it shows later whether
     the end was cut off.
     """
-    from kvstore.server.trust.audit_log import audit_files, read_chain
+    from kvstore.server.security.audit_log import audit_files, read_chain
 
     files = audit_files(file)
     if not files:

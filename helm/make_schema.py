@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from kvstore.server.config import ServerConfig
-from kvstore.server.settings.settings_schema import settings_schema
+from kvstore.server.settings.schema import settings_schema
+from kvstore.server.settings.settings import ServerConfig
 
 CHART = Path(__file__).parent / "kvstore"
 _SIZE = {"type": "string", "pattern": "^[0-9]{1,15} *([KkMmGgTt][Ii]?[Bb]|[Bb])$"}

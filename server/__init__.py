@@ -1,1 +1,1 @@
-"""The server composes tiers, codecs and policies; only the manager moves chunks."""
+"""The server: one node that manages KV chunks over its tiers."""

@@ -15,13 +15,13 @@ from typing import TextIO, cast
 import structlog
 
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.config import ServerConfig, load_config
-from kvstore.server.descriptors import raise_limit
-from kvstore.server.memory_limit import check_memory
 from kvstore.server.node import Node
-from kvstore.server.rate_limit import LogLimit
-from kvstore.server.rpc.request_ids import add_request_id
-from kvstore.server.settings.units import join_endpoint
+from kvstore.server.security.rate_limit import LogLimit
+from kvstore.server.settings.descriptors import raise_limit
+from kvstore.server.settings.memory_limit import check_memory
+from kvstore.server.settings.settings import ServerConfig, load_config
+from kvstore.server.settings.values import join_endpoint
+from kvstore.server.telemetry.request_ids import add_request_id
 
 GRACE_S = 20.0
 KEPT_BYTES = 64 << 20

@@ -18,35 +18,41 @@ from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, Op, host_id
-from kvstore.server.auto_codec import begin_choices
-from kvstore.server.blend.blend_keeper import BlendKeeper
-from kvstore.server.cluster.directory_start import open_directory
-from kvstore.server.cluster.peer_start import Me, desk_limits, ready_peers
-from kvstore.server.config import ServerConfig
-from kvstore.server.dataplane import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
-from kvstore.server.descriptors import BULK_SHARE, SOCKET_SHARE, check_enough, share_of, taken
-from kvstore.server.events.event_start import NodeEvents
-from kvstore.server.history_keeper import HistoryKeeper
-from kvstore.server.known_models import KnownModels
-from kvstore.server.local_calls import LocalCalls
-from kvstore.server.manager_start import build_manager
-from kvstore.server.metrics import Counters
-from kvstore.server.rpc.checks import Checks, ServiceLimits
-from kvstore.server.rpc.grpc_start import bind, bind_health
-from kvstore.server.rpc.health import Health
-from kvstore.server.rpc.overload import Overload
-from kvstore.server.rpc.request_scope import RequestScope
-from kvstore.server.scrub import Scrub
-from kvstore.server.service import Identity, KVStoreService
-from kvstore.server.sessions import SessionTable
-from kvstore.server.tracing import open_tracing
-from kvstore.server.trust.trust import Trust
+from kvstore.server.api.grpc_server import bind, bind_health
+from kvstore.server.api.health import Health
+from kvstore.server.api.load_shedding import Overload
+from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.api.service import Identity, KVStoreService
+from kvstore.server.api.unix_calls import LocalCalls
+from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
+from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.cluster.directory_setup import open_directory
+from kvstore.server.cluster.setup import Me, desk_limits, ready_peers
+from kvstore.server.index.known_models import KnownModels
+from kvstore.server.security.sessions import SessionTable
+from kvstore.server.security.setup import Trust
+from kvstore.server.settings.descriptors import (
+    BULK_SHARE,
+    SOCKET_SHARE,
+    check_enough,
+    share_of,
+    taken,
+)
+from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.store.blend_saver import BlendKeeper
+from kvstore.server.store.saved_state import HistoryKeeper
+from kvstore.server.store.scrub import Scrub
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.telemetry.tracing import open_tracing
+from kvstore.server.tiering.codec_choice import begin_choices
 from kvstore.server.web.dashboard_view import Subject
+from kvstore.server.web.event_setup import NodeEvents
+from kvstore.server.wiring import build_manager
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
-    from kvstore.server.bulk.stream_plane import StreamPlane
-    from kvstore.server.bulk.stream_start import BulkAt
-    from kvstore.server.device_puts import DevicePuts
+    from kvstore.server.bulk.tcp_server import StreamPlane
+    from kvstore.server.bulk.tcp_setup import BulkAt
+    from kvstore.server.store.device_puts import DevicePuts
     from kvstore.server.web.http_start import HttpPort
 
 SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
@@ -217,7 +223,7 @@ class Node:
     def _open_device_puts(self) -> DevicePuts | None:
         if self.manager.transfers.gpu_tier is None or self.data_plane is None:
             return None
-        from kvstore.server.device_puts import open_device_puts
+        from kvstore.server.store.device_puts import open_device_puts
 
         puts = open_device_puts(self.manager)
         if puts is not None:
@@ -237,9 +243,9 @@ class Node:
         config = self._config
         if config.bulk == "off":
             return ()
-        from kvstore.server.bulk.bulk_service import BulkService
-        from kvstore.server.bulk.stream_answers import MAX_STREAMS
-        from kvstore.server.bulk.stream_start import open_streams
+        from kvstore.server.bulk.service import BulkService
+        from kvstore.server.bulk.tcp_requests import MAX_STREAMS
+        from kvstore.server.bulk.tcp_setup import open_streams
 
         service = BulkService(self.manager, self.sessions, checks, desk_limits(config))
         service.tracing = self._tracing

@@ -25,8 +25,8 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey
+from kvstore.server.cluster.peer_connections import PeerTerms
 from kvstore.server.cluster.peer_dial import LetIn
-from kvstore.server.cluster.stream_link import PeerTerms
 
 Message = tuple[bulk.Word, bytes | None]
 Lie = Callable[[Message], list[Message]]

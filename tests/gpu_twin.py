@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.proto.device import Device
-from kvstore.server import config as config_module
-from kvstore.server import tier_start
-from kvstore.server.settings.gpu_config import GpuConfig
+from kvstore.server import wiring_tiers
+from kvstore.server.settings import settings as config_module
+from kvstore.server.settings.gpu_settings import GpuConfig
 from kvstore.tiers.gpu import GpuTier
 
 
@@ -25,4 +25,4 @@ def use_device(
         return GpuTier(capacity_bytes or config.capacity_bytes, device, 4096)
 
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
-    monkeypatch.setattr(tier_start, "open_gpu_tier", open_tier)
+    monkeypatch.setattr(wiring_tiers, "open_gpu_tier", open_tier)

@@ -20,9 +20,9 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, Representation
 from kvstore.proto.wire import representation_to_message
-from kvstore.server.config import load_config
 from kvstore.server.node import Node
-from kvstore.server.settings.codec_config import is_auto
+from kvstore.server.settings.codec_rules import is_auto
+from kvstore.server.settings.settings import load_config
 from kvstore.tiers.base import TierStats
 
 DEADLINE_MS = 20_000

@@ -18,10 +18,10 @@ from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
 from kvstore.proto.wire import unpack_info
-from kvstore.server.config import ServerConfig, load_config
-from kvstore.server.metrics import COUNTERS
-from kvstore.server.settings.flags import REPLACED, flag_of
-from kvstore.server.settings.units import format_size, parse_size
+from kvstore.server.settings.loading import REPLACED, flag_of
+from kvstore.server.settings.settings import ServerConfig, load_config
+from kvstore.server.settings.values import format_size, parse_size
+from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DEFAULT_FILE_BYTES
 from kvstore.tiers.disk_files import DirectoryId, DiskConfig, DiskDirectory
 from kvstore.tiers.disk_index import IndexRow, pack_owner, pack_row

@@ -41,8 +41,12 @@ READS_ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb"}
 SUPPRESS = {"suppress", "contextlib.suppress"}
 BROAD = {"Exception", "BaseException"}
 
-MAY_READ_ENVIRONMENT = {"server/config.py"}
-MAY_CATCH_ALL = {"server/interceptors.py", "server/mover.py", "client/engines/base.py"}
+MAY_READ_ENVIRONMENT = {"server/settings/settings.py"}
+MAY_CATCH_ALL = {
+    "server/api/interceptors.py",
+    "server/tiering/work_queue.py",
+    "client/engines/base.py",
+}
 
 
 def sources() -> list[str]:

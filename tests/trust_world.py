@@ -14,7 +14,7 @@ from kvstore.client.connection import Connection
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChunkKey
-from kvstore.server.trust.audit_log import audit_files, read_chain
+from kvstore.server.security.audit_log import audit_files, read_chain
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 

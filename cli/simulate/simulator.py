@@ -17,10 +17,10 @@ from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import DEFAULT_BLOCK_TOKENS, BlockTrace, make_blocks
 from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.registry import POLICIES, instead_of, make_policy
-from kvstore.server.settings.units import parse_size
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.registry import POLICIES, instead_of, make_policy
+from kvstore.server.settings.values import parse_size
 
 if TYPE_CHECKING:  # its file imports this one
     from kvstore.cli.simulate.states import StateSimulator

@@ -1,1 +1,1 @@
-"""Frames over TCP streams: who connects there, and what is asked of the manager."""
+"""Frames over TCP streams between hosts and between servers."""

@@ -1,1 +1,1 @@
-"""The other nodes: who they are, what they hold, and reading it from them."""
+"""The other nodes: which there are, what they hold, and reading it from them."""

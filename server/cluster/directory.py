@@ -21,11 +21,11 @@ from redis.exceptions import OutOfMemoryError
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.breaker import Breaker
-from kvstore.server.cluster.directory_entries import ENTRY_TTL_S, MAX_PENDING, Entries, Word
-from kvstore.server.cluster.directory_roster import NodeAddress as NodeAddress
-from kvstore.server.cluster.directory_roster import Roster, Standing, is_full
-from kvstore.server.metrics import Counters
+from kvstore.server.cluster.announcements import ENTRY_TTL_S, MAX_PENDING, Entries, Word
+from kvstore.server.cluster.membership import NodeAddress as NodeAddress
+from kvstore.server.cluster.membership import Roster, Standing, is_full
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 
 MAX_STRANGERS = 1024

@@ -20,8 +20,8 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.guest_token import GUEST_S, guest_token
 from kvstore.proto.types import Namespace
-from kvstore.server.breaker import Breaker
-from kvstore.server.cluster.stream_link import PeerTerms, StreamLink
+from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
+from kvstore.server.tiering.breaker import Breaker
 
 LINKS_PER_PEER = 8
 """Requests to one peer at once; a further one is a miss there."""

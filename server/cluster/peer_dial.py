@@ -12,8 +12,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.server.cluster.stream_link import PeerTerms
-from kvstore.server.settings.units import is_loopback, parse_endpoint
+from kvstore.server.cluster.peer_connections import PeerTerms
+from kvstore.server.settings.values import is_loopback, parse_endpoint
 
 _OPTIONS = [("grpc.enable_http_proxy", 0)]
 

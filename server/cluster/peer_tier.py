@@ -22,7 +22,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
-from kvstore.server.metrics import Counters
+from kvstore.server.telemetry.metrics import Counters
 from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation, Tier, TierStats
 
 

@@ -27,13 +27,13 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.breaker import Breaker
-from kvstore.server.cluster.directory_roster import NodeAddress
+from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer import Peer
-from kvstore.server.cluster.peer_config import MAX_ASKED_PEERS
+from kvstore.server.cluster.peer_connections import StreamLink
 from kvstore.server.cluster.peer_dial import Dial
-from kvstore.server.cluster.stream_link import StreamLink
-from kvstore.server.metrics import Counters
+from kvstore.server.settings.peer_settings import MAX_ASKED_PEERS
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
 
 
 @dataclass(slots=True)

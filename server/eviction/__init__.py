@@ -1,1 +1,1 @@
-"""Whom to evict."""
+"""Eviction policies: pure decisions without I/O, clock or tier."""

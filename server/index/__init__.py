@@ -1,1 +1,1 @@
-"""What is known of chunks: where copies lie, who waits for them, what is kept."""
+"""The metadata of chunks under one lock: copies, prefixes, holds, puts in flight."""

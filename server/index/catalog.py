@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
-from kvstore.server.history_file import MAX_CHUNKS, SavedHistory
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.index.access_log import Asked, Stored, StoredChain
+from kvstore.server.index.chunk_index import Rows
+from kvstore.server.index.chunk_metadata import Knowledge, Origin
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
-from kvstore.server.index.found import Found, LeaseTerms
+from kvstore.server.index.history_state import HistoryState
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.knowledge import Knowledge, Origin
+from kvstore.server.index.leases import Lease, LeaseTable, TenantOf
+from kvstore.server.index.prefix_ends import EndNeeds
 from kvstore.server.index.queries import CatalogQueries
+from kvstore.server.index.results import Found, LeaseTerms
+from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
-from kvstore.server.leases import Lease, LeaseTable, TenantOf
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.history_state import HistoryState
-from kvstore.server.policy.journal import Asked, Stored, StoredChain
-from kvstore.server.policy.prefix_ends import EndNeeds
-from kvstore.server.policy.radix import Rows
 
 QUIET_S = 0.004
 """Requests have paused when none came for so long."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.index.found import LeaseTerms
-from kvstore.server.index.uses import AnnouncedUses
-from kvstore.server.leases import Lease, LeaseTable
+from kvstore.server.index.leases import Lease, LeaseTable
+from kvstore.server.index.planned_uses import AnnouncedUses
+from kvstore.server.index.results import LeaseTerms
 
 
 class PinTable:

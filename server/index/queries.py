@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
-from kvstore.server.events.event_ring import Event
-from kvstore.server.index.found import Holding, UsedPrefix
 from kvstore.server.index.in_flight import InFlightPuts
+from kvstore.server.index.results import Holding, UsedPrefix
 from kvstore.server.index.state import CatalogState
+from kvstore.server.telemetry.event_ring import Event
 
 HELD_ROWS = 256
 """Looked at under the lock at a time, for who asks for all there is."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.index.access_log import Journal
+from kvstore.server.index.chunk_index import RadixIndex, Rows
+from kvstore.server.index.chunk_metadata import Knowledge, Origin
 from kvstore.server.index.holds import Holds
-from kvstore.server.index.knowledge import Knowledge, Origin
-from kvstore.server.leases import LeaseTable
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.journal import Journal
-from kvstore.server.policy.radix import RadixIndex, Rows
+from kvstore.server.index.leases import LeaseTable
 
 
 class CatalogListener(Protocol):

@@ -1,1 +1,1 @@
-"""What operators may set, where it may come from, and what is wrong with it."""
+"""The server's settings: flags, environment, files, and their checks."""

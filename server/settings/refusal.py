@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.settings.flags import REPLACED
+from kvstore.server.settings.loading import REPLACED
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 

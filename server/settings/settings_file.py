@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.settings.units import format_size
+from kvstore.server.settings.values import format_size
 
 
 def read_settings(path: Path) -> dict[str, object]:

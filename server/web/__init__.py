@@ -1,1 +1,1 @@
-"""What the HTTP port serves: metrics, and the dashboard."""
+"""The HTTP port and the KV event sockets: metrics, dashboard, events."""

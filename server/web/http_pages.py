@@ -14,10 +14,10 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, UnauthenticatedError
-from kvstore.server.settings.units import is_loopback
-from kvstore.server.trust.authenticator import CERTIFICATE as X509
-from kvstore.server.trust.authenticator import SCHEME, Authenticator
-from kvstore.server.trust.principal import Principal
+from kvstore.server.security.authenticator import CERTIFICATE as X509
+from kvstore.server.security.authenticator import SCHEME, Authenticator
+from kvstore.server.security.principal import Principal
+from kvstore.server.settings.values import is_loopback
 from kvstore.server.web.dashboard import Dashboard
 from kvstore.server.web.dashboard_page import MEDIA, PAGE_TITLE, page, sections_as_json
 from kvstore.server.web.http_server import CERTIFICATE

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvstore.server.config import ServerConfig
-from kvstore.server.gauges import gauges
+from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.web.gauges import gauges
 
 if TYPE_CHECKING:
-    from kvstore.server.trust.principal import Principal
-    from kvstore.server.trust.trust import Trust
+    from kvstore.server.security.principal import Principal
+    from kvstore.server.security.setup import Trust
     from kvstore.server.web.dashboard_view import Subject
     from kvstore.server.web.http_pages import Exposure
     from kvstore.server.web.http_server import HttpServer

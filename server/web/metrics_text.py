@@ -13,8 +13,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvstore.server.metrics import COUNTERS, Counters, Gauge
-from kvstore.server.tallies import BOUNDS_S, OTHERS
+from kvstore.server.telemetry.flows import BOUNDS_S, OTHERS
+from kvstore.server.telemetry.metrics import COUNTERS, Counters, Gauge
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

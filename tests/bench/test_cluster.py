@@ -26,8 +26,8 @@ from bench.cluster_prompts import load, prompts, shared_rows
 
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.history import History
-from kvstore.server.policy.lru import LruEviction
+from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.lru import LruEviction
 
 ROOT = Path(__file__).resolve().parents[2]
 COSTS = Costs(1e-3, 1e-5, 1e-6, 2e-6, 100, 2e-4, 1e-9, 2e-9, 1e9, 1e9)

@@ -20,7 +20,7 @@ from bench.report import Report
 
 from kvstore.cli.simulate.simulator import Outcome
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.policy.lru import LruEviction
+from kvstore.server.eviction.lru import LruEviction
 
 SMALL = "dev_chat_lmsyslike_sps1_n100"
 KEYS = {

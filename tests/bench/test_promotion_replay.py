@@ -9,12 +9,12 @@ from bench.tier_replay import LoadModel, TierReplay, TierTerms
 from typing_extensions import override
 
 from kvstore.proto.types import KEY_BYTES, ChunkKey
-from kvstore.server.policy.admission import Moment, ValueRule
-from kvstore.server.policy.history import History
-from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.promotion import SecondRead
-from kvstore.server.policy.promotion_value import TierPrice, value_per_byte
-from kvstore.server.policy.reuse import ReuseForecast
+from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.tiering.admission import Moment, ValueRule
+from kvstore.server.tiering.promotion import SecondRead
+from kvstore.server.tiering.promotion_value import TierPrice, value_per_byte
 
 MODEL = LoadModel()
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.admission import ADMISSIONS, TierAdmission, ValueRule, make_admission
-from kvstore.server.policy.history import History
-from kvstore.server.policy.lru import LruEviction
-from kvstore.server.policy.reuse import ReuseForecast
+from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.tiering.admission import ADMISSIONS, TierAdmission, ValueRule, make_admission
 
 
 def make_replay(

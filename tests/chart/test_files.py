@@ -13,7 +13,7 @@ import yaml
 from chart.rendered import CHART, ROOT, run
 
 from kvstore import __version__
-from kvstore.server.metrics import Counters
+from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.metrics_text import MetricsText
 
 

@@ -24,7 +24,7 @@ from chart.rendered import (
     workload,
 )
 
-from kvstore.server.settings.units import parse_size
+from kvstore.server.settings.values import parse_size
 
 CERTIFICATES = "cert-manager.io/v1"
 PLAIN = ("--set", "insecure=true")
@@ -182,7 +182,7 @@ def test_the_schema_refuses(helm: Helm, wrong: str) -> None:
 
 def test_the_configuration_is_one_that_the_server_takes(helm4: Helm) -> None:
     """Names and values; the files that it names are not here."""
-    from kvstore.server.config import ServerConfig
+    from kvstore.server.settings.settings import ServerConfig
 
     for values in VALUES:
         given = settings(helm4.of_values(values))

@@ -9,8 +9,8 @@ import pytest
 
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.policy.history import NO_FACTS, Facts, History
-from kvstore.server.policy.registry import make_policy
+from kvstore.server.eviction.access_history import NO_FACTS, Facts, History
+from kvstore.server.eviction.registry import make_policy
 
 Trace = list[tuple[list[int], float]]
 

@@ -10,7 +10,7 @@ from redis_process import RedisProcess
 from kvstore.cli.doctor_checks import CHECKS
 from kvstore.cli.doctor_clock import check_clock
 from kvstore.cli.finding import Finding
-from kvstore.server.config import load_config
+from kvstore.server.settings.settings import load_config
 
 
 def findings(url: str, skew_s: float = 0.0) -> list[Finding]:

@@ -10,8 +10,8 @@ import pytest
 from kvstore.cli.doctor_checks import CHECKS
 from kvstore.cli.doctor_files import BELIEVED, SECRET, check_files
 from kvstore.cli.finding import Finding
-from kvstore.server.config import ServerConfig
-from kvstore.server.trust.trust_config import OwnFile
+from kvstore.server.settings.security_settings import OwnFile
+from kvstore.server.settings.settings import ServerConfig
 
 
 def findings(setting: str, path: Path, mode: int, **others: object) -> list[Finding]:

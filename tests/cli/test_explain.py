@@ -24,7 +24,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, DType, Representation
 from kvstore.proto.wire import representation_to_message
-from kvstore.server.policy.blend_gate import TRIALS
+from kvstore.server.blending.gate_table import TRIALS
 
 Explain = Callable[..., tuple[int, str, str]]
 (GROUP,) = SMALL.layer_groups

@@ -9,8 +9,8 @@ import pytest
 from conftest import ServerMaker
 
 from kvstore.cli.main import main
-from kvstore.server.trust.api_keys import make_key, parse_keys, write_keys
-from kvstore.server.trust.encryption_keys import parse_encryption_keys
+from kvstore.server.security.api_keys import make_key, parse_keys, write_keys
+from kvstore.server.security.encryption_keys import parse_encryption_keys
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:

@@ -23,8 +23,8 @@ from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Arrived
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
-from kvstore.server.bulk.stream_answers import StreamAnswers
-from kvstore.server.bulk.stream_plane import StreamPlane
+from kvstore.server.bulk.tcp_requests import StreamAnswers
+from kvstore.server.bulk.tcp_server import StreamPlane
 
 
 class TestBulkTransport(BulkChannelContract):

@@ -42,8 +42,8 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader, header_bytes, pack_header
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
-from kvstore.server import device_puts
-from kvstore.server.device_puts import MAX_RING_BYTES, DevicePuts
+from kvstore.server.store import device_puts
+from kvstore.server.store.device_puts import MAX_RING_BYTES, DevicePuts
 
 TESTS = Path(__file__).resolve().parents[1]
 CHUNK_TOKENS, BLOCK_TOKENS = 16, 8

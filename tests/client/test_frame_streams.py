@@ -41,9 +41,9 @@ from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.stream_tls import make_tls
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
-from kvstore.server.bulk.stream_answers import StreamAnswers
-from kvstore.server.cluster.stream_link import PeerTerms, StreamLink
-from kvstore.server.intake import Intake
+from kvstore.server.bulk.tcp_requests import StreamAnswers
+from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
+from kvstore.server.store.writes import Intake
 
 SOON_S = 20.0
 

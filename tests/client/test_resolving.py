@@ -33,9 +33,9 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.plans import NO_PRIORITY, PrefillModel
 from kvstore.proto.types import LayerKind
-from kvstore.server.blend.contents import GAVE_WAY_PRIORITY
-from kvstore.server.policy.blend_gate import TRIALS
-from kvstore.server.policy.content_index import MAX_VARIANTS
+from kvstore.server.blending.content_index import MAX_VARIANTS
+from kvstore.server.blending.contents import GAVE_WAY_PRIORITY
+from kvstore.server.blending.gate_table import TRIALS
 
 ServerMaker = Callable[..., LocalServer]
 

@@ -10,7 +10,7 @@ import numpy as np
 from contracts.policy import Tree, above, row, rows
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.policy.base import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy
 
 
 class PlainLeaves:

@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey, KVLayout
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.history import Facts, History
-from kvstore.server.policy.radix import Rows
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.index.chunk_index import Rows
 
 ALL = 1 << 60
 """More bytes, or chunks, than there are."""
@@ -182,7 +182,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 class PolicyContract(ABC):
-    """What server/policy/base.py promises, sentence by sentence."""
+    """What server/eviction/policy.py promises, sentence by sentence."""
 
     @abstractmethod
     def make_policy(self) -> EvictionPolicy:

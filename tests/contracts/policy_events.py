@@ -9,8 +9,8 @@ from itertools import islice
 import numpy as np
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.history import Facts, History
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.policy import EvictionPolicy
 
 _ROOM = 60
 _SIZES = (1, 100, 4096, 1 << 34)

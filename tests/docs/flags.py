@@ -14,8 +14,8 @@ from docs.blocks import ROOT
 from typer.core import TyperGroup
 
 from kvstore.cli.main import app
-from kvstore.server.config import ServerConfig
-from kvstore.server.settings.flags import flag_of
+from kvstore.server.settings.loading import flag_of
+from kvstore.server.settings.settings import ServerConfig
 
 Words = Sequence[str]
 

@@ -15,7 +15,7 @@ from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.options import TransportName
 from kvstore.proto import bulk, shm
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
-from kvstore.server import dataplane
+from kvstore.server.api import unix_server
 
 CHUNKS = 3
 
@@ -75,7 +75,7 @@ def test_who_is_not_let_in_at_the_unix_socket_is_written_down(
     plane = world.server.node.data_plane
     assert plane is not None
     if uid == "another":
-        monkeypatch.setattr(dataplane, "is_trusted", lambda connection: False)
+        monkeypatch.setattr(unix_server, "is_trusted", lambda connection: False)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(DEADLINE_MS / 1000)
         stranger.connect(str(plane.path))

@@ -16,7 +16,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.types import ChunkKey, PutOutcome
-from kvstore.server.trust.encryption_keys import (
+from kvstore.server.security.encryption_keys import (
     EncryptionKey,
     next_key,
     parse_encryption_keys,

@@ -22,7 +22,7 @@ from kvstore.client import AsyncClient, Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, PutOutcome
-from kvstore.server.history_file import FILE_NAME
+from kvstore.server.index.saved_history import FILE_NAME
 
 ProcessMaker = Callable[..., ServerProcess]
 

@@ -24,7 +24,7 @@ from kvstore.proto.errors import KVStoreError, PermissionDeniedError, TierUnavai
 from kvstore.proto.places import unpack_places
 from kvstore.proto.shm import Op, Reply, Request
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
-from kvstore.server.trust.tenant_limits import Limits
+from kvstore.server.security.rate_limits import Limits
 
 CHUNKS = 4
 ROLES = ("read", "write", "admin", "peer")

@@ -19,7 +19,7 @@ from kvstore.client import Access, Client, ClientOptions
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.node import tenant_salts
-from kvstore.server.trust.encryption_keys import next_key, write_encryption_keys
+from kvstore.server.security.encryption_keys import next_key, write_encryption_keys
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -100,6 +100,6 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
 
 
 def tenant_salts_of(secret_file: Path) -> bytes:
-    from kvstore.server.config import ServerConfig
+    from kvstore.server.settings.settings import ServerConfig
 
     return tenant_salts(ServerConfig(secret_file=secret_file))("acme")

@@ -24,7 +24,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.wire import representation_to_message
-from kvstore.server.config import load_config
+from kvstore.server.settings.settings import load_config
 
 
 @pytest.fixture(scope="module")

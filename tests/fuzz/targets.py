@@ -28,9 +28,9 @@ from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
 from kvstore.proto.types import Namespace
 from kvstore.proto.wire import representation_to_message, unpack_info
-from kvstore.server.config import load_config
-from kvstore.server.history_file import pack_spaces, unpack_spaces
-from kvstore.server.known_spaces import Space
+from kvstore.server.index.model_registry import Space
+from kvstore.server.index.saved_history import pack_spaces, unpack_spaces
+from kvstore.server.settings.settings import load_config
 from kvstore.tiers.at_rest import (
     HEADER_BYTES,
     TAG_BYTES,

@@ -9,9 +9,9 @@ from contracts.chunks import make_representation
 from golden.samples import FOLDER
 
 from kvstore.proto.types import Namespace
-from kvstore.server.history_file import SavedHistory
-from kvstore.server.known_spaces import Space
-from kvstore.server.policy.history_state import CHUNK, CLASS, COARSER, HistoryState
+from kvstore.server.index.history_state import CHUNK, CLASS, COARSER, HistoryState
+from kvstore.server.index.model_registry import Space
+from kvstore.server.index.saved_history import SavedHistory
 
 PATH = FOLDER / "history-v1.kvh"
 PATH_V2 = FOLDER / "history-v2.kvh"

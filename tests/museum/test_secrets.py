@@ -17,7 +17,7 @@ from chart.rendered import CHART, TOOLS, Helm, of_kind, settings
 from redis_process import RedisProcess, free_port
 
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.config import load_config
+from kvstore.server.settings.settings import load_config
 from kvstore.tiers.redis_client import RedisClient
 
 START_S = 10.0

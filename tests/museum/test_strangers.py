@@ -16,7 +16,7 @@ from prompts import tokens
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.server.config import load_config
+from kvstore.server.settings.settings import load_config
 
 PROMPT = tokens(1, 64)
 

@@ -10,7 +10,7 @@ from simulation.clock import FakeClock
 from simulation.core import Core
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 
-from kvstore.server.sessions import Session
+from kvstore.server.security.sessions import Session
 from kvstore.tiers.base import Tier
 
 TIER_BYTES = 1 << 20

@@ -18,9 +18,9 @@ from prompts import chunks_of, is_right, keys_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.server import config as config_module
-from kvstore.server.metrics import COUNTERS
 from kvstore.server.node import SERVICE_NAME
+from kvstore.server.settings import settings as config_module
+from kvstore.server.telemetry.metrics import COUNTERS
 
 ServerMaker = Callable[..., LocalServer]
 

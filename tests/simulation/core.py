@@ -13,20 +13,20 @@ from kvstore.codecs.base import codec_by_name
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
-from kvstore.server.breaker import Breaker
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.knowledge import Knowledge
-from kvstore.server.intake import PutResult
-from kvstore.server.leases import LeaseTable
-from kvstore.server.manager import ManagerLimits, TierManager
-from kvstore.server.metrics import Counters
-from kvstore.server.mover import Mover
-from kvstore.server.policy.admission import make_admission
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.lru import LruEviction
-from kvstore.server.sessions import Session, SessionTable
-from kvstore.server.shelf import Shelf
-from kvstore.server.transfer import Transfers
+from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.leases import LeaseTable
+from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.store.store import ManagerLimits, TierManager
+from kvstore.server.store.writes import PutResult
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.admission import make_admission
+from kvstore.server.tiering.breaker import Breaker
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.work_queue import Mover
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 

@@ -30,9 +30,9 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.proto.wire import representation_to_message
-from kvstore.server.rpc.checks import Checks, ServiceLimits
-from kvstore.server.scrub import Scrub
-from kvstore.server.service import Identity, KVStoreService
+from kvstore.server.api.service import Identity, KVStoreService
+from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.store.scrub import Scrub
 
 REPRESENTATION = make_representation(layers=2, kv_heads=2, head_dim=4)
 LAYOUT = KVLayout.of(REPRESENTATION, 16)

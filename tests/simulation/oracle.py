@@ -10,9 +10,9 @@ from simulation.world import World
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import ChunkKey
-from kvstore.server.delivery import Arrival
-from kvstore.server.intake import PutTicket
-from kvstore.server.sessions import Session
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import Arrival
+from kvstore.server.store.writes import PutTicket
 
 
 @dataclass(slots=True)

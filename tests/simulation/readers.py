@@ -12,8 +12,8 @@ from simulation.world import LEASE_TTL_S, World
 
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.delivery import Arrival
-from kvstore.server.sessions import Session
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import Arrival
 
 
 @dataclass(slots=True)

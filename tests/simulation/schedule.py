@@ -12,7 +12,7 @@ from simulation.world import BREAKER_RETRY_S, SESSION_TTL_S, World
 from simulation.writers import Writers
 
 from kvstore.proto.errors import QuotaExceededError
-from kvstore.server.sessions import Session
+from kvstore.server.security.sessions import Session
 
 _FULL_CHECK_EVERY = 8
 _OF_A_SESSION = {

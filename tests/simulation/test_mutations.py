@@ -13,18 +13,18 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server import intake
-from kvstore.server.delivery import Delivery
+from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Holds
-from kvstore.server.intake import Intake
-from kvstore.server.landing import Landing
-from kvstore.server.leases import LeaseTable
-from kvstore.server.manager import TierManager
-from kvstore.server.mover import Mover
-from kvstore.server.policy.lru import LruEviction
-from kvstore.server.shelf import Shelf
-from kvstore.server.transfer import Transfers
+from kvstore.server.index.leases import LeaseTable
+from kvstore.server.store import writes
+from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reservations import Landing
+from kvstore.server.store.store import TierManager
+from kvstore.server.store.writes import Intake
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.work_queue import Mover
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
 
@@ -54,11 +54,11 @@ def _any_header(info: ChunkInfo) -> FrameHeader:
 
 
 def puts_are_not_verified(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(intake, "check_frame", lambda frame, _: parse_header(frame))
+    patch.setattr(writes, "check_frame", lambda frame, _: parse_header(frame))
 
 
 def restored_frames_are_taken_for_originals(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(intake, "check_put", nothing)
+    patch.setattr(writes, "check_put", nothing)
 
 
 def what_is_aborted_keeps_its_room(patch: pytest.MonkeyPatch) -> None:

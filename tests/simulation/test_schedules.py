@@ -43,7 +43,7 @@ ELSEWHERE = {
 """What the bulk channel, a tier's start, lossy codecs, admissions, budgets, plans, prefetches,
 quotas, lifetimes, the history file, codecs that only others have, portions, promises, blending,
 overload, trust, peers and the directory count: none is in a schedule. Lossy codecs have schedules
-of their own in tests/server/test_fidelity.py, scrub and portions in test_network.py."""
+of their own in tests/server/store/test_accuracy.py, scrub and portions in test_network.py."""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

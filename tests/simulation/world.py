@@ -15,18 +15,18 @@ from typing_extensions import override
 from kvstore.codecs.base import codec_by_name
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
-from kvstore.server.breaker import Breaker
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.knowledge import Knowledge
-from kvstore.server.leases import LeaseTable
-from kvstore.server.manager import ManagerLimits, TierManager
-from kvstore.server.metrics import Counters
-from kvstore.server.mover import Mover, Ticket
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.registry import make_policy
-from kvstore.server.sessions import SessionTable
-from kvstore.server.shelf import Shelf
-from kvstore.server.transfer import Transfers
+from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.leases import LeaseTable
+from kvstore.server.security.sessions import SessionTable
+from kvstore.server.store.store import ManagerLimits, TierManager
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.work_queue import Mover, Ticket
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 

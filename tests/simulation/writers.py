@@ -16,8 +16,8 @@ from kvstore.proto.errors import (
     ShuttingDownError,
 )
 from kvstore.proto.types import ChunkKey, PutOutcome
-from kvstore.server.intake import PutResult, PutTicket
-from kvstore.server.sessions import Session
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.writes import PutResult, PutTicket
 
 
 class Writers:

@@ -18,9 +18,9 @@ from redis_process import RedisProcess, TlsFiles
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.server.breaker import Breaker
 from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
-from kvstore.server.metrics import Counters
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
 from kvstore.tiers.redis_health import check_health

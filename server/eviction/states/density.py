@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.server.eviction.reuse_statistics import DensityTable, bins_of
 from kvstore.server.eviction.states.columns import Slots
 from kvstore.server.eviction.states.prior import asked_before, forgotten_before
 from kvstore.server.eviction.states.ranks import CheckpointRank, Scores
 from kvstore.server.eviction.states.tree import CheckpointTree, Node
-from kvstore.server.policy.density import DensityTable, bins_of
 
 STATE_CLASSES = 21
 

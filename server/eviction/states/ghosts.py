@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
+from kvstore.server.eviction.row_heap import RowHeap
 from kvstore.server.eviction.states.columns import ROOT
 from kvstore.server.eviction.states.hybrid_model import HybridModel
 from kvstore.server.eviction.states.tree import CheckpointTree, Node
-from kvstore.server.policy.row_heap import RowHeap
 
 TOKENS_PER_KEPT = 16
 """Tokens remembered for each one that the capacity has KV for: 64 bytes beside 65,536."""

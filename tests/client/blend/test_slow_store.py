@@ -30,7 +30,7 @@ from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import SegmentRange
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
-from kvstore.server.policy.blend_gate import TRIALS
+from kvstore.server.blending.gate_table import TRIALS
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
 TRIAL = ResolveTerms(is_trial=True)

@@ -23,8 +23,8 @@ from kvstore.proto.blend import ACCURACY_TAG, accuracy_tag
 from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, Representation
-from kvstore.server.policy import blend_gate
-from kvstore.server.tier_codec import NamedCodec
+from kvstore.server.blending import gate_table
+from kvstore.server.tiering.tier_codec import NamedCodec
 
 PROMPT = random_ids(300)
 """Four chunks of 64 tokens and some; three are stored, of the second a lossy copy only."""
@@ -196,7 +196,7 @@ def test_what_an_exact_call_computes_is_stored_in_the_lossy_copys_place(
 def boundless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the disk's codec state no bound, and a gate open after four comparisons."""
     monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
-    monkeypatch.setattr(blend_gate, "TRIALS", 4)
+    monkeypatch.setattr(gate_table, "TRIALS", 4)
 
 
 @pytest.mark.usefixtures("boundless")

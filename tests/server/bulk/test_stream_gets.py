@@ -14,7 +14,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError, TierUnavailableError
-from kvstore.server.bulk.stream_work import FIRST_PART_BYTES
+from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
 
 ServerMaker = Callable[..., LocalServer]
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.breaker import Breaker
+from kvstore.server.cluster.announcements import MAX_PENDING, Entries
 from kvstore.server.cluster.directory import (
     BUCKETS,
     MAX_HOLDERS,
@@ -24,9 +24,9 @@ from kvstore.server.cluster.directory import (
     NodeAddress,
     Strangers,
 )
-from kvstore.server.cluster.directory_entries import MAX_PENDING, Entries
-from kvstore.server.cluster.directory_roster import Roster, Standing
-from kvstore.server.metrics import Counters
+from kvstore.server.cluster.membership import Roster, Standing
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import NodeDown, RedisClient
 
 TTL_MS = 500

@@ -15,10 +15,10 @@ from kvstore.cli.status import ask_status, directory_line, status_as_json
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory
-from kvstore.server.cluster.directory_start import open_directory
-from kvstore.server.config import load_config
-from kvstore.server.gauges import gauges
-from kvstore.server.metrics import Counters
+from kvstore.server.cluster.directory_setup import open_directory
+from kvstore.server.settings.settings import load_config
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.web.gauges import gauges
 
 
 def directory_of(server: LocalServer) -> Directory:

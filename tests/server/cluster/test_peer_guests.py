@@ -35,9 +35,9 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import check_frame
 from kvstore.proto.guest_token import GUEST_S, guest_token
 from kvstore.proto.types import ChunkKey, Namespace
-from kvstore.server.bulk import stream_plane
+from kvstore.server.bulk import tcp_server
+from kvstore.server.bulk.peer_server import PeerDesk
 from kvstore.server.cluster.peer import MAX_LIES, Lent
-from kvstore.server.cluster.peer_desk import PeerDesk
 from kvstore.server.cluster.peer_tier import PeerTier
 
 BOTH_WAYS = pytest.mark.parametrize("pair", ["plain", "tls"], indirect=True)
@@ -437,7 +437,7 @@ def test_a_guest_is_hung_up_on_when_its_time_is_over(pair: Pair) -> None:
 def test_guests_of_one_server_are_bounded_and_leave_it_its_own_streams(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_plane, "GUEST_STREAMS_PER_SESSION", 2)
+    monkeypatch.setattr(tcp_server, "GUEST_STREAMS_PER_SESSION", 2)
     lent = lent_to(pair, Namespace(bytes(range(16))))
     with closing(enter(lent)):  # beside the reader's own
         with pytest.raises(QuotaExceededError, match="streams_per_session"):

@@ -26,14 +26,14 @@ from kvstore.proto.bulk import pack_found
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
-from kvstore.server.breaker import Breaker
-from kvstore.server.cluster.directory_roster import NodeAddress
+from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer import BARRED_S, MAX_LIES, Peer
 from kvstore.server.cluster.peer_dial import PeerAccess
 from kvstore.server.cluster.peer_tier import ASKED_AGAIN, ASKED_AGAIN_S, KNOWN_S, PeerTier
 from kvstore.server.cluster.peers import Peers, PeersTerms
-from kvstore.server.index.finder import ASKING
-from kvstore.server.metrics import Counters
+from kvstore.server.store.lookup import ASKING
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
 
 ServerMaker = Callable[..., LocalServer]
 CHUNK_TOKENS = 64

@@ -17,7 +17,7 @@ from prompts import MEDIUM, frame_of
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
-from kvstore.server.metrics import Counters
+from kvstore.server.telemetry.metrics import Counters
 
 KEY = ChunkKey(bytes(31) + b"k")
 FOREVER_MS = 600_000

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Times
 from kvstore.server.eviction.states.cache import StateCache
 from kvstore.server.eviction.states.density import STATE_CLASSES, HitDensityRank, state_class
 from kvstore.server.eviction.states.ghosts import GhostLimits
@@ -24,7 +25,6 @@ from kvstore.server.eviction.states.ranks import (
 )
 from kvstore.server.eviction.states.steady_clock import SteadyClock
 from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
-from kvstore.server.policy.density import Classes, DensityTable, Times
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 MakeRank = Callable[[CheckpointTree], CheckpointRank]

@@ -6,7 +6,7 @@ from contracts.policy import key
 from simulation.clock import FakeClock
 
 from kvstore.proto.types import ChunkKey
-from kvstore.server.index.finder import ABSENT_TTL_S, MAX_ABSENT_KEYS, AbsentKeys
+from kvstore.server.store.lookup import ABSENT_TTL_S, MAX_ABSENT_KEYS, AbsentKeys
 
 
 def test_a_key_is_absent_for_a_moment_after_it_was_noted() -> None:

@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import Fidelity, Namespace
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.found import LeaseTerms
-from kvstore.server.leases import LeaseTable
-from kvstore.server.policy.base import EvictionPolicy
-from kvstore.server.policy.lru import LruEviction
+from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.results import LeaseTerms
 
 SESSION = 7
 

@@ -24,10 +24,17 @@ from starlette.applications import Starlette
 from trust_world import World
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.config import load_config
-from kvstore.server.metrics import Counters
-from kvstore.server.tallies import BOUNDS_S, MAX_TENANTS, OTHERS, CallTimes, FindTally, Flows
-from kvstore.server.trust.authenticator import Authenticator
+from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.settings.settings import load_config
+from kvstore.server.telemetry.flows import (
+    BOUNDS_S,
+    MAX_TENANTS,
+    OTHERS,
+    CallTimes,
+    FindTally,
+    Flows,
+)
+from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web import http_server
 from kvstore.server.web.dashboard import EVERY_S, Dashboard
 from kvstore.server.web.dashboard_charts import trend_chart, what_if_chart

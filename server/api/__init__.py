@@ -1,0 +1,1 @@
+"""The server's edge: RPCs and calls of the host, checked, scheduled and answered."""

@@ -1,0 +1,155 @@
+"""The RPC Events: what a node gains and loses, to a bounded number of readers that stay."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    LeaseExpiredError,
+    QuotaExceededError,
+    UnauthenticatedError,
+)
+from kvstore.proto.types import ROOT, Namespace
+from kvstore.server.api.access_check import principal_of
+from kvstore.server.security.principal import Principal
+from kvstore.server.telemetry.events import EventLog, EventReader, Held, Page
+
+if TYPE_CHECKING:
+    import grpc
+
+    from kvstore.server.security.sessions import Session, SessionTable
+
+EVENT_READERS = 16
+"""Each has a thread of its own while it reads."""
+EVENT_READERS_PER_TENANT = 4
+POLL_S = 0.02
+"""How late an event may be: what comes meanwhile goes out together."""
+BEAT_S = 1.0
+"""A reader hears from the node this often, be there events or not."""
+_LAST_S = 0.5
+"""A call with so little time left ends, rather than be cut off."""
+
+
+class Seats:
+    """Who reads: so many at once, and so many of one tenant. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self, tenant: str) -> Iterator[None]:
+        """Sit inside ``with``. Raises QuotaExceededError."""
+        with self._lock:
+            if self._taken.total() >= EVENT_READERS:
+                raise QuotaExceededError("event_readers", EVENT_READERS, "this server")
+            if self._taken[tenant] >= EVENT_READERS_PER_TENANT:
+                limit = EVENT_READERS_PER_TENANT
+                raise QuotaExceededError("event_readers", limit, f"tenant {tenant!r}")
+            self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[tenant] -= 1
+                if not self._taken[tenant]:
+                    del self._taken[tenant]
+
+
+class EventDesk:
+    """The log, what is *held* in the catalog, and who reads.
+
+    *holds* says whether a caller is still one; *on_restart* counts new beginnings.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        held: Held,
+        holds: Callable[[Principal], bool],
+        on_restart: Callable[[], object],
+    ) -> None:
+        self.log = log
+        self.holds = holds
+        self.seats = Seats()
+        self._held = held
+        self._on_restart = on_restart
+
+    def reader(self, space: Namespace | None = None) -> EventReader:
+        """Return a reader of the events of *space*, or of all."""
+        return EventReader(self.log, self._held, space, self._on_restart)
+
+
+class EventCalls:
+    """A part of the service. What it reads is set by the service's constructor."""
+
+    _sessions: SessionTable
+    _clock: Callable[[], float]
+    _stamp: pb.Server
+    events: EventDesk | None = None
+
+    def Events(
+        self, request: pb.EventsRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.EventsResponse]:
+        """Tell a reader what comes and goes until it, its session or the server ends."""
+        desk = self.events
+        if desk is None:
+            raise InvalidRequestError("method", "Events", "this server keeps no events")
+        session = self._sessions.get(request.session_id) if request.session_id else None
+        with desk.seats.taken("" if session is None else session.tenant):
+            reader = desk.reader(None if session is None else session.namespace)
+            if request.boot_id == self._stamp.boot_id:
+                reader.go_on(request.cursor)  # which may look through the whole log
+            yield from self._told(reader, session, context, desk)
+
+    def _told(
+        self,
+        reader: EventReader,
+        session: Session | None,
+        context: grpc.ServicerContext,
+        desk: EventDesk,
+    ) -> Iterator[pb.EventsResponse]:
+        log, caller = desk.log, principal_of(context)
+        heard_at = self._clock()
+        while context.is_active() and not log.wait(0.0):
+            left_s = context.time_remaining()
+            if left_s is not None and left_s < _LAST_S:
+                return
+            if session is not None and session.is_closed:
+                raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
+            if session is None and not desk.holds(caller):  # sessions end with who opened them
+                raise UnauthenticatedError("credentials: not valid any more; call with others")
+            page = reader.poll()
+            now = self._clock()
+            if page is not None:
+                yield _message(page, self._stamp)
+                heard_at = now
+            elif now - heard_at >= BEAT_S:
+                yield pb.EventsResponse(server=self._stamp, cursor=reader.cursor)
+                heard_at = now
+            else:
+                log.wait(POLL_S)
+
+
+def _message(page: Page, stamp: pb.Server) -> pb.EventsResponse:
+    return pb.EventsResponse(
+        server=stamp,
+        cursor=page.cursor,
+        cleared=page.cleared,
+        events=[
+            pb.ChunkEvent(
+                key=one.key,
+                parent=b"" if one.parent == ROOT else one.parent,
+                tokens=one.tokens,
+                tier=one.tier,
+                fidelity=one.fidelity,
+            )
+            for one in page.events
+        ],
+    )

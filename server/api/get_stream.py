@@ -1,0 +1,172 @@
+"""A GetStream: one get's messages, from places that a reader on the host reaches to bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import wire
+from kvstore.proto.places import Place, Reach, pack_places
+from kvstore.proto.row_mask import SkippedRows
+from kvstore.proto.shm import ARENA_SLAB
+from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.layered_reads import LayeredGet, LayerPart
+from kvstore.server.store.ranged_reads import RangedRead, Span
+from kvstore.server.store.reads import IN_MEMORY, Arrival
+from kvstore.server.store.store import TierManager
+from kvstore.tiers.base import FilePlace, PeerPlace
+from kvstore.tiers.slab import SlabPlace
+
+REACH: dict[int, frozenset[Reach] | None] = {
+    pb.VIA_STREAM: None,
+    pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
+    pb.VIA_DEVICE: IN_MEMORY | {Reach.device, Reach.file},
+}
+"""Where a reader of each kind can read in place; one that is sent bytes, nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetStream:
+    """Answers one get under a lease. ``deadline`` is a point on the manager's clock.
+
+    Copies of a chunk below ``least`` count as missing.
+    """
+
+    manager: TierManager
+    session: Session
+    stamp: pb.Server
+    lease_id: int
+    deadline: float
+    least: Fidelity
+
+    def layers(
+        self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
+    ) -> Iterator[pb.GetResponse]:
+        """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
+        transfers = self.manager.transfers
+        layered = LayeredGet(transfers, self.session, keys, self.deadline, self.least)
+        layered.skipped = skipped
+        for part in layered.parts():
+            yield from self._pieces(part)
+
+    def ranges(
+        self,
+        keys: Sequence[ChunkKey],
+        ranges: Sequence[pb.FrameRange],
+        reach: Collection[Reach] | None,
+    ) -> Iterator[pb.GetResponse]:
+        """Yield *ranges* of the frames of *keys* as they lie, in order; one read for neighbours.
+
+        Of a frame within *reach* its place instead.
+        """
+        reading = RangedRead(self.manager.transfers, self.manager.gets, self.least, self.deadline)
+        for index, group in groupby(ranges, key=attrgetter("index")):
+            if index >= len(keys):
+                continue
+            found = reading.place(keys[index], reach) if reach is not None else None
+            if found is not None:
+                tier, place = found
+                yield self._places(index, pack_places([place]), [tier])
+                continue
+            spans = [Span(one.start, one.stop) for one in group]
+            with reading.read(keys[index], spans) as stored:
+                if stored is None:
+                    continue
+                for span, data in zip(spans, stored.data, strict=True):
+                    part = LayerPart(index, stored.tier, stored.frame_bytes, span.start, data)
+                    yield from self._pieces(part)
+
+    def frames(
+        self,
+        keys: Sequence[ChunkKey],
+        reach: Collection[Reach] | None,
+        peers: Collection[int] = (),
+    ) -> Iterator[pb.GetResponse]:
+        """Yield the chunks in order: where they are on *peers* or within *reach*, else bytes."""
+        gets = self.manager.gets
+        if reach is None:
+            for arrival in gets.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
+                yield from self._parts(arrival)
+            return
+        rows = gets.in_place(keys, reach, self.least, peers)
+        if len(rows):
+            yield self._places(0, rows.tobytes(), gets.place_names(reach, peers))
+            gets.were_told(self.session, keys, rows)
+        if len(rows) < len(keys):
+            yield from self._loaded(keys, len(rows), reach, peers)
+
+    def _loaded(
+        self,
+        keys: Sequence[ChunkKey],
+        first: int,
+        reach: Collection[Reach],
+        peers: Collection[int],
+    ) -> Iterator[pb.GetResponse]:
+        """Yield the chunks from *first* on; what is there without a load is told together."""
+        gets, least = self.manager.gets, self.least
+        there: list[Arrival] = []
+        lenders = self.manager.transfers.lenders(keys[first:])
+        for one in gets.get(self.session, keys[first:], self.deadline, reach, least, peers):
+            arrival = replace(one, index=one.index + first)
+            if arrival.place is None:
+                yield from self._parts(arrival)
+                continue
+            there.append(arrival)
+            following = keys[arrival.index + 1 :][:1]
+            if not (following and gets.in_reach(following[0], reach, least, peers)):
+                yield self._arrivals(there, lenders)
+                there = []
+        if there:
+            yield self._arrivals(there, lenders)
+
+    def _arrivals(self, arrivals: Sequence[Arrival], lenders: Iterable[int]) -> pb.GetResponse:
+        names = list(dict.fromkeys(arrival.tier for arrival in arrivals))
+        rows = pack_places(
+            _row(arrival.place, names.index(arrival.tier))
+            for arrival in arrivals
+            if arrival.place is not None
+        )
+        return self._places(arrivals[0].index, rows, names, lenders)
+
+    def _places(
+        self, index: int, rows: bytes, names: Sequence[str], lenders: Iterable[int] = ()
+    ) -> pb.GetResponse:
+        return pb.GetResponse(
+            server=self.stamp,
+            lease_id=self.lease_id,
+            index=index,
+            places=pb.Places(rows=rows, tier_names=names, peers=lenders),
+        )
+
+    def _parts(self, arrival: Arrival) -> Iterator[pb.GetResponse]:
+        frame = arrival.frame
+        return self._pieces(LayerPart(arrival.index, arrival.tier, len(frame), 0, frame))
+
+    def _pieces(self, part: LayerPart) -> Iterator[pb.GetResponse]:
+        """Cut a part of a frame into messages."""
+        for start in range(0, len(part.data), wire.MESSAGE_BYTES):
+            offset = part.offset + start
+            yield pb.GetResponse(
+                server=None if offset else self.stamp,
+                lease_id=self.lease_id,
+                index=part.chunk,
+                tier=part.tier,
+                part=pb.FramePart(
+                    frame_bytes=part.frame_bytes,
+                    offset=offset,
+                    data=part.data[start : start + wire.MESSAGE_BYTES].tobytes(),
+                ),
+            )
+
+
+def _row(place: SlabPlace | FilePlace | PeerPlace, tier: int) -> Place:
+    if isinstance(place, PeerPlace):
+        return Place(place.number, Reach.peer, tier, 0, place.size_bytes, 0)
+    if isinstance(place, FilePlace):
+        return Place(place.extent, Reach.file, tier, place.offset, place.size_bytes, 0)
+    reach = Reach.device if place.slab_id == ARENA_SLAB else Reach.memory
+    return Place(place.slab_id, reach, tier, place.offset, place.size_bytes, place.generation)

@@ -1,0 +1,115 @@
+"""The gRPC server, bound to its address."""
+
+from __future__ import annotations
+
+from concurrent import futures
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from kvstore.proto.errors import TierUnavailableError
+from kvstore.server.api.access_check import Gatekeeper
+from kvstore.server.api.interceptors import ErrorInterceptor
+from kvstore.server.api.load_shedding import Overload
+from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.security.certificates import ServerTls
+from kvstore.server.settings.descriptors import GRPC_SHARE, share_of
+from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.values import join_endpoint, unresolved
+
+MESSAGE_SLACK_BYTES = 1 << 20
+REQUESTS_PER_WORKER = 8
+PENDING_CALLS = 64
+"""Calls that gRPC keeps until Python takes them: it refuses some beyond, and all beyond twice as
+many, without the interpreter. Its own limit, 1,000, is more than Python takes within a deadline."""
+CONNECTIONS_PER_SESSION = 2
+OTHER_CONNECTIONS = 64
+"""Of commands and probes. More at once are closed as they come: to connect takes no proof."""
+HANDSHAKE_MS = 20_000
+"""A connection that has not said what it is by then is closed; gRPC would wait 120 s."""
+
+HEALTH_WORKERS = 2
+"""Threads of the health service that has a port of its own."""
+HEALTH_CONNECTIONS = 64
+
+
+def bind(
+    config: ServerConfig,
+    overload: Overload,
+    gatekeeper: Gatekeeper,
+    scope: RequestScope,
+    taken: int,
+) -> tuple[grpc.Server, int]:
+    """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
+
+    Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
+    """
+    largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
+    connections = most_connections(config.max_sessions, taken)
+    server = grpc.server(
+        overload.reads,
+        interceptors=[overload, scope, ErrorInterceptor(), gatekeeper],
+        maximum_concurrent_rpcs=overload.most_calls,
+        options=[
+            ("grpc.max_receive_message_length", largest),
+            ("grpc.max_send_message_length", largest),
+            ("grpc.so_reuseport", 0),
+            ("grpc.server.max_pending_requests", PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ],
+    )
+    return server, _open(server, config.listen_address, "listen", _tls(config))
+
+
+def most_connections(max_sessions: int, taken: int) -> int:
+    """Return how many connections there may be, as sessions need and descriptors allow."""
+    most = CONNECTIONS_PER_SESSION * max_sessions + OTHER_CONNECTIONS
+    return share_of(GRPC_SHARE, taken, most)
+
+
+def _tls(config: ServerConfig) -> ServerTls | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+
+
+def _open(
+    server: grpc.Server, address: tuple[str, int], name: str, tls: ServerTls | None = None
+) -> int:
+    host, port = address
+    where = join_endpoint(host, port)
+    try:
+        if tls is None:
+            return server.add_insecure_port(where)
+        return server.add_secure_port(where, tls.credentials())
+    except RuntimeError:
+        why = unresolved(host) or f"is it taken? choose another --{name}"
+        raise TierUnavailableError("grpc", f"cannot listen on {where}; {why}") from None
+
+
+def bind_health(
+    address: tuple[str, int], servicer: health.HealthServicer
+) -> tuple[grpc.Server, int]:
+    """Return a started server of *servicer* alone, in plain text, and its port.
+
+    Raises TierUnavailableError.
+    """
+    workers = futures.ThreadPoolExecutor(HEALTH_WORKERS, thread_name_prefix="health")
+    server = grpc.server(
+        workers,
+        maximum_concurrent_rpcs=REQUESTS_PER_WORKER * HEALTH_WORKERS,
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ],
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = _open(server, address, "health")
+    server.start()
+    return server, port

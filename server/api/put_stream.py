@@ -1,0 +1,195 @@
+"""One Put stream: frames that arrive in pieces, written where they will stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
+from kvstore.proto.frame import parse_header
+from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.types import ChunkKey
+from kvstore.proto.wire import hints_from_message
+from kvstore.server.api.validation import Checks
+from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.store.reservations import Said
+from kvstore.server.store.store import TierManager
+from kvstore.server.store.writes import AnyTicket, PutResult, PutTicket
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """The frame being received: where it goes (None: nowhere, it exists) and how far it is."""
+
+    ticket: AnyTicket | None
+    frame_bytes: int
+    room: Bytes | None = None
+    check: FrameCheck | None = None
+    """None: it is checked when it is whole."""
+    received_bytes: int = 0
+
+
+class PutStream:
+    """Receive the frames of one stream, one after another. Used once, by one thread.
+
+    Leave its ``with`` to give back the room of a frame that did not become whole.
+    """
+
+    def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
+        self._manager = manager
+        self._sessions = sessions
+        self._checks = checks
+        self._results: list[PutResult] = []
+        self._keys: list[ChunkKey] = []
+        self._incoming: _Incoming | None = None
+        self._held: _Incoming | None = None
+        """A whole frame whose state is kept only if the next one does not continue it."""
+        self._durable = False
+        self._deadline_ms = 0
+        self._deadline = 0.0
+        self._hints = NO_HINTS
+
+    def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
+        """Store each frame; return what became of them in order.
+
+        At the first bad message its error is raised; frames before it stay stored, the one
+        it belongs to leaves nothing behind.
+        """
+        is_open = False
+        with self:
+            for message in messages:
+                session = self._sessions.get(message.session_id)
+                if not is_open:
+                    is_open = True
+                    self.open(
+                        durable=message.durable,
+                        deadline_ms=message.deadline_ms,
+                        hints=hints_from_message(message.hints),
+                    )
+                self.take(session, message.frame_bytes, as_bytes(message.data))
+            return self.finish()
+
+    def open(self, *, durable: bool, deadline_ms: int, hints: Hints = NO_HINTS) -> None:
+        """Begin. Raises InvalidRequestError for what this server cannot promise."""
+        self._checks.durable(durable, is_possible=self._manager.can_be_durable)
+        self._durable, self._deadline_ms, self._hints = durable, deadline_ms, hints
+        self._deadline = self._checks.deadline(deadline_ms)
+
+    def hint(self, hints: Hints) -> None:
+        """Take what the writer says of all frames. Raises InvalidRequestError once one has come."""
+        if self._keys:
+            raise InvalidRequestError("hints", len(self._keys), "say them before the first frame")
+        self._hints = hints
+
+    @property
+    def frames(self) -> int:
+        """The number of the frame that the next piece belongs to."""
+        return len(self._keys) - (self._incoming is not None)
+
+    @property
+    def received_bytes(self) -> int:
+        """How far that frame is."""
+        return 0 if self._incoming is None else self._incoming.received_bytes
+
+    def take(self, session: Session, frame_bytes: int, data: Bytes) -> None:
+        """Take the next piece; *frame_bytes* is looked at where a frame begins.
+
+        Raises KVStoreErrors of what is wrong with the frame or the piece.
+        """
+        if self._incoming is None:
+            self._begin(session, frame_bytes, data)
+        room = self.room(len(data))
+        if room is not None:
+            copy_bytes(room, data)
+        self.landed(len(data))
+
+    def room(self, size_bytes: int) -> Bytes | None:
+        """Return where the next bytes of a frame that has begun go; None: nowhere, they are
+        skipped.
+
+        Say how many came with ``landed``. Raises InvalidFrameError when the frame has not so many.
+        """
+        incoming = self._incoming
+        if incoming is None:
+            raise InvalidFrameError("data", size_bytes, "no frame has begun")
+        stop = incoming.received_bytes + size_bytes
+        if not size_bytes or stop > incoming.frame_bytes:
+            raise InvalidFrameError("data", stop, f"the frame has {incoming.frame_bytes} bytes")
+        return None if incoming.room is None else incoming.room[incoming.received_bytes : stop]
+
+    def landed(self, size_bytes: int) -> None:
+        """Take note that so many bytes more are in their ``room``, and check them while in cache.
+
+        A frame that is whole is committed: raises what is wrong with it.
+        """
+        incoming = self._incoming
+        assert incoming is not None
+        incoming.received_bytes += size_bytes
+        if incoming.check is not None:
+            incoming.check.follow((incoming.received_bytes,))
+        if incoming.received_bytes < incoming.frame_bytes:
+            return
+        self._incoming = None
+        if incoming.ticket is not None:
+            self._held = incoming
+            if not self._manager.puts.may_lose_state(incoming.ticket):
+                self._commit_held(is_end=False)
+
+    def finish(self) -> list[PutResult]:
+        """Return what became of each frame, durable where that was asked for."""
+        if self._incoming is not None:
+            raise InvalidFrameError(
+                "frame", self._incoming.received_bytes, "the stream ended inside it"
+            )
+        self._commit_held(is_end=True)
+        if self._durable:
+            deadline = self._checks.deadline(self._deadline_ms)
+            return self._manager.harden(self._keys, self._results, deadline)
+        return self._results
+
+    def __enter__(self) -> PutStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with suppress(KVStoreError):  # the frames before a bad one stay
+            self._commit_held(is_end=True)
+        if self._incoming is not None and self._incoming.ticket is not None:
+            self._manager.puts.discard(self._incoming.ticket)
+        self._incoming = None
+
+    def _commit_held(self, *, is_end: bool) -> None:
+        held, self._held = self._held, None
+        if held is not None and held.ticket is not None:
+            puts = self._manager.puts
+            self._results.append(puts.commit(held.ticket, held.check, is_end=is_end))
+
+    def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
+        if not frame_bytes:
+            raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
+        self._checks.batch("frames", len(self._keys) + 1)
+        header = parse_header(data, takes_portions=True)
+        info, piece = self._checks.header(session, header, frame_bytes)
+        if self._held is not None and self._held.ticket is not None:
+            self._commit_held(is_end=info.parent_key != self._held.ticket.key)
+        said = Said(self._hints, is_end=None)
+        begun = self._manager.puts.open(session, info, self._deadline, said, piece)
+        self._keys.append(info.key)
+        if isinstance(begun, PutResult):
+            self._results.append(begun)
+            self._incoming = _Incoming(None, frame_bytes)
+        else:
+            # Ours: the end of the session must not free what we write into.
+            room = self._manager.puts.view(begun)
+            is_whole = isinstance(begun, PutTicket)
+            check = FrameCheck(room, info.key, header.header_bytes) if is_whole else None
+            self._incoming = _Incoming(begun, frame_bytes, room, check)

@@ -1,0 +1,101 @@
+"""Calls that come over the Unix socket, answered by the same methods as gRPC's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from types import GeneratorType
+from typing import TYPE_CHECKING, Any
+
+from kvstore.proto import shm
+from kvstore.proto.calls import METHODS, Packet, pack_answer, pack_failure, unpack_call
+from kvstore.proto.errors import KVStoreError, UnauthenticatedError
+from kvstore.proto.types import DIGEST_BYTES
+from kvstore.server.api.interceptors import told
+from kvstore.server.api.service import KVStoreService
+from kvstore.server.security.authorization import Doorkeeper
+from kvstore.server.security.sessions import Session
+
+if TYPE_CHECKING:
+    from kvstore.server.telemetry.tracing import Tracing
+
+_NO_CONTEXT: Any = None
+"""The service's methods take gRPC's context and do not look at it."""
+
+
+class LocalCalls:
+    """Runs a call against *service* and packs what it answers, errors included.
+
+    *doorkeeper* says whether the session may, and is told what became of it. *after_lookup* is
+    called once the answer to a lookup is on its way.
+    """
+
+    def __init__(
+        self,
+        service: KVStoreService,
+        doorkeeper: Doorkeeper | None = None,
+        after_lookup: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._service = service
+        self._doorkeeper = doorkeeper
+        self._after_lookup = after_lookup
+        self.tracing: Tracing | None = None
+
+    def answer(
+        self, session: Session, head: shm.Request, body: bytes
+    ) -> Generator[Packet, None, None]:
+        """Return the packets of the answer. Closing the iterator ends the call."""
+        method = METHODS.get(head.arg)
+        name = "call" if method is None else method.name
+        packets = told(self._packets(session, head, body), pack_failure, name)
+        return self._then_learn(packets) if name == "Lookup" else packets
+
+    def _then_learn(self, packets: Generator[Packet, None, None]) -> Generator[Packet, None, None]:
+        yield from packets
+        # Who asked has its answer: an error here is for the log alone.
+        for _ in told(self._learn(), pack_failure, "Lookup"):
+            return
+
+    def _learn(self) -> Generator[Packet, None, None]:
+        self._after_lookup()
+        yield from ()
+
+    def _packets(
+        self, session: Session, head: shm.Request, body: bytes
+    ) -> Generator[Packet, None, None]:
+        method, request = unpack_call(head, body)
+        if request.session_id != session.session_id:  # type: ignore[attr-defined]
+            raise UnauthenticatedError("session_id: call on the connection of your session")
+        if self._doorkeeper is None:
+            yield from self._traced(method, request)
+            return
+        outcome = "cancelled"
+        started = self._doorkeeper.clock()
+        try:
+            self._doorkeeper.admit_on(session, method)
+            yield from self._traced(method, request)
+            outcome = "OK"
+        except KVStoreError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self._doorkeeper.times.note(method, self._doorkeeper.clock() - started)
+            self._doorkeeper.note(session.owner, method, outcome, session, request, lambda: "unix")
+
+    def _traced(self, method: str, request: Any) -> Generator[Packet, None, None]:
+        if self.tracing is None:
+            yield from self._answered(method, request)
+            return
+        chunks = len(getattr(request, "digests", b"")) // DIGEST_BYTES
+        with self.tracing.call(method, "unix", chunks):
+            yield from self._answered(method, request)
+
+    def _answered(self, method: str, request: Any) -> Generator[Packet, None, None]:
+        reply = getattr(self._service, method)(request, _NO_CONTEXT)
+        if not isinstance(reply, GeneratorType):
+            yield from pack_answer(reply)
+            return
+        with closing(reply) as messages:
+            for message in messages:
+                yield from pack_answer(message, more=True)
+        yield from pack_answer(None)

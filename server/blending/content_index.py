@@ -1,0 +1,347 @@
+"""The ContentIndex: chunks by what they say, whatever stood before them, in columns."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore.proto.key_table import NO_ROW, KeyTable, spare_rows
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey, Namespace
+from kvstore.server.blending.scores import (
+    UNKNOWN_IMPACT,
+    Context,
+    context_impact,
+    fix_overhead,
+)
+
+MAX_VARIANTS = 5
+"""Of one content: Cache-Craft's M (section 5)."""
+
+MAX_CONTEXT = 16
+"""Chunks before a variant that are looked at, the nearest."""
+
+MAX_MASSES = 1 << 16
+"""Variants whose reported attention is remembered, those reported on last."""
+
+MAX_LEARNED = 4096
+"""Variants whose statistics are kept over a restart, those reported on last."""
+
+UNKNOWN_CONTENT = bytes(DIGEST_BYTES)
+"""What frames have whose writer did not say."""
+
+_EWMA_WEIGHT = 0.25
+_UNMEASURED = -1.0
+
+
+class Named(NamedTuple):
+    """A chunk as its frame names it: what was before it, what it says, and where it stood."""
+
+    key: ChunkKey
+    parent: ChainDigest
+    content: bytes
+    tokens: int
+    position: int
+
+
+class Facts(NamedTuple):
+    """What is known of one variant. ``deviation`` is -1 and ``reports`` 0 before any report.
+
+    ``is_measured``: engines said what attention it paid; else *context* is by tokens.
+    """
+
+    key: ChunkKey
+    parent: ChainDigest
+    tokens: int
+    position: int
+    impact: float
+    deviation: float
+    reports: int
+    context: Sequence[Context]
+    is_measured: bool = False
+
+
+class Measured(NamedTuple):
+    """What an engine reported of a variant: its mean deviation, -1 for none, and attention."""
+
+    deviation: float
+    context: Sequence[Context]
+    intra_mass: float
+
+
+class Learned(NamedTuple):
+    """What reports and uses told of one variant: what is kept over a restart."""
+
+    key: ChunkKey
+    impact: float
+    deviation: float
+    overlap: float
+    uses: float
+    reports: int
+    context: tuple[Context, ...]
+
+
+class ContentIndex:
+    """Variants by namespace and content digest. Not thread-safe: the catalog's lock guards it.
+
+    A variant is a chunk with a copy whose frame names its content; about 150 bytes each. Of one
+    content there are MAX_VARIANTS at most: of one more, that one goes which has saved least, uses
+    times the share that was not to be recomputed (Cache-Craft, section 5), but never the one that
+    depends least on what was before it, which stands in for all prompts. One that began its prompt
+    is that only where there is no other: its first token is an attention sink, which disturbs
+    wherever else it stands. Contents beyond *limit* are not taken in; 0: none are. What goes from
+    here stays on its tiers, where it is a prefix.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.left_out = 0
+        """Chunks that came when *limit* was reached."""
+        self._contents = KeyTable()
+        self._heads = array("I", [NO_ROW])
+        """By row of a content, that of its latest variant."""
+        self._variants = KeyTable()
+        self._content_rows, self._next = array("I", [0]), array("I", [0])
+        self._positions, self._born = array("I", [0]), array("I", [0])
+        self._tokens = array("I", [0])
+        self._parents = bytearray(DIGEST_BYTES)
+        self._uses, self._overlaps = array("f", [0]), array("f", [0])
+        self._impacts, self._deviations = array("f", [0]), array("f", [0])
+        self._reports = array("I", [0])
+        self._masses: OrderedDict[int, tuple[Context, ...]] = OrderedDict()
+        self._reported: OrderedDict[int, None] = OrderedDict()
+        """The MAX_LEARNED rows that were reported on last."""
+        self._recalled: dict[ChunkKey, Learned] = {}
+        """Learned before the last start, of variants that were not heard of since."""
+        self._clock = 0
+
+    # --- what comes and goes
+
+    def note(self, chunk: Named) -> ChunkKey | None:
+        """A chunk came; return the variant that gave way to it, if one did."""
+        if chunk.content == UNKNOWN_CONTENT or self._variants.find(chunk.key):
+            return None
+        name = _name(chunk.key, chunk.content)
+        if not self._contents.find(name) and len(self._contents) >= self._limit:
+            self.left_out += 1
+            return None
+        content = self._contents.add(name)
+        row = self._variants.add(chunk.key)
+        self._reach(content, row)
+        self._clock += 1
+        self._content_rows[row], self._next[row] = content, self._heads[content]
+        self._heads[content] = row
+        self._positions[row], self._born[row] = chunk.position, self._clock & 0xFFFFFFFF
+        self._tokens[row] = chunk.tokens
+        self._parents[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] = chunk.parent
+        self._uses[row], self._overlaps[row] = 1.0, 0.0
+        self._impacts[row] = UNKNOWN_IMPACT
+        self._deviations[row], self._reports[row] = _UNMEASURED, 0
+        known = self._recalled.pop(chunk.key, None)
+        if known is not None:
+            self._learn(row, known)
+        return self._give_way(content)
+
+    def _reach(self, content: int, row: int) -> None:
+        if content == len(self._heads):
+            self._heads.frombytes(bytes(4 * spare_rows(content)))
+        if row == len(self._next):
+            count = spare_rows(row)
+            self._parents += bytes(count * DIGEST_BYTES)
+            for whole in (self._content_rows, self._next, self._positions, self._born):
+                whole.frombytes(bytes(4 * count))
+            for column in (self._tokens, self._reports):
+                column.frombytes(bytes(4 * count))
+            for real in (self._uses, self._overlaps, self._impacts, self._deviations):
+                real.frombytes(bytes(4 * count))
+
+    def _give_way(self, content: int) -> ChunkKey | None:
+        rows = list(self._rows(content))
+        if len(rows) <= MAX_VARIANTS:
+            return None
+        stays = min(
+            rows,
+            key=lambda row: (self._parent(row) == ROOT, self._impacts[row], self._positions[row]),
+        )
+        rows.remove(stays)
+        goes = min(rows, key=lambda row: (self._saved(row), self._born[row]))
+        key = self._variants.key(goes)
+        self.forget(key)
+        return key
+
+    def _saved(self, row: int) -> float:
+        overhead = fix_overhead(self._impacts[row], self._overlaps[row])
+        return self._uses[row] * (1.0 - overhead)
+
+    def forget(self, key: ChunkKey) -> bool:
+        """A chunk is gone from all tiers. Return whether it was a variant."""
+        row = self._variants.find(key)
+        if not row:
+            return False
+        content = self._content_rows[row]
+        if self._heads[content] == row:
+            self._heads[content] = self._next[row]
+        else:
+            for other in self._rows(content):
+                if self._next[other] == row:
+                    self._next[other] = self._next[row]
+                    break
+        if not self._heads[content]:
+            self._contents.remove(content)
+        self._masses.pop(row, None)
+        self._reported.pop(row, None)
+        self._variants.remove(row)
+        return True
+
+    # --- questions
+
+    def _rows(self, content: int) -> Iterator[int]:
+        row = self._heads[content]
+        while row:
+            following = self._next[row]
+            yield row
+            row = following
+
+    def variants(self, space: Namespace, content: bytes) -> list[Facts]:
+        """Return the variants of *content*, those that came last first."""
+        row = self._contents.find(ChunkKey(space + content))
+        return [self._facts(one) for one in self._rows(row)] if row else []
+
+    def facts(self, key: ChunkKey) -> Facts | None:
+        """Return what is known of a variant; None when it is none."""
+        row = self._variants.find(key)
+        return self._facts(row) if row else None
+
+    def content(self, key: ChunkKey) -> bytes:
+        """Return the content digest of a variant; UNKNOWN_CONTENT when it is none."""
+        row = self._variants.find(key)
+        return (
+            self._contents.key(self._content_rows[row])[DIGEST_BYTES:] if row else UNKNOWN_CONTENT
+        )
+
+    def _facts(self, row: int) -> Facts:
+        return Facts(
+            self._variants.key(row),
+            self._parent(row),
+            self._tokens[row],
+            self._positions[row],
+            self._impacts[row],
+            self._deviations[row],
+            self._reports[row],
+            self._masses.get(row) or self._before(row),
+            row in self._masses,
+        )
+
+    def _parent(self, row: int) -> ChainDigest:
+        return ChainDigest(bytes(self._parents[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]))
+
+    def _before(self, row: int) -> list[Context]:
+        """Return the chunks before a variant, the farthest first, each with its tokens for mass.
+
+        What is not here any more, or too far away, is one chunk that no prompt has.
+        """
+        found: list[Context] = []
+        space, left = self._variants.key(row)[:DIGEST_BYTES], self._positions[row]
+        parent = self._parent(row)
+        while parent != ROOT and left > 0 and len(found) < MAX_CONTEXT:
+            row = self._variants.find(ChunkKey(space + parent))
+            if not row:
+                break
+            content = self._contents.key(self._content_rows[row])[DIGEST_BYTES:]
+            found.append(Context(content, self._tokens[row], float(self._tokens[row])))
+            left -= self._tokens[row]
+            parent = self._parent(row)
+        if left > 0:
+            found.append(Context(UNKNOWN_CONTENT, left, float(left)))
+        return found[::-1]
+
+    # --- what is learned
+
+    def used(self, key: ChunkKey, overlap: float) -> None:
+        """A variant was given out where so much of its context was there, too."""
+        row = self._variants.find(key)
+        if row:
+            self._uses[row] += 1.0
+            self._overlaps[row] += _EWMA_WEIGHT * (overlap - self._overlaps[row])
+
+    def report(self, key: ChunkKey, measured: Measured) -> bool:
+        """An engine used a variant, and measured it. Return whether it is still here."""
+        row = self._variants.find(key)
+        if not row:
+            return False
+        self._reports[row] += 1
+        self._remember(row)
+        if measured.deviation >= 0:
+            before = self._deviations[row]
+            step = _EWMA_WEIGHT * (measured.deviation - before)
+            self._deviations[row] = measured.deviation if before < 0 else before + step
+        if measured.context:
+            self._impacts[row] = context_impact(
+                measured.context, measured.intra_mass, self._tokens[row]
+            )
+            self._keep_masses(row, tuple(measured.context))
+        return True
+
+    def _keep_masses(self, row: int, context: tuple[Context, ...]) -> None:
+        self._masses[row] = context
+        self._masses.move_to_end(row)
+        if len(self._masses) > MAX_MASSES:
+            self._masses.popitem(last=False)
+
+    def _remember(self, row: int) -> None:
+        self._reported[row] = None
+        self._reported.move_to_end(row)
+        if len(self._reported) > MAX_LEARNED:
+            self._reported.popitem(last=False)
+
+    # --- over a restart
+
+    def learned(self) -> list[Learned]:
+        """Return what reports told, of the variants reported on last, the latest last.
+
+        What an earlier run learned of chunks that were not read yet comes first.
+        """
+        found = list(self._recalled.values())
+        found += [
+            Learned(
+                self._variants.key(row), self._impacts[row], self._deviations[row],
+                self._overlaps[row], self._uses[row], self._reports[row],
+                self._masses.get(row, ()),
+            )
+            for row in self._reported
+        ]  # fmt: skip
+        return found[-MAX_LEARNED:]
+
+    def recall(self, rows: Sequence[Learned]) -> None:
+        """Take in what an earlier run learned: of variants that are here, and once they come."""
+        for one in rows[-MAX_LEARNED:]:
+            row = self._variants.find(one.key)
+            if row:
+                self._learn(row, one)
+            else:
+                self._recalled[one.key] = one
+
+    def _learn(self, row: int, known: Learned) -> None:
+        self._impacts[row], self._deviations[row] = known.impact, known.deviation
+        self._overlaps[row], self._uses[row] = known.overlap, known.uses
+        self._reports[row] = known.reports
+        self._remember(row)
+        if known.context:
+            self._keep_masses(row, known.context)
+
+    @property
+    def content_count(self) -> int:
+        """Contents of which there is a variant."""
+        return len(self._contents)
+
+    def __len__(self) -> int:
+        return len(self._variants)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return self._variants.find(key) != NO_ROW
+
+
+def _name(key: ChunkKey, content: bytes) -> ChunkKey:
+    """Return what a content is called in the namespace of *key*."""
+    return ChunkKey(key[:DIGEST_BYTES] + content)

@@ -1,0 +1,228 @@
+"""Blending: what stands in for the segments of a prompt, and what engines say it was worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvstore.proto.blend import (
+    ACCURACY_TAG,
+    UNKNOWN,
+    GateView,
+    Resolution,
+    ResolvedChunk,
+    ResolvedSegment,
+    ShadowResult,
+)
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.plans import PrefillModel
+from kvstore.proto.types import ChunkKey, Fidelity, LayerKind, layer_order
+from kvstore.server.blending.content_index import Measured
+from kvstore.server.blending.contents import Contents, Matches
+from kvstore.server.blending.gate_table import Shadow
+from kvstore.server.blending.gates import Gates
+from kvstore.server.blending.token_priority import Scores
+from kvstore.server.blending.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
+from kvstore.server.index.results import LeaseTerms
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.lookup import Finder
+from kvstore.server.tiering.moves import Transfers
+
+MAX_NAMED = 4096
+"""Chunks that one answer names and leases; of more, each chunk has fewer variants."""
+
+CHUNKS_AT_ONCE = 8
+"""Looked up under one holding of the catalog's lock."""
+
+_PREFIX_ONLY = (LayerKind.state, LayerKind.window)
+"""Kinds of layers whose chunks do not hold the KV of all their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a Resolve asks. ``deadline`` is a point on the server's clock."""
+
+    segments: tuple[AskedSegment, ...]
+    tag: str
+    is_trial: bool
+    deadline: float
+    least: Fidelity
+    max_variants: int
+    prefill: PrefillModel | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a ReportReuse says, checked. ``chunks``: variants, what was measured of each, and the
+    scores of their tokens, (tokens), -1 for those that were not measured.
+    """
+
+    tag: str
+    chunks: tuple[tuple[ChunkKey, Measured, Scores | None], ...]
+    ratio: float
+    shadow: ShadowResult | None
+    speedup: float = UNKNOWN
+
+
+class Blending:
+    """Answers Resolve and ReportReuse. Thread-safe."""
+
+    def __init__(
+        self, transfers: Transfers, finder: Finder, lease_ttl_ms: int, gates: Gates
+    ) -> None:
+        self.gates = gates
+        self.contents = Contents(transfers.catalog.state)
+        transfers.catalog.listeners.append(self.contents)
+        self._catalog = transfers.catalog
+        self._counters = transfers.counters
+        self._sources = transfers.sources
+        self._finder = finder
+        self._lease_ttl_ms = lease_ttl_ms
+        self.tier_names = tuple(shelf.name for shelf in transfers.sources)
+
+    # --- resolve
+
+    def resolve(self, session: Session, question: Question) -> Resolution:
+        """Say what there is of each segment, and lease it. Raises QuotaExceededError.
+
+        A chunk that is here as the very prompt has it is exact. Of others the variants follow,
+        if the request opts in, its gate is open, and loading and repairing them is faster than
+        computing; the first is the one of which least has to be recomputed.
+        """
+        _check_kinds(session)
+        is_open, is_shadow, gate = False, False, self.gates.view(session, question.tag)
+        if any(one.approximate for one in question.segments):
+            permit = self.gates.ask(session, question.tag, trial=question.is_trial)
+            is_open, is_shadow = permit.may_pass, permit.is_shadow
+        prefix = self._exact_prefix(session, question)
+        count = sum(len(one.chunks) for one in question.segments)
+        limit = min(question.max_variants, max(1, MAX_NAMED // max(1, count)))
+        terms = ChoiceTerms(gate.ratio, limit, question.prefill)
+        choice = VariantChoice(self._sources, _places(question.segments), terms)
+        segments = [
+            choice.segment(
+                one, self._found(session, question, one, approximate=one.approximate and is_open)
+            )
+            for one in question.segments
+        ]
+        resolution = Resolution(
+            tuple(segments), prefix, gate,
+            tuple(place.layer_id for place in layer_order(session.representation)),
+            session.representation.rope, is_shadow,
+        )  # fmt: skip
+        return self._leased(session, resolution)
+
+    def _exact_prefix(self, session: Session, question: Question) -> int:
+        """Return how many chunks from the prompt's first on are here, or with other nodes."""
+        keys, at = [], 0
+        for segment in question.segments:
+            if segment.start != at:
+                break
+            for chunk in segment.chunks:
+                if not chunk.key:
+                    break
+                keys.append(chunk.key)
+                at += chunk.tokens
+            if at != segment.stop:
+                break
+        if not keys:
+            return 0
+        return self._finder.lookup(
+            session, keys, question.deadline, lease=False, min_fidelity=question.least
+        ).ready
+
+    def _found(
+        self, session: Session, question: Question, asked: AskedSegment, *, approximate: bool
+    ) -> list[Matches]:
+        tiers = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
+        found: list[Matches] = []
+        for start in range(0, len(asked.chunks), CHUNKS_AT_ONCE):
+            found += self.contents.matches(
+                session.namespace,
+                asked.chunks[start : start + CHUNKS_AT_ONCE],
+                question.least,
+                tiers,
+                approximate=approximate,
+            )
+        return found
+
+    def _leased(self, session: Session, resolution: Resolution) -> Resolution:
+        """Lease what is named; what has gone meanwhile is named no more."""
+        space = session.namespace
+        every = [chunk for one in resolution.segments for chunk in one.chunks]
+        keys = [ChunkKey(space + variant.digest) for chunk in every for variant in chunk.variants]
+        terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000)
+        lease = self.contents.lease_any(keys, terms)
+        held = set(lease.keys) if lease is not None else set()
+        segments = tuple(
+            replace(one, chunks=tuple(_kept(chunk, held, space) for chunk in one.chunks))
+            for one in resolution.segments
+        )
+        self._count(segments)
+        best = [
+            (ChunkKey(space + chunk.variants[0].digest), chunk.variants[0].overlap)
+            for one in segments
+            for chunk in one.chunks
+            if chunk.variants and not chunk.is_exact
+        ]
+        if best:
+            self.contents.chose(best)
+        if lease is None:
+            return replace(resolution, segments=segments)
+        return replace(
+            resolution,
+            segments=segments,
+            lease_id=lease.lease_id,
+            lease_ttl_ms=self._lease_ttl_ms,
+        )
+
+    def _count(self, segments: Sequence[ResolvedSegment]) -> None:
+        chunks = [chunk for one in segments for chunk in one.chunks]
+        exact = sum(chunk.is_exact for chunk in chunks)
+        named = sum(bool(chunk.variants) for chunk in chunks)
+        self._counters.add("blend_resolves")
+        self._counters.add("blend_exact_chunks", exact)
+        self._counters.add("blend_variant_chunks", named - exact)
+        self._counters.add("blend_missing_chunks", len(chunks) - named)
+
+    # --- reports
+
+    def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
+        """Return the tokens of each of *keys*; 0 for what is no variant here."""
+        return self.contents.variant_tokens(keys)
+
+    def report(self, session: Session, report: Report) -> GateView:
+        """Take in what an engine says; return the gate as it is then.
+
+        With ACCURACY_TAG nothing is said, but asked: which codecs' gates are open.
+        """
+        if report.tag == ACCURACY_TAG:
+            return self.gates.of_codecs(session)
+        self.contents.reported(report.chunks)
+        self._counters.add("blend_reports")
+        shadow = None
+        if report.shadow is not None:
+            one = report.shadow
+            shadow = Shadow(one.divergence, one.agreement, one.tokens, report.ratio)
+        return self.gates.told(session, report.tag, shadow, report.speedup)
+
+
+def _check_kinds(session: Session) -> None:
+    """Refuse models whose chunks do not hold the KV of all their tokens."""
+    kinds = {group.kind for group in session.representation.layer_groups}
+    for kind in sorted(kinds.intersection(_PREFIX_ONLY)):
+        fix = "its KV fits one prefix only; use Lookup"
+        raise InvalidRequestError("representation", f"{kind.name} layers", fix)
+
+
+def _places(segments: Sequence[AskedSegment]) -> dict[bytes, int]:
+    """Return where each content of the prompt is first, by chunk."""
+    contents = [chunk.content for one in segments for chunk in one.chunks]
+    return {content: place for place, content in reversed(list(enumerate(contents)))}
+
+
+def _kept(chunk: ResolvedChunk, held: set[ChunkKey], space: bytes) -> ResolvedChunk:
+    variants = tuple(one for one in chunk.variants if ChunkKey(space + one.digest) in held)
+    if len(variants) == len(chunk.variants):
+        return chunk
+    return replace(chunk, variants=variants, is_exact=chunk.is_exact and bool(variants))

@@ -1,0 +1,121 @@
+"""The PeerDesk: what this server does for others of the fleet, within bounds.
+
+Others get what is in CPU memory and nothing else: no load is begun for them, no copy made, and
+no policy hears of it, as whoever reads a chunk often keeps it itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvstore.proto import bulk
+from kvstore.proto.bulk import pack_found, unpack_wanted
+from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto.types import ChunkKey
+from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
+from kvstore.server.settings.peer_settings import GET_BYTES
+from kvstore.server.tiering.moves import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class DeskLimits:
+    """For all peers together: ``requests`` at once, ``under_way_bytes`` of frames being sent."""
+
+    requests: int = 8
+    under_way_bytes: int = 8 * GET_BYTES
+    max_batch_chunks: int = 4096
+
+
+class PeerDesk:
+    """Answers finds and gets of peers from CPU memory. Thread-safe."""
+
+    def __init__(self, transfers: Transfers, limits: DeskLimits) -> None:
+        self._catalog = transfers.catalog
+        self._cpu = transfers.cpu_tier
+        self._counters = transfers.counters
+        self._limits = limits
+        self._lock = threading.Lock()  # guards the two below
+        self._requests = 0
+        self._under_way_bytes = 0
+
+    def enter(self, word: bulk.Word) -> None:
+        """Take a request in. Raises QuotaExceededError when as many are at work as may be."""
+        size_bytes = GET_BYTES if isinstance(word, bulk.Get) else 0
+        limits = self._limits
+        with self._lock:
+            sums = (
+                ("peer_requests", self._requests + 1, limits.requests),
+                ("peer_bytes", self._under_way_bytes + size_bytes, limits.under_way_bytes),
+            )
+            past = [(name, limit) for name, value, limit in sums if value > limit]
+            if not past:
+                self._requests += 1
+                self._under_way_bytes += size_bytes
+                return
+        self._counters.add("peer_refused_requests")
+        raise QuotaExceededError(*past[0], "this server")
+
+    def leave(self, word: bulk.Word) -> None:
+        """Undo one ``enter``."""
+        with self._lock:
+            self._requests -= 1
+            self._under_way_bytes -= GET_BYTES if isinstance(word, bulk.Get) else 0
+
+    @contextmanager
+    def admitted(self, word: bulk.Word) -> Iterator[None]:
+        """Take a request in while it is answered. Raises as ``enter``."""
+        self.enter(word)
+        try:
+            yield
+        finally:
+            self.leave(word)
+
+    def find(self, payload: bytes) -> bytes:
+        """Return what is known of the chunks in memory that *payload* names.
+
+        Raises InvalidRequestError.
+        """
+        keys = unpack_wanted(payload, self._limits.max_batch_chunks)
+        self._counters.add("peer_asked_chunks", len(keys))
+        return pack_found(self._catalog.infos_on(self._cpu.name, keys))
+
+    def get(self, work: StreamWork, payload: bytes) -> None:
+        """Send the frames in memory that *payload* names, up to the first that is not there.
+
+        Return once their memory is in use no more, or the deadline is over. Raises
+        InvalidRequestError.
+        """
+        ranges: list[bulk.Range] = []
+        if work.word.flags & bulk.RANGES:
+            payload, ranges = bulk.unpack_ranges(payload)
+        keys = unpack_wanted(payload, self._limits.max_batch_chunks)
+        held: list[ChunkKey] = []
+        try:
+            for piece in self._pieces(keys, ranges, held):
+                self._counters.add("peer_served_bytes", len(piece.data))
+                if not work.offer(piece):
+                    break
+        finally:
+            for key in held:
+                self._catalog.let_go(key)
+
+    def _pieces(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[bulk.Range], held: list[ChunkKey]
+    ) -> Iterator[Piece]:
+        wanted = ranges or [bulk.Range(index, 0, 1 << 62) for index in range(len(keys))]
+        for index, start, stop in wanted:
+            if index >= len(keys):
+                continue
+            key = keys[index]
+            copies = self._catalog.hold(key)
+            held.append(key)
+            frame = self._cpu.peek(key) if self._cpu.name in copies else None
+            if frame is None:
+                return
+            if start < min(stop, len(frame)):
+                yield Piece(index, self._cpu.name, len(frame), start, frame[start:stop])
+            if start == 0:
+                self._counters.add("peer_served_chunks")

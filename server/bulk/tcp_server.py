@@ -1,0 +1,386 @@
+"""StreamPlane: the bulk channel, TCP connections over which other servers read this one's memory,
+and clients get and put frames.
+
+One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
+connection it is has threads of his own to be slow with, and so have clients, those of other
+servers, their guests, among them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import selectors
+import socket
+import ssl
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvstore.proto import bulk
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    QuotaExceededError,
+    TierUnavailableError,
+    UnauthenticatedError,
+)
+from kvstore.proto.guest_token import is_genuine
+from kvstore.proto.stream_wire import StreamWire, word_bytes, word_of
+from kvstore.server.api.interceptors import known_errors
+from kvstore.server.bulk.tcp_requests import (
+    METHODS,
+    Caller,
+    StreamAnswers,
+    StreamTerms,
+    refuse,
+)
+from kvstore.server.security.sessions import Session
+
+if TYPE_CHECKING:
+    import ssl
+
+HELLO_S = 4.0
+"""For the handshake and the first word."""
+MAX_STRANGERS = 64
+"""Connections that have not said whose they are. For one more the first of those goes that came
+from the address with the most: none keeps the others out."""
+MAX_CLIENT_STREAMS = 512
+"""And half of all at most, so that other servers find room."""
+STREAMS_PER_SESSION = 16
+GUEST_STREAMS_PER_SESSION = 128
+"""Of the clients of one other server, all together."""
+HELLO_THREADS = 2
+_SWEEP_S = 1.0
+
+logger = structlog.get_logger(__name__)
+
+
+class StreamPlane:
+    """Serves gets of peers, and gets and puts of clients, on *listener*; over TLS with *tls*.
+
+    ``address`` is what they connect to, with ``*`` for the host when every interface is bound.
+    """
+
+    def __init__(
+        self, listener: socket.socket, address: str, tls: ssl.SSLContext | None, terms: StreamTerms
+    ) -> None:
+        self.address = address
+        self._tls = tls
+        self._terms = terms
+        self._answers = StreamAnswers(terms)
+        self._listener = listener
+        listener.setblocking(False)
+        self._streams: set[Caller] = set()
+        self._strangers: set[Stranger] = set()
+        self._back: list[Caller | Stranger] = []
+        """Answered or read from, and to be waited for again."""
+        self._clients_served = 0
+        """Calls of clients that are answered now."""
+        self._closed = False
+        # Guards the four above.
+        self._lock = threading.Lock()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._hellos = ThreadPoolExecutor(HELLO_THREADS, thread_name_prefix="stream-hello")
+        self._workers = ThreadPoolExecutor(terms.threads, thread_name_prefix="stream-work")
+        self._for_clients = ThreadPoolExecutor(
+            terms.client_threads, thread_name_prefix="stream-client"
+        )
+        self._thread = threading.Thread(target=self._run, name="stream-plane", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the thread that waits for all of them lives."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Hang up on everybody. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            streams, strangers = list(self._streams), list(self._strangers)
+        os.eventfd_write(self._wakeup, 1)
+        self._thread.join()
+        for stream in streams:
+            stream.wire.hang_up()
+        for stranger in strangers:
+            stranger.link.close()
+        self._hellos.shutdown(wait=True, cancel_futures=True)
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        # A client's get may wait for a tier up to its deadline: it closes its stream then.
+        self._for_clients.shutdown(wait=False, cancel_futures=True)
+        for stream in streams:
+            if not stream.is_served:
+                stream.wire.close()
+        self._listener.close()
+        os.close(self._wakeup)
+
+    # --- the thread that waits
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._listener, selectors.EVENT_READ)
+            waiting.register(self._wakeup, selectors.EVENT_READ)
+            swept_at = self._terms.clock()
+            while not self._closed:
+                for key, _ in waiting.select(_SWEEP_S):
+                    self._notice(waiting, key)
+                with self._lock:
+                    back, self._back = self._back, []
+                for one in back:
+                    ours = one.link if isinstance(one, Stranger) else one.wire
+                    waiting.register(ours, selectors.EVENT_READ, one)
+                if self._terms.clock() - swept_at >= _SWEEP_S:
+                    swept_at = self._terms.clock()
+                    self._sweep(waiting)
+
+    def _notice(self, waiting: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._listener:
+            self._accept(waiting)
+        elif key.fileobj == self._wakeup:
+            os.eventfd_read(self._wakeup)
+        elif not (isinstance(key.data, Stranger) and key.data.is_gone):
+            waiting.unregister(key.fileobj)
+            if isinstance(key.data, Stranger):
+                self._hellos.submit(self._welcome, key.data)
+            elif not key.data.is_client:
+                self._workers.submit(self._serve, key.data)
+            else:
+                self._serve_client(key.data)
+
+    def _serve_client(self, stream: Caller) -> None:
+        """Hang up when all threads are at work: who is slow to take or to send keeps them so.
+
+        The client asks over gRPC then.
+        """
+        with self._lock:
+            is_full = self._clients_served >= self._terms.client_threads
+            self._clients_served += not is_full
+        if is_full:
+            self._answers.note(stream, "Get", "QuotaExceededError", 0)
+            self._drop(stream)
+        else:
+            self._for_clients.submit(self._serve, stream)
+
+    def _accept(self, waiting: selectors.BaseSelector) -> None:
+        try:
+            link, address = self._listener.accept()
+        except OSError:
+            # Gone again, or no descriptor is left: asked again at once it would say so for ever.
+            waiting.unregister(self._listener)
+            return
+        with self._lock:
+            is_crowded = len(self._strangers) >= MAX_STRANGERS
+        if is_crowded:
+            self._make_room(waiting)
+        until = self._terms.clock() + HELLO_S
+        try:
+            stranger = Stranger(link, self._tls, f"stream:{address[0]}", until)
+        except OSError:  # it hung up at once
+            link.close()
+            return
+        with self._lock:
+            known = len(self._strangers)
+            is_full = (
+                known >= MAX_STRANGERS or known + len(self._streams) >= self._terms.most_streams
+            )
+            if not is_full:
+                self._strangers.add(stranger)
+        if is_full:
+            stranger.link.close()
+        else:
+            waiting.register(stranger.link, selectors.EVENT_READ, stranger)
+
+    def _make_room(self, waiting: selectors.BaseSelector) -> None:
+        held = (key.data for key in waiting.get_map().values())
+        gone = least_welcome(one for one in held if isinstance(one, Stranger))
+        if gone is not None:
+            waiting.unregister(gone.link)
+            gone.is_gone = True
+            self._forget(gone)
+
+    def _sweep(self, waiting: selectors.BaseSelector) -> None:
+        """Hang up on who says nothing, and on those whose session has ended; listen again."""
+        if self._listener.fileno() not in waiting.get_map():
+            waiting.register(self._listener, selectors.EVENT_READ)
+        now = self._terms.clock()
+        for key in list(waiting.get_map().values()):
+            if isinstance(key.data, Stranger) and now >= key.data.until:
+                waiting.unregister(key.fileobj)
+                self._forget(key.data)
+            elif isinstance(key.data, Caller) and self._answers.is_over(key.data):
+                waiting.unregister(key.fileobj)
+                self._drop(key.data)
+
+    # --- threads that answer
+
+    def _welcome(self, stranger: Stranger) -> None:
+        """Read a connection's first message, as far as it has come."""
+        try:
+            word = stranger.word()
+            if word is None:
+                self._wait_again(stranger)
+                return
+            is_encrypted = self._tls is not None
+            wire = StreamWire(stranger.link, "peer", self._terms.clock, is_encrypted=is_encrypted)
+            wire.patience(HELLO_S, stranger.until)
+            with known_errors("stream Attach"):
+                stream = self._attached(wire, word, stranger.origin)
+        except (OSError, KVStoreError) as error:
+            self._forget(stranger)
+            name = type(error).__name__
+            logger.info("refused", method="stream", error=name, reason=str(error))
+            self._terms.door.note(None, "Attach", name, 0, stranger.origin)
+            return
+        with self._lock:
+            self._strangers.discard(stranger)
+        self._wait_again(stream)
+
+    def _attached(self, wire: StreamWire, word: bulk.Word, origin: str) -> Caller:
+        try:
+            if not isinstance(word, bulk.Attach | bulk.Guest):
+                raise UnauthenticatedError("say first whose connection it is")
+            session = self._terms.sessions.get(word.session_id)
+            guest = word if isinstance(word, bulk.Guest) else None
+            stream = Caller(wire, session, origin, guest)
+            if not _is_genuine(session, word) or self._answers.is_over(stream):
+                raise UnauthenticatedError("token: not this session's; open a session first")
+            self._take_room(stream)
+        except KVStoreError as error:
+            refuse(wire, word, error)
+            raise
+        try:
+            wire.send(bulk.Attached(word.request))
+        except KVStoreError:
+            self._drop(stream)
+            raise
+        return stream
+
+    def _take_room(self, stream: Caller) -> None:
+        """Count it from now on: two who come at once do not both have the last place."""
+        session = stream.session
+        most = STREAMS_PER_SESSION if stream.guest is None else GUEST_STREAMS_PER_SESSION
+        with self._lock:
+            alike = [one for one in self._streams if one.session is session]
+            if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
+                raise QuotaExceededError("streams_per_session", most, session.client)
+            most_clients = min(MAX_CLIENT_STREAMS, self._terms.most_streams // 2)
+            is_full = sum(one.is_client for one in self._streams) >= most_clients
+            if is_full and stream.is_client:
+                raise QuotaExceededError("client_streams", most_clients, session.client)
+            self._streams.add(stream)
+
+    def _serve(self, stream: Caller) -> None:
+        """Answer one request; who does not ask as agreed is hung up on."""
+        stream.is_served, is_answered = True, False
+        method = METHODS[bulk.Get]
+        try:
+            stream.wire.patience(bulk.SILENCE_S, self._terms.clock() + bulk.SILENCE_S)
+            word, size_bytes = stream.wire.receive()
+            method = METHODS.get(type(word), method)
+            with known_errors(f"stream {method}"):
+                self._answer(stream, word, stream.wire.take(size_bytes))
+            is_answered = True
+        except KVStoreError as error:
+            if not isinstance(error, TierUnavailableError):  # it hung up, which it may
+                name = type(error).__name__
+                logger.info("refused", method="stream", error=name, reason=str(error))
+                self._answers.note(stream, method, name, 0)
+        finally:
+            with self._lock:
+                self._clients_served -= stream.is_client
+            if self._closed or not is_answered:
+                self._drop(stream)
+        stream.is_served = False
+        if is_answered:
+            self._wait_again(stream)
+
+    def _answer(self, stream: Caller, word: bulk.Word, payload: bytes) -> None:
+        if isinstance(word, bulk.Get):
+            self._answers.send(stream, word, payload)
+        elif isinstance(word, bulk.Put):
+            self._answers.take(stream, word)
+        elif isinstance(word, bulk.Find):
+            self._answers.find(stream, word, payload)
+        elif not isinstance(word, bulk.Cancel):  # of a get that had ended meanwhile
+            raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
+
+    def _wait_again(self, one: Caller | Stranger) -> None:
+        with self._lock:
+            self._back.append(one)
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
+
+    def _drop(self, stream: Caller) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+        stream.wire.close()
+
+    def _forget(self, stranger: Stranger) -> None:
+        with self._lock:
+            self._strangers.discard(stranger)
+        stranger.link.close()
+
+
+def _is_genuine(session: Session, word: bulk.Attach | bulk.Guest) -> bool:
+    if isinstance(word, bulk.Attach):
+        return hmac.compare_digest(session.attach_token, word.token)
+    return session.is_peer and is_genuine(word, session.attach_token)
+
+
+if TYPE_CHECKING:
+    import socket
+
+    from kvstore.proto import bulk
+
+
+class Stranger:
+    """Owns *link*, over TLS with *tls*; *origin* is where it came from, *until* when it must end.
+
+    Used by one thread at a time.
+    """
+
+    def __init__(
+        self, link: socket.socket, tls: ssl.SSLContext | None, origin: str, until: float
+    ) -> None:
+        link.setblocking(False)
+        self._shakes_hands = tls is not None
+        self.link: socket.socket = link
+        if tls is not None:
+            self.link = tls.wrap_socket(link, server_side=True, do_handshake_on_connect=False)
+        self.origin = origin
+        self.until = until
+        self.is_gone = False
+        """Hung up on for another's sake; what was read of it before is nobody's."""
+        self._begun = b""
+
+    def word(self) -> bulk.Word | None:
+        """Take in what came. Return the first word; None while it is not whole.
+
+        Raises OSError when it hung up or TLS fails, InvalidRequestError for what is no word.
+        """
+        try:
+            if self._shakes_hands:
+                assert isinstance(self.link, ssl.SSLSocket)
+                self.link.do_handshake()
+                self._shakes_hands = False
+            while (missing := word_bytes(self._begun) - len(self._begun)) > 0:
+                data = self.link.recv(missing)
+                if not data:
+                    raise ConnectionError("hung up")
+                self._begun += data
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        return word_of(self._begun)[0]
+
+
+def least_welcome(strangers: Iterable[Stranger]) -> Stranger | None:
+    """Return who goes when there is no room: of the origin with the most, who came first."""
+    here = list(strangers)
+    counts = Counter(one.origin for one in here)
+    return max(here, key=lambda one: (counts[one.origin], -one.until), default=None)

@@ -1,0 +1,124 @@
+"""Refill: what a shared tier has lost, emptied or evicting by itself, is copied there again.
+
+A server is not notified of that. It checks: chunks that are put again at once, all others that it
+has elsewhere, too, some at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.tiering.admission import Moment
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.tier_slot import Shelf
+
+CHECK_S = 5.0
+"""Between two questions for chunks that nobody put again, while nothing was missing."""
+MAX_AGAIN = 4096
+"""Chunks that were put again and wait to be asked for; more are asked for in their turn."""
+MAX_COPIES = 16
+"""Copies that are made at a time, between which others' go ahead."""
+
+
+class Refill:
+    """Of one shared *shelf*. Thread-safe."""
+
+    def __init__(self, transfers: Transfers, shelf: Shelf) -> None:
+        self._transfers = transfers
+        self._shelf = shelf
+        # What is asked for next, and whether it was missing before: the catalog then names no copy
+        # on the shelf any more, so that a walk would not come by it.
+        self._again: dict[ChunkKey, bool] = {}
+        self._row = 0
+        self._next_s = transfers.clock() + CHECK_S
+        self._rests_until_s = 0.0
+
+    def put_again(self, key: ChunkKey) -> None:
+        """Check it at the next tick: the put was answered with `exists`."""
+        if len(self._again) < MAX_AGAIN:
+            self._again.setdefault(key, False)
+
+    def tick(self) -> None:
+        """Queue the next questions, if there are any. Called a few times a second."""
+        now = self._transfers.clock()
+        walks = now >= self._next_s and len(self._again) < MAX_AGAIN // 2
+        may_ask = now >= self._rests_until_s and not self._shelf.breaker.is_open
+        if (walks or self._again) and may_ask:
+            self._next_s = now + CHECK_S if walks else self._next_s
+            work = partial(self._check, walks=walks)
+            self._transfers.mover.submit(f"store-{self._shelf.name}", b"refill", work)
+
+    def _check(self, *, walks: bool) -> bool:
+        """Ask for some chunks, and copy some of those that are missing. Return whether any were."""
+        again, self._again = self._again, {}
+        asked, row = dict(again), self._row
+        if walks:
+            held, row = self._transfers.catalog.queries.held_from(row)
+            for one in held:
+                if one.tier == self._shelf.name:
+                    asked.setdefault(one.key, False)
+        try:
+            missing = self._missing(asked)
+        except KVStoreError:  # no answer; the walk goes on from where it was
+            self._queue(again)
+            self._rest()
+            raise
+        self._row = row
+        for at, key in enumerate(missing):
+            if at < MAX_COPIES and self._copy(key):
+                continue
+            self._queue({left: asked[left] for left in missing[at:]})
+            break
+        if missing:  # whatever took these took others, too
+            self._next_s = self._transfers.clock()
+        return bool(missing)
+
+    def _queue(self, asked: Mapping[ChunkKey, bool]) -> None:
+        """Have these asked for again, as far as there is room."""
+        for key, was_missing in asked.items():
+            if key in self._again or len(self._again) < MAX_AGAIN:
+                self._again[key] = was_missing or self._again.get(key, False)
+
+    def _rest(self) -> None:
+        """Ask for nothing for a while."""
+        self._rests_until_s = self._transfers.clock() + CHECK_S
+
+    def _missing(self, asked: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
+        """Return what the shelf has lost of *asked*, and this server has elsewhere.
+
+        What never was on the shelf is not lost. *asked* says what was missing before.
+        """
+        transfers = self._transfers
+        here = {s.name for s in transfers.sources if s is not transfers.peers and not s.tier.shared}
+        holders = {key: set(transfers.catalog.holders(key)) for key in asked}
+        elsewhere = [key for key in asked if holders[key] & here]
+        known = [key for key in elsewhere if self._shelf.name in holders[key]]
+        found: dict[ChunkKey, ChunkInfo | None] = {}
+
+        def work() -> bool:
+            found.update(zip(known, self._shelf.tier.find(known), strict=True))
+            return True
+
+        if known:
+            self._shelf.guarded(work, "find")
+        return [k for k in elsewhere if found.get(k) is None and (k in found or asked[k])]
+
+    def _copy(self, key: ChunkKey) -> bool:
+        """Copy it if that is worth it. False where the shelf does not take it now."""
+        transfers, name = self._transfers, self._shelf.name
+        if name in transfers.catalog.holders(key):
+            transfers.catalog.forget(name, key)
+            transfers.counters.add("lost_chunks")
+        if not transfers.placement.admits(self._shelf, key, Moment.stored):
+            return True
+        try:
+            transfers.copy_now(key, self._shelf)
+        except KVStoreError:
+            transfers.placement.given_up(name, key)
+            self._queue({key: True})
+            self._rest()
+            return False
+        return True

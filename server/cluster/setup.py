@@ -1,0 +1,81 @@
+"""Puts other servers' memory among the tiers, where the configuration names any."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.bulk.peer_server import DeskLimits
+from kvstore.server.settings.peer_settings import DIRECTORY
+from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.tiers.base import Tier
+
+if TYPE_CHECKING:  # one of their files loads redis
+    from kvstore.server.cluster.directory import Directory
+    from kvstore.server.cluster.peer_tier import PeerTier
+    from kvstore.server.store.store import TierManager
+
+
+class Me(NamedTuple):
+    """This node, as its peers may tell it from others: ``boot_id`` is of its present start."""
+
+    port: int
+    boot_id: int
+
+
+def with_peers(
+    tiers: list[Tier], config: ServerConfig, counters: Counters, clock: Callable[[], float]
+) -> list[Tier]:
+    """Return *tiers*, with the PeerTier before those that all share, if there are to be peers."""
+    if not config.peers:
+        return tiers
+    from kvstore.server.cluster.peer_dial import PeerAccess
+    from kvstore.server.cluster.peer_tier import PeerTier
+    from kvstore.server.cluster.peers import Peers, PeersTerms
+
+    access = PeerAccess(
+        config.peer_key,
+        config.peer_ca,
+        config.tls_cert,
+        config.tls_key,
+        config.insecure,
+        config.peer_name or "",
+    )
+    for address in config.peer_addresses:
+        access.check(address)
+    terms = PeersTerms(
+        config.peer_addresses,
+        config.peer_timeout_ms,
+        config.breaker_failures,
+        config.breaker_retry_ms,
+    )
+    tier = PeerTier(Peers(terms, access.dial, counters, clock), counters, clock)
+    first_shared = next((at for at, one in enumerate(tiers) if one.shared), len(tiers))
+    return [*tiers[:first_shared], tier, *tiers[first_shared:]]
+
+
+def desk_limits(config: ServerConfig) -> DeskLimits:
+    """Return what other servers may have of this one."""
+    return DeskLimits(config.peer_requests, config.peer_bytes, config.max_batch_chunks)
+
+
+def ready_peers(
+    config: ServerConfig, manager: TierManager, directory: Directory | None, me: Me
+) -> Callable[[], None]:
+    """Return what begins to reach for peers, who hear of this node as *me*.
+
+    Raises InvalidRequestError when they are to come from a directory that is off.
+    """
+    if config.asks_directory and directory is None:
+        fix = "they are found in the Redis: add --directory and --redis, or name their addresses"
+        raise InvalidRequestError("peers", DIRECTORY, fix)
+    shelf = manager.transfers.peers
+    if shelf is None:
+        return lambda: None
+    peers = cast("PeerTier", shelf.tier).peers
+    peers.directory = directory if config.asks_directory else None
+    name = config.node_id or f"{socket.gethostname()[:100]}:{me.port}"
+    return lambda: peers.start(name, me.boot_id)

@@ -1,1 +1,0 @@
-"""What is stored and removed, told to whoever follows."""

@@ -1,0 +1,408 @@
+"""What is remembered of chunks, on a tier or evicted: for policies that rank by it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import spare_rows
+from kvstore.server.eviction.chunk_classes import (
+    HINTS,
+    ChunkClasses,
+    hint_of,
+    is_partial,
+    pack_own,
+    with_hint,
+)
+from kvstore.server.eviction.reuse_statistics import DensityTable
+from kvstore.server.index.chunk_index import Rows
+
+
+class Report(NamedTuple):
+    """What was asked for between two refreshes.
+
+    ``rows`` of what was known of it and ``ages_s`` how long each had waited; ``chunks`` counts
+    all, known or not, of ``requests`` prompts.
+    """
+
+    rows: Rows
+    ages_s: NDArray[np.float64]
+    chunks: int
+    requests: int
+    time_s: float
+
+
+class Columns(NamedTuple):
+    """The columns of a History as numpy sees them, each of shape (rows,)."""
+
+    last_s: NDArray[np.float64]
+    hits: NDArray[np.uint8]
+    classes: NDArray[np.uint16]
+    flops: NDArray[np.float64]
+    turns: NDArray[np.uint8]
+    chunks: NDArray[np.uint16]
+    own: NDArray[np.uint8]
+
+
+FIRST_REFRESH_REQUESTS, REFRESH_REQUESTS = 50, 100
+"""Requests between two refreshes of the table, at most: of the first 2000, and later."""
+
+REFRESH_S = 30.0
+"""Seconds between two refreshes; then there are requests enough for one."""
+
+LEAST_REFRESH_REQUESTS = 10
+"""Requests between two refreshes, at least: more than a refresh has steps."""
+
+_FIRST_REQUESTS = 2_000
+_FEW = 24
+"""Rows from which on numpy is faster than Python."""
+
+_MOST = 255
+_MOST_CHUNKS = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What whoever stores a chunk says of it.
+
+    ``tokens_full`` is False for an end of a prompt that fills no chunk; ``flops`` are what its
+    prefill costs, 0 for unknown; ``group`` any number for a tenant or category, 0 for none;
+    ``reuse`` 0 for nothing, 1 for "discard", 2 for "keep"; ``prompt_chunks`` how long the prompt
+    is, 0 for unknown. Raises InvalidRequestError.
+    """
+
+    tokens_full: bool = True
+    flops: float = 0.0
+    group: int = 0
+    reuse: int = 0
+    prompt_chunks: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reuse < HINTS:
+            raise InvalidRequestError("reuse", self.reuse, "0 unknown, 1 discard, 2 keep")
+        if not 0.0 <= self.flops < float("inf"):
+            raise InvalidRequestError("flops", self.flops, "a number of operations, or 0")
+        if self.prompt_chunks < 0:
+            raise InvalidRequestError("prompt_chunks", self.prompt_chunks, "a count, or 0")
+
+
+NO_FACTS = Facts()
+"""Nothing is said of the chunk."""
+
+
+class History:
+    """Columns by row of what is remembered of a chunk, and the table that learns from it.
+
+    A row is a chunk's from its first ``seen`` to ``forget``, evicted or not: what is here no more
+    still teaches what was worth keeping. Whoever gives out the rows bounds how many there are.
+    It is told of an event before the policies are. Not thread-safe: the owner locks. Memory: 23
+    bytes a row, and the table.
+    """
+
+    def __init__(self, chunk_tokens: int = 256) -> None:
+        """Remember chunks of *chunk_tokens* tokens. Raises InvalidRequestError."""
+        if chunk_tokens < 1:
+            raise InvalidRequestError("chunk_tokens", chunk_tokens, "at least 1")
+        self.last_s = array("d", [0.0])
+        """When each was last asked for, in the time of ``time_s``."""
+        self.hits = array("B", [0])
+        """How often each was asked for, 1 for the first sight, up to 255; 0 for unknown rows."""
+        self.classes = array("H", [0])
+        """The number of each one's class."""
+        self.flops = array("d", [0.0])
+        """What the prefill of each costs; 0 for unknown."""
+        self.turns = array("B", [0])
+        """The turn of the conversation in which each was last asked for, from 0."""
+        self.chunks = array("H", [0])
+        """How long the prompt was in which each was last asked for, in chunks."""
+        self.own = array("B", [0])
+        """Group, hint and whether it is an end, as ``chunk_classes`` packs it."""
+        self.kinds = ChunkClasses(chunk_tokens)
+        self.table = DensityTable(self.kinds.coarse)
+        self.followers: list[Callable[[Rows], None]] = []
+        """Called with the rows whose class changed by a hint, after it did."""
+        self.watchers: list[Callable[[Report], None]] = []
+        """Called after each refresh."""
+        self._asked_rows, self._asked_ages_s = array("q"), array("d")
+        """What was asked for since the last report."""
+        self._chunks = 0
+        self._latest_s = -np.inf
+        self._ahead_s = 0.0
+        self._requests = 0
+        self._refreshed_at = 0
+        self._refreshed_s = -np.inf
+        self._steps: Iterator[None] = iter(())
+        """What is left of the last refresh: a step with each of the next requests."""
+        self._seen = self.columns()
+
+    def time_s(self, now_s: float) -> float:
+        """Return *now_s* on a clock that stands still while the caller's goes back."""
+        time_s = now_s + self._ahead_s
+        if time_s < self._latest_s:
+            self._ahead_s += self._latest_s - time_s
+            return self._latest_s
+        self._latest_s = time_s
+        return time_s
+
+    # --- events
+
+    def asked(self, rows: Rows, chunks: int, now_s: float) -> None:
+        """A prompt of *chunks* chunks is looked up, of which those of *rows* are known.
+
+        They are the first of it, in order; rows of which nothing is known are left out. It is
+        the next turn of the prompt that the last of them was asked for in, if it begins with all
+        of that but its end. Now and then the table is refreshed.
+        """
+        time_s, rows = self.time_s(now_s), self._known(rows)
+        if len(rows):
+            self._ask(rows, min(chunks, _MOST_CHUNKS), time_s)
+        self._requests += 1
+        self._chunks += chunks
+        since = self._requests - self._refreshed_at
+        most = FIRST_REFRESH_REQUESTS if self._requests < _FIRST_REQUESTS else REFRESH_REQUESTS
+        is_due = since >= most or time_s - self._refreshed_s >= REFRESH_S
+        if is_due and since >= LEAST_REFRESH_REQUESTS:
+            self._refreshed_at, self._refreshed_s = self._requests, time_s
+            self._steps = self.table.refreshing(time_s, self.kinds.count)
+            next(self._steps, None)
+            self._report(since, time_s)
+        else:
+            next(self._steps, None)
+
+    def _report(self, requests: int, time_s: float) -> None:
+        """Tell the watchers what was asked for since the last refresh."""
+        if not self._asked_rows:
+            return
+        rows, ages_s = np.frombuffer(self._asked_rows, np.intp), np.frombuffer(self._asked_ages_s)
+        report = Report(rows, ages_s, self._chunks, requests, time_s)
+        self._asked_rows, self._asked_ages_s = array("q"), array("d")
+        self._chunks = 0
+        for watcher in self.watchers:
+            watcher(report)
+
+    def _known(self, rows: Rows) -> Rows:
+        """Return those of which something is remembered, each once."""
+        if not len(rows):
+            return rows
+        hits = self._seen.hits.take(rows, mode="clip")
+        if not hits.all():
+            rows = rows[hits > 0]
+        return _distinct(rows)
+
+    def _ask(self, rows: Rows, chunks: int, time_s: float) -> None:
+        last = rows.item(-1)
+        if len(rows) == 1:
+            self._ask_one(last, chunks, time_s)
+            return
+        is_next = len(rows) >= self.chunks[last] - 1
+        turn = min(self.turns[last] + 1, _MOST) if is_next else 0
+        if len(rows) < _FEW:
+            self._ask_few(rows.tolist(), turn, chunks, time_s)
+            return
+        seen = self._seen
+        since_s = seen.last_s[rows]
+        self.table.asked(seen.classes[rows], since_s, time_s)
+        if self.watchers:
+            self._asked_rows.frombytes(rows.tobytes())
+            self._asked_ages_s.frombytes((time_s - since_s).tobytes())
+        hits = seen.hits[rows]
+        hits += hits < _MOST
+        seen.hits[rows] = hits
+        self._stamp(rows, turn, chunks, time_s)
+        context = self.kinds.context(turn, chunks)
+        classes = seen.classes[rows] = self.kinds.of(seen.own[rows], hits, context)
+        self.table.wait(classes, time_s)
+
+    def _ask_few(self, names: list[int], turn: int, chunks: int, time_s: float) -> None:
+        """Do as ``_ask`` does, row by row."""
+        last_s, classes = self.last_s, self.classes
+        hits, owns, turns, lengths = self.hits, self.own, self.turns, self.chunks
+        since_s = [last_s[row] for row in names]
+        left = [classes[row] for row in names]
+        kinds = self.kinds
+        context = kinds.context(turn, chunks)
+        kind, last_own, last_count = 0, -1, 0
+        waiting = []
+        for row in names:
+            count = hits[row]
+            if count < _MOST:
+                hits[row] = count = count + 1
+            own = owns[row]
+            if own != last_own or count != last_count:
+                kind, last_own, last_count = kinds.of_one(own, count, context), own, count
+            waiting.append(kind)
+            classes[row], last_s[row] = kind, time_s
+            turns[row], lengths[row] = turn, chunks
+        self.table.asked(left, since_s, time_s)
+        if self.watchers:
+            self._asked_rows.extend(names)
+            self._asked_ages_s.extend([time_s - one_s for one_s in since_s])
+        self.table.wait(waiting, time_s)
+
+    def _ask_one(self, row: int, chunks: int, time_s: float) -> None:
+        """Do as ``_ask`` does of a prompt of whose chunks only the first is known."""
+        since_s = self.last_s[row]
+        self.table.asked_one(self.classes[row], since_s, time_s)
+        if self.watchers:
+            self._asked_rows.append(row)
+            self._asked_ages_s.append(time_s - since_s)
+        count = self.hits[row]
+        if count < _MOST:
+            self.hits[row] = count = count + 1
+        kind = self.kinds.of_one(self.own[row], count, self.kinds.context(0, chunks))
+        self.classes[row], self.last_s[row] = kind, time_s
+        self.turns[row], self.chunks[row] = 0, chunks
+        self.table.wait_run(kind, kind, 1, time_s)
+
+    def _stamp(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
+        self._seen.last_s[rows] = time_s
+        self._seen.turns[rows] = turn
+        self._seen.chunks[rows] = chunks
+
+    def seen(self, row: int, parent: int, facts: Facts, now_s: float) -> None:
+        """A chunk is stored that continues *parent*, which may be NO_ROW or unknown.
+
+        The first sight of it counts as an asking, in the context of its parent; of a known one
+        only the facts are taken, as it was asked for before.
+        """
+        self.seen_chain(np.array([row]), parent, facts, now_s)
+
+    def seen_chain(self, rows: Rows, parent: int, facts: Facts, now_s: float) -> None:
+        """Chunks are stored of which each continues the one before, the first *parent*.
+
+        As ``seen`` for each, where ``tokens_full`` is of the last.
+        """
+        if not len(rows):
+            return
+        time_s = self.time_s(now_s)
+        self.reach(max(int(rows.max()), parent))
+        seen = self._seen
+        if facts.flops:
+            seen.flops[rows] = facts.flops
+        known = seen.hits[rows] > 0
+        fresh = rows
+        if known.any():
+            if facts.reuse:
+                self.hint(rows[known], facts.reuse)
+            fresh = rows[~known]
+        if len(fresh):
+            self._meet(_distinct(fresh), parent, facts, time_s)
+
+    def _meet(self, rows: Rows, parent: int, facts: Facts, time_s: float) -> None:
+        """Begin to remember chunks that came in the context of *parent*."""
+        kinds, seen, turn = self.kinds, self._seen, self.turns[parent]
+        own = 0
+        if facts.group or facts.reuse:
+            own = pack_own(kinds.group(facts.group), facts.reuse)
+        chunks = min(facts.prompt_chunks or self.chunks[parent] or len(rows), _MOST_CHUNKS)
+        context = kinds.context(turn, chunks)
+        kind = end = kinds.of_one(own, 1, context)
+        # Of what is unknown every column is 0.
+        if own:
+            seen.own[rows] = own
+        if turn:
+            seen.turns[rows] = turn
+        seen.hits[rows], seen.classes[rows] = 1, kind
+        seen.last_s[rows], seen.chunks[rows] = time_s, chunks
+        if not facts.tokens_full:
+            last = int(rows[-1])
+            self.own[last] = own + 1
+            end = self.classes[last] = kinds.of_one(own + 1, 1, context)
+        self.table.wait_run(kind, end, len(rows), time_s)
+
+    def hint(self, rows: Rows, reuse: int) -> None:
+        """An engine says of chunks that they are of no more use (1) or will be (2).
+
+        Raises InvalidRequestError.
+        """
+        if not 0 <= reuse < HINTS:
+            raise InvalidRequestError("reuse", reuse, "0 unknown, 1 discard, 2 keep")
+        rows, seen, kinds = self._known(rows), self._seen, self.kinds
+        rows = rows[seen.own[rows] // 2 % HINTS != reuse]
+        if not len(rows):
+            return
+        own = seen.own[rows] = with_hint(seen.own[rows], reuse)
+        contexts = kinds.contexts(seen.turns[rows], seen.chunks[rows])
+        others = kinds.of(own, seen.hits[rows], contexts)
+        self.table.moved(seen.classes[rows], others, seen.last_s[rows], self._latest_s)
+        seen.classes[rows] = others
+        for follower in self.followers:
+            follower(rows)
+
+    def forget(self, row: int) -> None:
+        """The row will be another chunk's, or nobody's."""
+        self.forget_all(np.array([row]))
+
+    def forget_all(self, rows: Rows) -> None:
+        """As ``forget`` for each."""
+        rows, seen = self._known(rows), self._seen
+        if not len(rows):
+            return
+        self.table.forgotten(seen.classes[rows], seen.last_s[rows], self._latest_s)
+        for column in seen:
+            column[rows] = 0
+
+    # --- questions
+
+    def knows(self, row: int) -> bool:
+        """Whether anything is remembered of the row."""
+        return row < len(self.hits) and self.hits[row] > 0
+
+    def hits_of(self, row: int) -> int:
+        """Return how often a row was asked for; 0 for unknown ones."""
+        return self.hits[row] if row < len(self.hits) else 0
+
+    def flops_of(self, row: int) -> float:
+        """Return what the prefill of a row costs; 0 for unknown."""
+        return self.flops[row] if row < len(self.flops) else 0.0
+
+    def class_of(self, row: int) -> int:
+        """Return the number of a row's class; 0 for unknown ones."""
+        return self.classes[row] if row < len(self.classes) else 0
+
+    def reuse_of(self, row: int) -> int:
+        """Return what was hinted of a row: 0 nothing, 1 discard, 2 keep."""
+        return hint_of(self.own[row]) if row < len(self.own) else 0
+
+    def is_partial(self, row: int) -> bool:
+        """Whether the row is the end of a prompt that fills no chunk."""
+        return row < len(self.own) and is_partial(self.own[row])
+
+    def columns(self) -> Columns:
+        """Return all columns, writable, as they are: let go of them before the next event."""
+        return Columns(
+            np.frombuffer(self.last_s),
+            np.frombuffer(self.hits, np.uint8),
+            np.frombuffer(self.classes, np.uint16),
+            np.frombuffer(self.flops),
+            np.frombuffer(self.turns, np.uint8),
+            np.frombuffer(self.chunks, np.uint16),
+            np.frombuffer(self.own, np.uint8),
+        )
+
+    def reach(self, row: int) -> None:
+        """Let there be a place for *row*. The last place is always nobody's."""
+        if row + 1 < len(self.hits):
+            return
+        count = row + 1 - len(self.hits) + spare_rows(row)
+        del self._seen
+        for column in (
+            *(self.last_s, self.hits, self.classes, self.flops),
+            *(self.turns, self.chunks, self.own),
+        ):
+            column.frombytes(bytes(count * column.itemsize))
+        self._seen = self.columns()
+
+
+def _distinct(rows: Rows) -> Rows:
+    """Return each of *rows* once, in order."""
+    names = rows.tolist()
+    if len(set(names)) == len(names):
+        return rows
+    return np.array(list(dict.fromkeys(names)), np.intp)

@@ -1,0 +1,61 @@
+"""The eviction interface: told what happens on one tier, asked whom to give up."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.server.index.chunk_index import Rows
+
+
+class EvictionPolicy(ABC):
+    """Whom to evict from one tier.
+
+    A policy sees chunks as their rows in the RadixIndex, their sizes and the times of events,
+    never a tier or a clock; what is remembered of a row beyond that is in the History it was
+    made with. Its caller holds a lock, and keeps the row of a chunk's parent for as long as the
+    chunk is known. ``victims`` only answers: nothing changes until ``remove`` is called.
+
+    ``now_s`` is in seconds on a clock of the caller's; a policy bears one that jumps, either way.
+    """
+
+    @abstractmethod
+    def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
+        """Take note of a chunk that was sealed on the tier; *parent* is NO_ROW or its parent's.
+
+        The parent may be unknown here, and stay so. *size_bytes* is what the tier gives it.
+        """
+
+    def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
+        """Insert chunks of one size of which each continues the one before, first after *parent*.
+
+        The same as one ``insert`` after the other; for policies that can do it at once.
+        """
+        for row in rows.tolist():
+            self.insert(row, parent, size_bytes, now_s)
+            parent = row
+
+    @abstractmethod
+    def touch(self, rows: Rows, now_s: float) -> None:
+        """Take note that a chain was used, its first chunk first. Unknown rows are skipped."""
+
+    @abstractmethod
+    def remove(self, row: int) -> None:
+        """Forget a chunk. Unknown rows are ignored."""
+
+    def remove_all(self, rows: Sequence[int]) -> None:
+        """Forget chunks, in this order. The same as one ``remove`` after the other."""
+        for row in rows:
+            self.remove(row)
+
+    @abstractmethod
+    def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        """Yield whom to evict, in order, until nothing is left that may go.
+
+        *keep* says which chunks cannot go now (leased, pinned, on their way out). A chunk comes
+        after all that continue it. Nothing may change before the iterator is dropped.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Chunks known."""

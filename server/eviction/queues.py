@@ -1,0 +1,187 @@
+"""Queues of leaves, one a class, each in the order of use."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.row_heap import RowHeap
+
+_STEPS = 8
+"""How far to look for the place of a row from each end of a queue."""
+
+
+class ClassQueues:
+    """Rows in queues by class, those with the smallest of ``order[row]`` first.
+
+    A row that was used goes to the end of its queue: O(1), as each queue is a list that is
+    linked both ways. One that comes in between (a parent bared by an eviction keeps its own
+    last use) belongs somewhere inside: when that is not near one of the ends, a heap of the
+    queue keeps it, O(log n) of such late ones. ``order[row]`` may not change while the row is
+    queued. 14 bytes a row, in columns, and 28 a class.
+    """
+
+    def __init__(self, order: array[int], limit: int = 1) -> None:
+        """Queues for the classes below *limit*."""
+        self._order = order
+        self._newer = array("I", [NO_ROW])
+        self._older = array("I", [NO_ROW])
+        self._classes = array("H", [0])
+        self._oldest = array("I", bytes(4 * limit))
+        self.newest = array("I", bytes(4 * limit))
+        """What ``tail`` returns, by class: for who only reads."""
+        self._places = array("I", [0])
+        # Views, as these two never grow.
+        self._oldest_seen = np.frombuffer(self._oldest, np.uint32)
+        self._newest_seen = np.frombuffer(self.newest, np.uint32)
+        self._late: dict[int, RowHeap] = {}
+        """Heaps with at least one row."""
+        self.changed: set[int] = set()
+        """Ends that may be another row, twice the class and one more for the last; whoever heeds
+        it clears it."""
+
+    def extend(self, count: int) -> None:
+        """Let there be *count* rows more."""
+        for column in (self._newer, self._older, self._classes, self._places):
+            column.frombytes(bytes(count * column.itemsize))
+
+    def class_of(self, row: int) -> int:
+        """Return the class a queued row is queued under."""
+        return self._classes[row]
+
+    def append(self, row: int, kind: int) -> None:
+        """Put a row that is in no queue at the end of one: none in it has a greater order."""
+        self._classes[row] = kind
+        newest = self.newest[kind]
+        self._older[row], self._newer[row] = newest, NO_ROW
+        if newest:
+            self._newer[newest] = row
+        else:
+            self._oldest[kind] = row
+            self.changed.add(2 * kind)
+        self.newest[kind] = row
+        self.changed.add(2 * kind + 1)
+
+    def place(self, row: int, kind: int) -> None:
+        """Put a row that is in no queue where it belongs in one."""
+        if self._place_near(row, kind):
+            return
+        self._classes[row] = kind
+        late = self._late.get(kind)
+        if late is None:
+            late = self._late[kind] = RowHeap(self._order, self._places)
+        late.push(row)
+        self.changed.add(2 * kind)
+
+    def _place_near(self, row: int, kind: int) -> bool:
+        """Do as ``place`` where that is near an end of the queue, and else nothing; say which."""
+        order = self._order
+        rank = order[row]
+        behind, before = self._oldest[kind], self.newest[kind]
+        if not before or rank > order[before]:
+            self.append(row, kind)
+            return True
+        for _ in range(_STEPS):
+            if rank < order[behind]:
+                self._classes[row] = kind
+                self._link(row, self._older[behind], behind)
+                return True
+            behind = self._newer[behind]
+            before = self._older[before]
+            if rank > order[before]:
+                self._classes[row] = kind
+                self._link(row, before, self._newer[before])
+                return True
+        return False
+
+    def _link(self, row: int, older: int, newer: int) -> None:
+        """Link a row in between; its class is set, and *newer* is no NO_ROW."""
+        self._older[row], self._newer[row] = older, newer
+        self._older[newer] = row
+        if older:
+            self._newer[older] = row
+        else:
+            self._oldest[self._classes[row]] = row
+            self.changed.add(2 * self._classes[row])
+
+    def remove(self, row: int) -> None:
+        """Take out a queued row."""
+        kind = self._classes[row]
+        if self._places[row]:
+            late = self._late[kind]
+            late.remove(row)
+            self.changed.add(2 * kind)
+            if not late:
+                del self._late[kind]
+            return
+        older, newer = self._older[row], self._newer[row]
+        if older:
+            self._newer[older] = newer
+        else:
+            self._oldest[kind] = newer
+            self.changed.add(2 * kind)
+        if newer:
+            self._older[newer] = older
+        else:
+            self.newest[kind] = older
+            self.changed.add(2 * kind + 1)
+
+    def head(self, kind: int) -> int:
+        """Return the first row of a queue; NO_ROW of an empty one."""
+        row = self._oldest[kind]
+        late = self._late.get(kind)
+        if late is not None:
+            first = late.first()
+            if not row or self._order[first] < self._order[row]:
+                return first
+        return row
+
+    def tail(self, kind: int) -> int:
+        """Return the last row of a queue but for late ones; NO_ROW where there is none."""
+        return self.newest[kind]
+
+    def ends(self, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+        """Return the classes below *count* that have rows, and the first and last row of each.
+
+        A last row is none of the late ones, of which there may be some behind it.
+        """
+        first = self._oldest_seen[:count].astype(np.intp)
+        last = self._newest_seen[:count]
+        order = self._order
+        for kind, late in self._late.items():
+            row = late.first()
+            if not first[kind] or order[row] < order[first[kind]]:
+                first[kind] = row
+        kinds = first.nonzero()[0]
+        return kinds, first[kinds], last[kinds].astype(np.intp)
+
+    def walk(self, kind: int = 0) -> Iterator[int]:
+        """Yield the rows of a queue in order. Nothing may change before this is dropped."""
+        late = self._late.get(kind)
+        if late is None:
+            return self._linked(kind)
+        return heapq.merge(self._linked(kind), late.sorted(), key=self._order.__getitem__)
+
+    def after(self, row: int) -> int:
+        """Return the row behind a queued one that is not late; NO_ROW behind the last."""
+        return self._newer[row]
+
+    def before(self, row: int) -> int:
+        """Return the row before a queued one that is not late; NO_ROW before the first."""
+        return self._older[row]
+
+    def has_late(self, kind: int) -> bool:
+        """Whether a queue has rows that are not linked, which only ``walk`` and ``head`` name."""
+        return kind in self._late
+
+    def _linked(self, kind: int) -> Iterator[int]:
+        newer = self._newer
+        row = self._oldest[kind]
+        while row:
+            yield row
+            row = newer[row]

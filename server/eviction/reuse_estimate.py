@@ -1,0 +1,144 @@
+"""How likely a chunk is asked for again, learned from how old chunks of its class were when asked.
+
+The counts behind the value rule of placement: a copy on a slower tier pays only when its chunk
+is asked for again before that tier gives it up.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import spare_rows
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
+from kvstore.server.index.chunk_index import Rows
+
+LENGTHS = 4
+LENGTH_TOKENS = 8192
+"""Prompts are told apart by how often they have so many tokens, up to three times."""
+FREQUENCIES = 3
+KINDS = 2 * LENGTHS * 2 * FREQUENCIES
+FAMILIAR_CHUNKS = 2
+"""A prompt of which so many chunks were known continues another; one may be a system prompt."""
+STAY_WEIGHT = 0.01
+_PRIOR_HITS, _PRIOR_CHUNKS = 1.0, 2.0
+"""What is believed of a kind before anything is known: half of it comes again."""
+
+
+class ReuseTable:
+    """Counts of askings and of the next ones, by kind of chunk and its age at the next.
+
+    The chance of another asking at age a or later, and before age h, is
+
+        hits with ages in [a, h) / (askings - hits before a)
+
+    where askings that nobody followed yet count as not followed: an estimate from below, which
+    spares writes. Kinds are below *kinds*, ages in the bins of density.py. Not thread-safe: the
+    owner locks.
+    """
+
+    def __init__(self, kinds: int) -> None:
+        if kinds < 1:
+            raise InvalidRequestError("kinds", kinds, "at least 1")
+        self._askings = np.zeros(kinds)
+        self._hits = np.zeros((kinds, AGE_BINS))
+
+    def asked(self, kinds: NDArray[np.uint8]) -> None:
+        """Chunks of these kinds were asked for, or stored, and wait."""
+        self._askings += np.bincount(kinds, minlength=len(self._askings))
+
+    def again(self, kinds: NDArray[np.uint8], ages_s: NDArray[np.float64]) -> None:
+        """Chunks that waited were asked for again at these ages."""
+        np.add.at(self._hits, (kinds, bins_of(ages_s)), 1.0)
+
+    def chance(self, kind: int, age_s: float, until_s: float = math.inf) -> float:
+        """Return the chance that a chunk, not asked for since *age_s*, is before *until_s*."""
+        at, end = bins_of(np.array([age_s, until_s])).tolist()
+        end = AGE_BINS if until_s == math.inf else max(at + 1, end)
+        row = self._hits[kind]
+        hits = float(row[at:end].sum())
+        left = float(self._askings[kind] - row[:at].sum())
+        return min(1.0, (hits + _PRIOR_HITS) / (max(left, hits) + _PRIOR_CHUNKS))
+
+
+class ReuseForecast:
+    """The chance of each chunk that *history* remembers, by a kind of its own.
+
+    A kind is how often it was asked for (1, 2, more), whether it ends its prompt, how long that
+    was, and whether the prompt continued a known one. Coarser than the classes of eviction: what
+    counts here is a chance as such, not an order, and few kinds are soon known well. Told of an
+    event before *history* is, but of a new chunk after it. One byte a row. Not thread-safe.
+    """
+
+    def __init__(self, history: History, chunk_tokens: int = 256) -> None:
+        self.history = history
+        self._chunk_tokens = chunk_tokens
+        self._table = ReuseTable(KINDS)
+        self._kinds = array("B", [0])
+        self._stay_s = 0.0
+
+    def _reach(self, row: int) -> None:
+        count = row + 1 - len(self._kinds)
+        if count > 0:
+            self._kinds.frombytes(bytes(count + spare_rows(row)))
+
+    def asked(self, rows: Rows, chunks: int, now_s: float) -> None:
+        """A prompt of *chunks* chunks is looked up, of which those of *rows*, its first, are known.
+
+        Rows of which *history* knows nothing are left out.
+        """
+        columns = self.history
+        rows = rows[rows < len(columns.hits)]
+        hits = np.frombuffer(columns.hits, np.uint8)[rows]
+        rows, hits = rows[hits > 0], hits[hits > 0]
+        if not len(rows):
+            return
+        self._reach(int(rows.max()))
+        kinds = np.frombuffer(self._kinds, np.uint8)
+        ages_s = columns.time_s(now_s) - np.frombuffer(columns.last_s)[rows]
+        self._table.again(kinds[rows], ages_s)
+        is_end = kinds[rows] // FREQUENCIES % 2
+        context = (len(rows) >= FAMILIAR_CHUNKS) * LENGTHS + self._length(chunks)
+        fresh = (context * 2 + is_end) * FREQUENCIES + np.minimum(hits, FREQUENCIES - 1)
+        kinds[rows] = fresh
+        self._table.asked(kinds[rows])
+
+    def _length(self, chunks: int) -> int:
+        return min(LENGTHS - 1, chunks * self._chunk_tokens // LENGTH_TOKENS)
+
+    def seen(self, row: int, parent: int, facts: Facts, now_s: float) -> None:
+        """A chunk was stored that no tier had; of one that *history* knew nothing changes.
+
+        A new one continues the prompt of its parent.
+        """
+        self._reach(max(row, parent))
+        if self.history.hits[row] != 1 or self.history.last_s[row] < self.history.time_s(now_s):
+            return
+        above = self._kinds[parent] // (FREQUENCIES * 2) if parent else 0
+        context = above // LENGTHS * LENGTHS + self._length(self.history.chunks[row])
+        self._kinds[row] = (context * 2 + (not facts.tokens_full)) * FREQUENCIES
+        self._table.asked(np.frombuffer(self._kinds, np.uint8)[row : row + 1])
+
+    def hits(self, row: int) -> int:
+        """Return how often a chunk was asked for, evicted or not, the first included."""
+        return self.history.hits[row] if row < len(self.history.hits) else 0
+
+    def chance(self, row: int, now_s: float) -> float:
+        """Return the chance that a chunk is asked for before the slow tier would give it up."""
+        if not self.hits(row) or row >= len(self._kinds):
+            return 1.0
+        age_s = max(0.0, self.history.time_s(now_s) - self.history.last_s[row])
+        until_s = age_s + self._stay_s if self._stay_s else math.inf
+        return self._table.chance(self._kinds[row], age_s, until_s)
+
+    def gave_up(self, row: int, now_s: float) -> None:
+        """The slow tier evicted a chunk, which says how long it keeps what nobody asks for."""
+        if not self.hits(row):
+            return
+        age_s = max(0.0, self.history.time_s(now_s) - self.history.last_s[row])
+        self._stay_s += STAY_WEIGHT * (age_s - self._stay_s) if self._stay_s else age_s

@@ -1,0 +1,346 @@
+"""How many hits a second of residency is worth, by class and age: learnt as requests come."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.server.eviction.age_slots import AgeSlots
+
+AGE_BINS = 40
+"""Bins of age: one up to a second, then three an octave; the last has no end."""
+
+EDGES_S = 2.0 ** (np.arange(AGE_BINS - 1) / 3)
+"""Where each bin ends, in seconds; the end belongs to the bin."""
+
+WIDTHS_S = np.diff(2.0 ** (np.arange(AGE_BINS) / 3), prepend=0.0)
+"""How long each bin is, in seconds; of the last, what it would be."""
+
+_STRENGTH = 100.0
+"""How many chunks of a coarser class a class is told by, before its own count."""
+
+_FIRST_HAZARDS = np.full(AGE_BINS, 0.01)
+"""What is taken for true before anything happened: the older, the less there is to hope for."""
+
+_FIRST_HAZARDS[0] *= WIDTHS_S[0] / WIDTHS_S[1]
+_CLASSES_AT_ONCE = 128
+"""Classes that one refresh works out; of more, it takes turns."""
+
+_STEP_CLASSES = 32
+"""A refresh of so many classes takes a step, one of more as many: so that no step is long."""
+
+_NOTED = 1 << 13
+"""Events that are kept until they are counted."""
+
+Classes = NDArray[np.uint16] | Sequence[int]
+"""Those of typecode ``H``, where an array has them."""
+Times = NDArray[np.float64] | Sequence[float]
+
+_Left = tuple[NDArray[np.uint16], NDArray[np.float64], float]
+"""Classes of chunks that waited, since when, and until when."""
+
+_Columns = tuple[NDArray[np.uint16], NDArray[np.float64], NDArray[np.float64]]
+
+
+def bins_of(ages_s: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Return the bins of ages; below zero, as a clock that jumped makes them, is the first."""
+    return np.searchsorted(EDGES_S, ages_s)
+
+
+def gittins(hazards: NDArray[np.float64], widths_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the most hits a second that keeping for some time promises, by age.
+
+    *hazards*: (classes, bins), the chance of being asked for in a bin once it is reached.
+    ``G[c, a] = max over h >= a of (sum of S h(x)) / (sum of S w(x) (1 - h(x) / 2))`` for x from a
+    to h, where S is the chance to be waiting still at x: the index of Gittins (1979), for an
+    eviction that may take place after any bin. Shape of the result: (classes, bins).
+    """
+    best = np.empty(hazards.shape)
+    for _ in gittins_in_steps(hazards, widths_s, best, 1):
+        pass
+    return best
+
+
+def gittins_in_steps(
+    hazards: NDArray[np.float64],
+    widths_s: NDArray[np.float64],
+    best: NDArray[np.float64],
+    steps: int,
+) -> Iterator[None]:
+    """Write ``gittins`` to *best*, of the shape of *hazards*, in so many ``next`` of like length.
+
+    All classes at once: numpy takes as long for one as for some thirty.
+    """
+    by_age = np.ascontiguousarray(hazards.T)
+    bins = len(by_age)
+    stays = 1.0 - by_age
+    # Hits and seconds, of the bin itself and of the time from it to the end of each.
+    gains = np.stack((by_age, widths_s[:bins, None] * (1.0 - 0.5 * by_age)), axis=1)
+    sums = np.zeros((2, *by_age.shape))
+    ratios = np.empty_like(by_age)
+    found = np.empty_like(by_age)
+    # What is done for an age grows with those behind it.
+    ends = {bins - round(bins * (step / steps) ** 0.5) for step in range(1, steps)}
+    for age in range(bins - 1, -1, -1):
+        # Behind *age*, what lies ahead counts for those that are still waiting then.
+        ahead, ratio = sums[:, age:], ratios[age:]
+        ahead *= stays[age]
+        ahead += gains[age][:, None]
+        np.divide(ahead[0], ahead[1], out=ratio)
+        np.maximum.reduce(ratio, axis=0, out=found[age])
+        if age in ends:
+            yield
+    best[:] = found.T
+    yield
+
+
+class _Notes:
+    """Events that are not counted yet: classes of chunks, since when they waited, and when."""
+
+    def __init__(self) -> None:
+        self._classes, self._since_s = array("H"), array("d")
+        self._counts: list[int] = []
+        self._times_s: list[float] = []
+
+    def note(self, classes: Classes, since_s: Times, now_s: float) -> None:
+        if isinstance(classes, np.ndarray):
+            self._classes.frombytes(classes.astype(np.uint16, copy=False).tobytes())
+        else:
+            self._classes.extend(classes)
+        if isinstance(since_s, np.ndarray):
+            self._since_s.frombytes(since_s.tobytes())
+        else:
+            self._since_s.extend(since_s)
+        self._counts.append(len(classes))
+        self._times_s.append(now_s)
+
+    def note_one(self, kind: int, since_s: float, now_s: float) -> None:
+        self._classes.append(kind)
+        self._since_s.append(since_s)
+        self._counts.append(1)
+        self._times_s.append(now_s)
+
+    def take(self) -> _Columns:
+        """Return a column of each of the three, and begin anew."""
+        classes, since_s = np.frombuffer(self._classes, np.uint16), np.frombuffer(self._since_s)
+        times_s = np.repeat(np.array(self._times_s), self._counts)
+        self._classes, self._since_s = array("H"), array("d")
+        self._counts, self._times_s = [], []
+        return classes, since_s, times_s
+
+
+class _Runs:
+    """Chunks that began to wait and are not counted yet: of which class, how many, and when."""
+
+    def __init__(self) -> None:
+        self._kinds, self._counts, self._times_s = array("H"), array("i"), array("d")
+
+    def note(self, kind: int, count: int, now_s: float) -> None:
+        self._kinds.append(kind)
+        self._counts.append(count)
+        self._times_s.append(now_s)
+
+    def take(self) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.float64]]:
+        """Return a column of each of the three, and begin anew."""
+        kinds, counts = np.frombuffer(self._kinds, np.uint16), np.frombuffer(self._counts, np.int32)
+        times_s = np.frombuffer(self._times_s)
+        self._kinds, self._counts, self._times_s = array("H"), array("i"), array("d")
+        return kinds, counts, times_s
+
+
+class DensityTable:
+    """Hits per second of residency of a class at an age, from what became of chunks like it.
+
+    A chunk waits, from one asking to the next. When it is asked for, the table counts its class
+    and age; those that still wait count as censored at the age they have, be they on a tier or
+    evicted. The hazard of a bin is that of the class, told by a coarser class and that by all
+    (each with the weight of *strength* chunks); its Gittins index is what ``values`` has. Our own,
+    after LHD (Beckmann et al., NSDI 2018), whose classes and ages these are too.
+
+    Events are only noted; ``refresh`` counts them and works the table out, in a time that does
+    not depend on how many chunks wait. Times never go back. Memory: 26 bytes an event noted, of
+    at most 2^13 and those of one call, and 1.6 kB a class.
+    """
+
+    def __init__(self, coarse: NDArray[np.intp], strength: float = _STRENGTH) -> None:
+        """A table of as many classes as *coarse*, which has the coarser class of each.
+
+        A coarser class is its own coarser class. *coarse* may change for classes not yet seen.
+        *strength* is the weight of what a class is told, in chunks.
+        """
+        limit = len(coarse)
+        self._strength = strength
+        self._coarse = coarse
+        self._asked = np.zeros((limit, AGE_BINS))
+        self._forgotten = np.zeros((limit, AGE_BINS))
+        """Chunks forgotten while they waited, by the age they had."""
+        self._waiting = AgeSlots()
+        self._turn = 0
+        self.version = 0
+        """How often ``values`` changed."""
+        self._came, self._asked_for, self._lost = _Notes(), _Notes(), _Notes()
+        self._runs = _Runs()
+        self._moved: list[tuple[NDArray[np.uint16], _Left]] = []
+        self._noted = 0
+        hazards = _FIRST_HAZARDS[None]
+        self.values = np.repeat(gittins(hazards, WIDTHS_S), limit, axis=0)
+        """Hits per second of residency. Shape: (classes, bins)."""
+        self.hazards = np.repeat(hazards, limit, axis=0)
+        """The chance to be asked for in a bin once it is reached. Shape: (classes, bins)."""
+
+    def learned(self, asked: NDArray[np.float64], forgotten: NDArray[np.float64]) -> None:
+        """Start from the counts of another run, both (classes, bins), as if they were from here.
+
+        Chunks that still waited there count as forgotten.
+        """
+        self._asked += asked
+        self._forgotten += forgotten
+
+    def ended(self, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return what was counted of chunks that wait no more: asked for, and forgotten."""
+        return self._asked[:classes].copy(), self._forgotten[:classes].copy()
+
+    # --- events
+
+    def wait(self, classes: Classes, now_s: float) -> None:
+        """Chunks begin to wait."""
+        self._came.note(classes, (), now_s)
+        self._note(len(classes), now_s)
+
+    def wait_run(self, kind: int, last: int, count: int, now_s: float) -> None:
+        """Do as ``wait`` for *count* chunks, the last of class *last* and the others of *kind*."""
+        runs = self._runs
+        if last == kind:
+            runs.note(kind, count, now_s)
+        else:
+            if count > 1:
+                runs.note(kind, count - 1, now_s)
+            runs.note(last, 1, now_s)
+        self._note(count, now_s)
+
+    def asked_one(self, kind: int, since_s: float, now_s: float) -> None:
+        """Do as ``asked`` for one chunk."""
+        self._asked_for.note_one(kind, since_s, now_s)
+        self._note(1, now_s)
+
+    def asked(self, classes: Classes, since_s: Times, now_s: float) -> None:
+        """Chunks were asked for that waited since then, and wait no longer."""
+        self._asked_for.note(classes, since_s, now_s)
+        self._note(len(classes), now_s)
+
+    def forgotten(
+        self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
+    ) -> None:
+        """Chunks that waited are known no longer: nobody will see what becomes of them."""
+        self._lost.note(classes, since_s, now_s)
+        self._note(len(classes), now_s)
+
+    def moved(
+        self,
+        classes: NDArray[np.uint16],
+        others: NDArray[np.uint16],
+        since_s: NDArray[np.float64],
+        now_s: float,
+    ) -> None:
+        """Chunks that wait since then are of *others* and not of *classes*."""
+        self._moved.append((others, (classes, since_s, now_s)))
+        self._note(len(classes), now_s)
+
+    def _note(self, count: int, now_s: float) -> None:
+        self._noted += max(count, 8)  # what the arrays themselves take is like as many
+        if self._noted > _NOTED:
+            self.settle(now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Count the events noted."""
+        waiting = self._waiting
+        waiting.open(now_s)
+        came, _, came_s = self._came.take()
+        waiting.add(came, came_s, 1)
+        kinds, numbers, kinds_s = self._runs.take()
+        waiting.add(kinds, kinds_s, numbers)
+        for others, (left, since_s, _) in self._moved:
+            waiting.add(left, since_s, -1)
+            waiting.add(others, since_s, 1)
+        for ended, counts in ((self._asked_for, self._asked), (self._lost, self._forgotten)):
+            left, since_s, left_s = ended.take()
+            waiting.add(left, since_s, -1)
+            places = bins_of(left_s - since_s)
+            places += left * np.intp(AGE_BINS)
+            np.add.at(counts.reshape(-1), places, 1.0)
+        self._moved.clear()
+        self._noted = 0
+
+    # --- the table
+
+    def refresh(self, now_s: float, classes: int) -> None:
+        """Count what was noted and work out ``values`` of the classes below *classes*.
+
+        Of many classes, a part by each call.
+        """
+        for _ in self.refreshing(now_s, classes):
+            pass
+
+    def refreshing(self, now_s: float, classes: int) -> Iterator[None]:
+        """Do as ``refresh`` does in steps, for who must not wait: one ``next`` is a step.
+
+        The values are those of before until the last step, and those of the first step's time
+        then. A step takes some 0.4 ms, and there are at most six.
+        """
+        self.settle(now_s)
+        yield
+        first = self._turn if self._turn < classes else 0
+        last = self._turn = min(first + _CLASSES_AT_ONCE, classes)
+        hazards = self._hazards(now_s, classes, first, last)
+        values = np.empty_like(hazards)
+        steps = -(-len(hazards) // _STEP_CLASSES)
+        yield
+        working = gittins_in_steps(hazards, WIDTHS_S, values, steps)
+        for _ in range(steps - 1):
+            next(working)
+            yield
+        next(working)
+        self.values[first:last] = values
+        self.hazards[first:last] = hazards
+        self.version += 1
+
+    def counts(self, now_s: float, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return those asked for and those not, waiting or forgotten: both (classes, bins).
+
+        What was noted since the last ``settle`` is not in it. ``learned`` takes them.
+        """
+        ends = self._forgotten[:classes] + self._waiting.by_bin(now_s, EDGES_S, classes)
+        return self._asked[:classes].copy(), ends
+
+    def recency_s(self, now_s: float, count: float) -> float:
+        """Return how long ago the *count* chunks that wait least were asked for; inf for all."""
+        return self._waiting.age_s(now_s, count)
+
+    def _hazards(self, now_s: float, classes: int, first: int, last: int) -> NDArray[np.float64]:
+        """Return the hazards of some of the classes, which all of them tell."""
+        asked, ends = self._asked[:classes], self._waiting.by_bin(now_s, EDGES_S, classes)
+        ends += self._forgotten[:classes]
+        ends += asked
+        all_hazards = self._shrunk(asked.sum(0), ends.sum(0), _FIRST_HAZARDS)
+        coarse = self._coarse[:classes]
+        places = (coarse * AGE_BINS)[:, None] + np.arange(AGE_BINS)
+        shape = int(coarse.max()) + 1, AGE_BINS
+        groups = np.zeros((2, *shape))
+        for group, counts in zip(groups, (asked, ends), strict=True):
+            sums = np.bincount(places.ravel(), counts.ravel(), shape[0] * shape[1])
+            group[:] = sums.reshape(shape)
+        coarser = self._shrunk(groups[0], groups[1], all_hazards)
+        return self._shrunk(asked[first:last], ends[first:last], coarser[coarse[first:last]])
+
+    def _shrunk(
+        self,
+        asked: NDArray[np.float64],
+        ends: NDArray[np.float64],
+        told: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        """Return the hazards of the bins of (..., bins), drawn to what was told of them."""
+        at_risk = np.cumsum(ends[..., ::-1], axis=-1)[..., ::-1]
+        return (asked + self._strength * told) / (at_risk + self._strength)

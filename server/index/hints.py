@@ -1,0 +1,195 @@
+"""The HintTable: what engines said of chunks that are here: priority, lifetime, partition."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.key_table import spare_rows
+from kvstore.proto.plans import MAX_PRIORITY, NO_PRIORITY
+from kvstore.server.index.chunk_index import Rows
+
+LOOK_AHEAD = 32
+LOOK_AHEAD_SHARE = 16
+"""Of so many of the chunks that are next to go, a sixteenth of all at most, the one of lowest
+priority goes first. So priorities, true or not, decide about a sixteenth of a tier and no more."""
+
+_STALE_TIMES = 1024
+NEVER = 0.0
+_LEAST_S = 1e-9
+"""What a chunk is said to have left to live whose time is up."""
+
+
+class HintTable:
+    """Columns by row, 13 bytes each. Not thread-safe: the catalog's lock guards it.
+
+    Times are seconds on the caller's clock. A row that was never spoken of has no priority, lives
+    for ever and is in partition 0.
+    """
+
+    def __init__(self) -> None:
+        self._priorities = array("B", [0])
+        self._expiries = array("d", [NEVER])
+        self._partitions = array("H", [0])
+        self._times: list[tuple[float, int]] = []
+        """When which row may expire, a heap; entries that are no longer true are skipped."""
+        self._awaited: dict[int, tuple[float, int]] = {}
+        """What an earlier run said of chunks that are not here yet, by row."""
+        self._mortal = 0
+        self._ranked = 0
+
+    def _reach(self, row: int) -> None:
+        if row < len(self._priorities):
+            return
+        count = row + 1 - len(self._priorities) + spare_rows(row)
+        for column in (self._priorities, self._expiries, self._partitions):
+            column.frombytes(bytes(count * column.itemsize))
+
+    # --- priorities
+
+    def rank(self, row: int, priority: int) -> None:
+        """Give a chunk a priority of 1 to 100; 0 takes it back."""
+        self._reach(row)
+        self._ranked += bool(priority) - bool(self._priorities[row])
+        self._priorities[row] = priority
+
+    def priority(self, row: int) -> int:
+        """Return the priority of a chunk."""
+        said = self._priorities[row] if row < len(self._priorities) else 0
+        return said or NO_PRIORITY
+
+    def in_order(
+        self, victims: Iterator[int], parent: Callable[[int], int], count: int
+    ) -> Iterator[int]:
+        """Yield *victims* of a tier of *count* chunks, the lowest priority of the next few first.
+
+        A chunk stays behind all that continue it. Changes nothing, as ``victims`` does not.
+        """
+        window = min(LOOK_AHEAD, count // LOOK_AHEAD_SHARE)
+        if not self._ranked or window < 2:
+            yield from victims
+            return
+        ahead: list[int] = []
+        for victim in victims:
+            ahead.append(victim)
+            if len(ahead) == window:
+                yield ahead.pop(self._lowest(ahead, parent))
+        while ahead:
+            yield ahead.pop(self._lowest(ahead, parent))
+
+    def _lowest(self, ahead: list[int], parent: Callable[[int], int]) -> int:
+        waiting: set[int] = set()
+        best, least = 0, NO_PRIORITY + NO_PRIORITY + 1
+        for at, row in enumerate(ahead):
+            if row not in waiting and self.priority(row) < least:
+                best, least = at, self.priority(row)
+            waiting.add(parent(row))
+        return best
+
+    # --- lifetimes
+
+    def set_expiry(self, row: int, expires_s: float) -> None:
+        """Let a chunk expire at *expires_s*; NEVER takes it back."""
+        self._reach(row)
+        self._mortal += (expires_s != NEVER) - (self._expiries[row] != NEVER)
+        self._expiries[row] = expires_s
+        if expires_s != NEVER:
+            heapq.heappush(self._times, (expires_s, row))
+            if len(self._times) > 2 * self._mortal + _STALE_TIMES:
+                self._times = [time for time in self._times if self._is_true(time)]
+                self._times = sorted(set(self._times))  # sorted is a heap
+
+    def _is_true(self, time: tuple[float, int]) -> bool:
+        return self._expiries[time[1]] == time[0]
+
+    def expiry(self, row: int) -> float:
+        """Return when a chunk expires; NEVER if it does not."""
+        return self._expiries[row] if row < len(self._expiries) else NEVER
+
+    def is_expired(self, row: int, now_s: float) -> bool:
+        """Whether the chunk's time is up."""
+        return NEVER != self.expiry(row) <= now_s
+
+    def unexpired(self, rows: Rows, now_s: float) -> Rows:
+        """Return *rows* up to the first whose time is up."""
+        if not self._mortal or not len(rows):
+            return rows
+        if int(rows.max()) >= len(self._expiries):
+            self._reach(int(rows.max()))
+        expiries = np.frombuffer(self._expiries)[rows]
+        late = (expiries != NEVER) & (expiries <= now_s)
+        return rows[: int(late.argmax())] if late.any() else rows
+
+    def expired(self, now_s: float, limit: int) -> list[int]:
+        """Return at most *limit* chunks whose time is up, the first to expire first.
+
+        They are named again and again until they are forgotten or live on.
+        """
+        found: dict[int, None] = {}
+        popped = []
+        while self._times and self._times[0][0] <= now_s and len(found) < limit:
+            time = heapq.heappop(self._times)
+            if self._is_true(time) and time[1] not in found:
+                found[time[1]] = None
+                popped.append(time)
+        for time in popped:
+            heapq.heappush(self._times, time)
+        return list(found)
+
+    # --- over a restart
+
+    def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
+        """Write what is known of *rows* into *chunks*, of ``history_state.CHUNK``."""
+        if not self._mortal and not self._ranked:
+            return
+        known = np.flatnonzero(rows < len(self._priorities))
+        mine = rows[known]
+        chunks["priority"][known] = np.frombuffer(self._priorities, np.uint8)[mine]
+        expiries = np.frombuffer(self._expiries)[mine]
+        left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
+        chunks["left_s"][known] = left_s
+
+    def await_rows(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
+        """Take what an earlier run wrote: it counts once the chunks have arrived here again."""
+        spoken = np.flatnonzero((chunks["left_s"] > 0) | (chunks["priority"] > 0))
+        for at in spoken.tolist():
+            left_s = float(chunks["left_s"][at])
+            expires_s = now_s + left_s if left_s else NEVER
+            self._awaited[int(rows[at])] = (expires_s, int(chunks["priority"][at]))
+
+    def arrived(self, row: int) -> None:
+        """A chunk has a copy: what an earlier run said of it counts now."""
+        if self._awaited and row in self._awaited:
+            expires_s, priority = self._awaited.pop(row)
+            self.set_expiry(row, expires_s)
+            self.rank(row, min(priority, MAX_PRIORITY))
+
+    # --- partitions
+
+    def place(self, row: int, partition: int) -> None:
+        """Put a chunk into a partition."""
+        self._reach(row)
+        self._partitions[row] = partition
+
+    def partition(self, row: int) -> int:
+        """Return the partition of a chunk."""
+        return self._partitions[row] if row < len(self._partitions) else 0
+
+    # --- all of them
+
+    def forget(self, row: int) -> None:
+        """The chunk is nowhere any more."""
+        self._awaited.pop(row, None)
+        if row < len(self._priorities):
+            self.rank(row, 0)
+            self.set_expiry(row, NEVER)
+            self._partitions[row] = 0
+
+    @property
+    def mortal_count(self) -> int:
+        """Chunks that expire some time."""
+        return self._mortal

@@ -1,0 +1,128 @@
+"""KnownSpaces: which Representation each namespace stands for, and in what two differ."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from kvstore.proto.types import Namespace, Representation
+from kvstore.server.security.sessions import Session
+
+MAX_SPACES = 256
+"""Namespaces that are remembered. Of the tenant with the most the one goes first whose last session
+opened longest ago."""
+
+ABSENT = "none"
+MAX_TEXT_CHARS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A namespace, and what the last session that opened in it said of itself."""
+
+    namespace: Namespace
+    tenant: str
+    client: str
+    representation: Representation
+
+
+class Differing(NamedTuple):
+    """A field in which two Representations differ, and what each has there."""
+
+    field: str
+    stored: str
+    asked: str
+
+
+class KnownSpaces:
+    """The Representations of the latest sessions, by namespace. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._spaces: OrderedDict[bytes, Space] = OrderedDict()
+        self._lock = threading.Lock()  # guards the dictionary
+
+    def note(self, session: Session) -> None:
+        """Take note of a session that was opened."""
+        space = Space(session.namespace, session.tenant, session.client, session.representation)
+        with self._lock:
+            self._spaces.pop(session.namespace, None)
+            if len(self._spaces) >= MAX_SPACES:
+                self._forget_one()
+            self._spaces[session.namespace] = space
+
+    def _forget_one(self) -> None:
+        """No tenant's models push out those of a tenant that has fewer."""
+        counts = Counter(space.tenant for space in self._spaces.values())
+        most = max(counts.values())
+        oldest = next(n for n, space in self._spaces.items() if counts[space.tenant] == most)
+        del self._spaces[oldest]
+
+    def restore(self, spaces: Sequence[Space]) -> None:
+        """Take note of what an earlier run knew, before any session is opened."""
+        with self._lock:
+            self._spaces = OrderedDict((space.namespace, space) for space in spaces[-MAX_SPACES:])
+
+    def of(self, namespace: Namespace) -> Space | None:
+        """Return what is known of a namespace."""
+        with self._lock:
+            return self._spaces.get(namespace)
+
+    def all(self) -> list[Space]:
+        """Return all that are known, the latest first."""
+        with self._lock:
+            return list(reversed(self._spaces.values()))
+
+    def others(self, asked: Space) -> list[Space]:
+        """Return the other spaces of the tenant of *asked*, the latest first."""
+        return [
+            space
+            for space in self.all()
+            if space.tenant == asked.tenant and space.namespace != asked.namespace
+        ]
+
+
+def nearest(asked: Space, others: Iterable[Space]) -> list[tuple[Space, list[Differing]]]:
+    """Return in what *others* differ from *asked*, those that differ least first."""
+    compared = [
+        (space, differences(space.representation, asked.representation)) for space in others
+    ]
+    return sorted(compared, key=lambda pair: len(pair[1]))
+
+
+def differences(stored: Representation, asked: Representation) -> list[Differing]:
+    """Return the fields in which two Representations differ, in the order of the class.
+
+    Fields of layer groups are named by the group's number: ``layer_groups[0].dtype``.
+    """
+    ones, others = dict(_leaves("", stored)), dict(_leaves("", asked))
+    names = dict.fromkeys([*ones, *others])
+    pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in names]
+    return [Differing(*pair) for pair in pairs if pair[1] != pair[2]]
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the fields of *value*, of dataclasses within it too, by name as text."""
+    if is_dataclass(value):
+        for field in fields(value):
+            inner = f"{name}.{field.name}" if name else field.name
+            yield from _leaves(inner, getattr(value, field.name))
+    elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+        for number, part in enumerate(value):
+            yield from _leaves(f"{name}[{number}]", part)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, tuple) and value and all(isinstance(part, int) for part in value):
+        first, last = int(value[0]), int(value[-1])
+        text = f"{first} to {last}" if value == tuple(range(first, last + 1)) else str(value)
+    else:
+        text = str(value) if value != () else ABSENT
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."

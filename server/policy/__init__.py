@@ -1,1 +1,0 @@
-"""Pure decisions: what to keep and whom to evict. No I/O, no clock, no tier."""

@@ -1,1 +1,0 @@
-"""Calls as they come in over gRPC: checked, scheduled, answered."""

@@ -1,0 +1,130 @@
+"""The Authenticator: from what a call brought along to the Principal behind it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from threading import Lock
+
+from kvstore.proto.errors import UnauthenticatedError
+from kvstore.server.security.api_keys import ApiKeys
+from kvstore.server.security.certificates import principal_of_certificate
+from kvstore.server.security.jwt_tokens import MAX_LIFE_S, JwtVerifier
+from kvstore.server.security.principal import ANYBODY, Principal
+from kvstore.server.security.revocations import Revocations
+from kvstore.server.security.watched_file import WatchedFile
+
+HEADER = "authorization"
+SCHEME = "Bearer "
+CERTIFICATE = "x509_pem_cert"
+REMEMBERED = 1024
+"""Tokens and certificates whose signature was verified, by their SHA-256."""
+
+Metadata = Iterable[tuple[str, str | bytes]]
+AuthContext = Mapping[str, Iterable[bytes]]
+
+
+class Authenticator:
+    """Says who calls. Thread-safe. *wall_clock* gives seconds since 1970.
+
+    A token decides where there is one, else the certificate. Without any of *keys*, *verifier*
+    and *takes_certificates* whoever calls is ``ANYBODY``. Whoever shows a certificate that
+    *revocations* take back is refused, with a token or without.
+    """
+
+    def __init__(
+        self,
+        keys: WatchedFile[ApiKeys] | None,
+        verifier: WatchedFile[JwtVerifier] | None,
+        *,
+        takes_certificates: bool,
+        wall_clock: Callable[[], float],
+        revocations: WatchedFile[Revocations] | None = None,
+    ) -> None:
+        self._keys = keys
+        self._verifier = verifier
+        self._takes_certificates = takes_certificates
+        self._revocations = revocations
+        self._wall_clock = wall_clock
+        self.is_open = keys is None and verifier is None and not takes_certificates
+        self._known: OrderedDict[bytes, Principal] = OrderedDict()
+        self._era = 0
+        self._lock = Lock()  # guards the two above
+
+    def principal_of(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
+        """Return who calls. Raises UnauthenticatedError, which repeats nothing of a secret."""
+        if self.is_open:
+            return ANYBODY
+        pem = next(iter(auth_context.get(CERTIFICATE, ())), None)
+        if self._revocations is not None and pem and self._revocations.value.revokes(pem):
+            raise UnauthenticatedError("the certificate was revoked; get another")
+        values = [value for name, value in metadata if name == HEADER]
+        if len(values) > 1:
+            raise UnauthenticatedError("bring one token")
+        if values:
+            return self._live(self._of_token(str(values[0])))
+        if pem is None or not self._takes_certificates:
+            raise UnauthenticatedError("bring a token: an API key or a JWT")
+        return self._live(self._remembered(b"cert", pem, lambda: principal_of_certificate(pem)))
+
+    def _of_token(self, value: str) -> Principal:
+        if not value.startswith(SCHEME):
+            raise UnauthenticatedError("bring the token as: Bearer TOKEN")
+        token = value.removeprefix(SCHEME)
+        if self._keys is not None and token.startswith("kvs_"):
+            found = self._keys.value.principal_of(token)
+            if found is None:
+                raise UnauthenticatedError("the API key is unknown or was revoked")
+            return found
+        if self._verifier is None:
+            raise UnauthenticatedError("the token is not one that this server takes")
+        verifier = self._verifier
+        known = self._remembered(b"jwt", token.encode(), lambda: verifier.value.principal_of(token))
+        if known.expires_at > self._wall_clock() + MAX_LIFE_S:
+            raise UnauthenticatedError("the token is good for over a year; get a shorter one")
+        return known
+
+    def _remembered(self, kind: bytes, proof: bytes, verify: Callable[[], Principal]) -> Principal:
+        # By kind too: a certificate is nobody's secret, and would do for a token that was verified.
+        digest = hashlib.sha256(kind + b":" + proof).digest()
+        with self._lock:
+            known, era = self._known.get(digest), self._era
+        if known is None:
+            known = verify()
+            with self._lock:
+                if era == self._era:  # else it may have been verified with what was replaced
+                    self._known[digest] = known
+                while len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        return known
+
+    def _live(self, principal: Principal) -> Principal:
+        if principal.expires_at <= self._wall_clock():
+            raise UnauthenticatedError("what you bring has expired; get another")
+        return principal
+
+    def refresh(self) -> bool:
+        """Read keys again that were replaced. Return whether any were."""
+        is_news = self._keys is not None and self._keys.refresh()
+        if self._revocations is not None and self._revocations.refresh():
+            is_news = True
+        if self._verifier is not None and self._verifier.refresh():
+            with self._lock:
+                self._era += 1
+                self._known.clear()
+            is_news = True
+        return is_news
+
+    def holds(self, principal: Principal) -> bool:
+        """Whether whoever was *principal* still is: nothing revoked or expired."""
+        if principal.expires_at <= self._wall_clock():
+            return False
+        kind = principal.name.partition(":")[0]
+        if kind == "key" and self._keys is not None:
+            return self._keys.value.holds(principal)
+        if kind == "jwt" and self._verifier is not None:
+            return self._verifier.value.has(principal.proof)
+        if kind == "cert" and self._revocations is not None:
+            return not self._revocations.value.has(principal.proof)
+        return True

@@ -1,0 +1,148 @@
+"""The Doorkeeper: may this caller do this, on this session, now? The same for every way in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.server.security.audit_log import AuditLog, Event
+from kvstore.server.security.principal import Principal
+from kvstore.server.security.rate_limit import RateLimit
+from kvstore.server.security.rate_limits import TenantLimits
+from kvstore.server.security.roles import METHODS, check_role, check_session_role
+from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.telemetry.flows import CallTimes
+
+PREFIX_BYTES = 8
+MAX_TENANT_CHARS = 128
+REFUSALS_PER_S = 20
+"""Written to the audit log of callers that nobody knows; more are only counted."""
+
+_QUIET = frozenset({"Heartbeat", "Status", "Quota"})
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """``admit`` raises for a session that may not call a method. ``note`` is told of a call: whose
+    session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
+    and where it came from.
+    """
+
+    admit: Callable[[Session, str], None]
+    note: Callable[[Session | None, str, str, int, str], None]
+
+
+class Doorkeeper:
+    """Checks roles, rates and whose session it is, and has calls written down. Thread-safe."""
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        limits: TenantLimits,
+        audit: AuditLog | None,
+        *,
+        notes_reads: bool = False,
+        clock: Callable[[], float],
+    ) -> None:
+        self._sessions = sessions
+        self._limits = limits
+        self._audit = audit
+        self._notes_reads = notes_reads
+        self._refusals = RateLimit(REFUSALS_PER_S, clock)
+        self.clock = clock
+        self.times = CallTimes()
+        """How long calls took, told by those who let them in."""
+
+    @property
+    def door(self) -> Door:
+        """What a way in needs that knows callers by their sessions alone."""
+        return Door(self.admit_on, self.note_on)
+
+    # --- may it
+
+    def admit(self, principal: Principal, method: str, request: Any) -> Session | None:
+        """Return the session that *request* is about, if any.
+
+        Raises PermissionDeniedError, LeaseExpiredError for a session of somebody else's, and
+        QuotaExceededError.
+        """
+        check_role(principal, method, request)
+        session = self.session_of(principal, method, request)
+        if session is None:
+            self._limits.take_request(principal.tenant)
+        return session
+
+    def session_of(self, principal: Principal, method: str, request: Any) -> Session | None:
+        """Return the session of one message of a call; None when it names none."""
+        session_id = getattr(request, "session_id", 0)
+        if not session_id or method.endswith("CloseSession"):  # which looks itself: gone is fine
+            return None
+        session = self._sessions.owned(session_id, principal)
+        self.admit_on(session, method)
+        return session
+
+    def admit_on(self, session: Session, method: str) -> None:
+        """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
+        check_session_role(session.roles, method)
+        self._limits.take_request(session.owner.tenant)
+
+    # --- what became of it
+
+    def note(
+        self,
+        principal: Principal | None,
+        method: str,
+        outcome: str,
+        session: Session | None = None,
+        request: Any = None,
+        peer: Callable[[], str] = str,
+    ) -> None:
+        """Have a call written down; without a *principal* nobody knew who called.
+
+        *request* may be the number of its chunks, too.
+        """
+        if self._audit is None:
+            return
+        name = method.rpartition("/")[2]
+        if principal is None:
+            if self._refusals.take() is not None:
+                self._audit.note(Event("", "", name, outcome, peer=peer()))
+            return
+        if outcome == "OK" and self._is_quiet(name):
+            return
+        self._audit.note(
+            Event(
+                principal.name,
+                session.tenant if session else _tenant_in(request) or principal.tenant,
+                name,
+                outcome,
+                session.namespace[:PREFIX_BYTES].hex() if session else "",
+                _chunks_in(request),
+                peer(),
+            )
+        )
+
+    def note_on(
+        self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
+    ) -> None:
+        """``note`` for a way in that knows callers by their sessions alone."""
+        owner = session.owner if session else None
+        self.note(owner, method, outcome, session, chunks, lambda: peer)
+
+    def _is_quiet(self, name: str) -> bool:
+        return name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
+
+
+def _tenant_in(request: Any) -> str:
+    """Return the tenant that a request without a session is about, if it names one."""
+    return str(getattr(request, "tenant", ""))[:MAX_TENANT_CHARS]
+
+
+def _chunks_in(request: Any) -> int:
+    """Return how many chunks a request names, or the number that stands for it."""
+    if isinstance(request, int):
+        return request
+    digests = getattr(request, "digests", b"")
+    return len(digests) // _DIGEST_BYTES if isinstance(digests, bytes) else 0

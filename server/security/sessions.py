@@ -1,0 +1,284 @@
+"""Sessions: one connected engine process each. Its death releases everything it owns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.proto.errors import (
+    LeaseExpiredError,
+    QuotaExceededError,
+    ShuttingDownError,
+    UnauthenticatedError,
+)
+from kvstore.proto.keys import namespace, representation_digest
+from kvstore.proto.shm import NONCE_BYTES, Op, proof
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    DType,
+    LayerGroup,
+    LayerKind,
+    Namespace,
+    Representation,
+    RopeParameters,
+)
+from kvstore.server.security.principal import ANYBODY, ROLES, Principal
+from kvstore.tiers.base import DEFAULT_TENANT
+
+TOKEN_BYTES = 16
+MAX_PEER_SESSIONS = 256
+"""Of other servers; a fleet's nodes have one each."""
+SPARED_SHARE = 8
+"""One of so many sessions is not for a process that has as many, nor for a tenant, where callers
+are known: none can take all of them."""
+
+_NO_MODEL = Representation(
+    "none", "none", "none", "none",
+    (LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1),),
+    RopeParameters(theta=1.0, rotary_dim=0), "none",
+)  # fmt: skip
+"""What a session of a peer has in the place of one."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What the server knows of one engine process. ``heard_at`` is in the clock's seconds.
+
+    ``owner`` opened it and alone may use it; ``roles`` say for what, of the chunks of ``tenant``.
+    """
+
+    session_id: int
+    tenant: str
+    client: str
+    representation: Representation
+    namespace: Namespace
+    representation_digest: bytes
+    attach_token: bytes
+    heard_at: float
+    owner: Principal = ANYBODY
+    roles: frozenset[str] = ROLES
+    is_attached: bool = False
+    """Whether its process holds the data plane's socket open: then it is alive."""
+    is_peer: bool = False
+    """Whether it is another server's, which names chunks by whole keys; it has no model."""
+    reads_from: frozenset[int] = frozenset()
+    """The other servers that its process reads from itself, as its last get said."""
+    opened_at: float = 0.0
+    """On the clock of the table."""
+    process: int = 0
+    """What its process calls itself in all of its sessions; 0: it does not say."""
+    is_closed: bool = False
+    """Set before what it owns is released: nothing may be given to it from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """What a hello began: the session it is about, and the client's and the server's nonces."""
+
+    session: Session
+    nonces: tuple[bytes, bytes]
+
+    def proof(self, op: Op) -> bytes:
+        """Return what proves *op*."""
+        return proof(self.session.attach_token, op, self.session.session_id, self.nonces)
+
+
+class SessionTable:
+    """Live sessions by id.
+
+    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_open`` callbacks run
+    for each session that was opened, ``on_close`` for each that ends, however it ends, outside
+    the lock.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        ttl_ms: int,
+        tenant_salt: Callable[[str], bytes],
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self.ttl_ms = ttl_ms
+        self._limit = limit
+        self._tenant_salt = tenant_salt
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._sessions: dict[int, Session] = {}
+        self._draining = False
+        self.on_open: list[Callable[[Session], None]] = []
+        self.on_close: list[Callable[[Session], None]] = []
+        # Guards the table; held for dictionary operations only.
+        self._lock = threading.Lock()
+
+    def open(
+        self,
+        representation: Representation,
+        client: str,
+        tenant: str = DEFAULT_TENANT,
+        owner: Principal = ANYBODY,
+        roles: frozenset[str] = ROLES,
+        process: int = 0,
+    ) -> Session:
+        """Open a session. Raises QuotaExceededError or ShuttingDownError."""
+        session = Session(
+            int.from_bytes(self._random_bytes(8), "little") or 1,
+            tenant,
+            client,
+            representation,
+            namespace(self._tenant_salt(tenant), representation),
+            representation_digest(representation),
+            self._random_bytes(TOKEN_BYTES),
+            self._clock(),
+            owner,
+            roles,
+            process=process,
+        )
+        self._admit(session)
+        for callback in self.on_open:
+            callback(session)
+        return session
+
+    def open_peer(self, node_id: str, owner: Principal) -> Session:
+        """Open a session of another server; an earlier one of the same ends.
+
+        Raises QuotaExceededError or ShuttingDownError.
+        """
+        session = Session(
+            int.from_bytes(self._random_bytes(8), "little") or 1,
+            owner.tenant,
+            node_id,
+            _NO_MODEL,
+            Namespace(bytes(DIGEST_BYTES)),
+            b"",
+            self._random_bytes(TOKEN_BYTES),
+            self._clock(),
+            owner,
+            frozenset({"peer"}),
+            is_peer=True,
+        )
+        with self._lock:
+            others = [one for one in self._sessions.values() if one.is_peer]
+        for one in others:
+            if (one.client, one.owner.name) == (node_id, owner.name):
+                self.close(one.session_id)
+        if len(others) >= MAX_PEER_SESSIONS:
+            raise QuotaExceededError("peer_sessions", MAX_PEER_SESSIONS, "this server")
+        self._admit(session)
+        return session
+
+    def _admit(self, session: Session) -> None:
+        with self._lock:
+            if self._draining:
+                raise ShuttingDownError("the server drains; no new sessions")
+            if len(self._sessions) >= self._limit:
+                raise QuotaExceededError("max_sessions", self._limit, "this server")
+            spared = self._limit // SPARED_SHARE
+            if spared and len(self._sessions) >= self._limit - spared:
+                self._check_share(session, spared)
+            session.opened_at = self._clock()
+            self._sessions[session.session_id] = session
+
+    def _check_share(self, session: Session, spared: int) -> None:
+        """Raise QuotaExceededError where tenant or process have *spared* sessions already."""
+        tenant, process, others = session.owner.tenant, session.process, self._sessions.values()
+        if session.owner != ANYBODY and sum(x.owner.tenant == tenant for x in others) >= spared:
+            raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
+        held = sum(one.process == process for one in others) if process else 0
+        if held >= spared:
+            whose = f"one process with {held} clients (close some, {spared} are for others)"
+            raise QuotaExceededError("max_sessions", self._limit, whose)
+
+    def get(self, session_id: int) -> Session:
+        """Return a live session and take note of it. Raises LeaseExpiredError."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None:
+                session.heard_at = self._clock()
+                return session
+        raise _unknown(session_id)
+
+    def owned(self, session_id: int, owner: Principal) -> Session:
+        """Return a live session of *owner*; another's is as if it were not there.
+
+        Raises LeaseExpiredError.
+        """
+        with self._lock:
+            session = self._sessions.get(session_id)
+        if session is None or (session.owner.name, session.owner.tenant) != (
+            owner.name,
+            owner.tenant,
+        ):
+            raise _unknown(session_id)
+        return session
+
+    def owner_of(self, session_id: int) -> Principal | None:
+        """Return who opened a session; None when it is not there."""
+        session = self._sessions.get(session_id)
+        return None if session is None else session.owner
+
+    def close_unless(self, holds: Callable[[Principal], bool]) -> int:
+        """End the sessions whose owner does not hold any more. Return how many."""
+        with self._lock:
+            owners = {session.owner for session in self._sessions.values()}
+        gone = {owner for owner in owners if not holds(owner)}
+        with self._lock:
+            lost = [s.session_id for s in self._sessions.values() if s.owner in gone]
+        return sum(self.close(session_id) for session_id in lost)
+
+    def challenge(self, session_id: int, nonce: bytes) -> Challenge:
+        """Begin a handshake on a session with the client's *nonce*. Raises UnauthenticatedError."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnauthenticatedError("session_id: unknown; open a session first")
+        return Challenge(session, (nonce, self._random_bytes(NONCE_BYTES)))
+
+    def close(self, session_id: int) -> bool:
+        """End a session and release what it owns. Return whether it was there."""
+        with self._lock:
+            session = self._sessions.pop(session_id, None)
+        if session is None:
+            return False
+        session.is_closed = True
+        for callback in self.on_close:
+            callback(session)
+        return True
+
+    def close_owned(self, session_id: int, owner: Principal) -> bool:
+        """``close``, unless the session is somebody else's."""
+        try:
+            self.owned(session_id, owner)
+        except LeaseExpiredError:
+            return False
+        return self.close(session_id)
+
+    def expire(self) -> int:
+        """End the sessions unheard of for longer than the time to live. Return how many."""
+        oldest = self._clock() - self.ttl_ms / 1000
+        with self._lock:
+            late = [
+                s.session_id
+                for s in self._sessions.values()
+                if s.heard_at < oldest and not s.is_attached
+            ]
+        return sum(self.close(session_id) for session_id in late)
+
+    def drain(self) -> None:
+        """Refuse new sessions from now on."""
+        with self._lock:
+            self._draining = True
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new sessions are refused."""
+        return self._draining
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+
+def _unknown(session_id: int) -> LeaseExpiredError:
+    return LeaseExpiredError(
+        f"session_id={session_id}: closed, expired or of an earlier start; open a session"
+    )

@@ -1,0 +1,86 @@
+"""Puts together who may call a server, from its settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvstore.server.api.access_check import Gatekeeper
+from kvstore.server.security.api_keys import ApiKeys, parse_keys
+from kvstore.server.security.audit_log import AuditLog
+from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.security.authorization import Doorkeeper
+from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
+from kvstore.server.security.pools import SharedPools, Standings
+from kvstore.server.security.rate_limits import TenantLimits
+from kvstore.server.security.revocations import Revocations, parse_revocations
+from kvstore.server.security.sessions import SessionTable
+from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.settings.limit_rules import TenantLimitRules
+from kvstore.server.settings.settings import ServerConfig
+
+
+class Trust:
+    """What decides about callers. ``tick`` is called now and then, ``close`` in the end.
+
+    Raises InvalidRequestError for files that cannot be used.
+    """
+
+    def __init__(
+        self, config: ServerConfig, sessions: SessionTable, clock: Callable[[], float]
+    ) -> None:
+        keys = None
+        if config.auth_keys is not None:
+            keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
+        verifier = None
+        if config.jwt_key is not None:
+            terms = JwtTerms(
+                config.jwt_algorithm, config.jwt_audience or "", config.jwt_issuer or ""
+            )
+            verify = partial(JwtVerifier, terms=terms)
+            verifier = WatchedFile((config.jwt_key,), verify, partial(verify, None))
+        self.authenticator = Authenticator(
+            keys,
+            verifier,
+            takes_certificates=config.tls_client_ca is not None,
+            wall_clock=time.time,
+            revocations=_revocations(config),
+        )
+        rules = config.tenant_limits or TenantLimitRules()
+        self.limits = TenantLimits(rules.limits, clock)
+        self.standings = Standings(config.shared_pools or SharedPools())
+        path = config.audit_log
+        self.audit = AuditLog(path, config.audit_bytes, time.time) if path is not None else None
+        self.doorkeeper = Doorkeeper(
+            sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
+        )
+        self.gatekeeper = Gatekeeper(self.authenticator, self.doorkeeper)
+        self._sessions = sessions
+
+    def tick(self) -> int:
+        """Take in replaced files; end the sessions of whoever is no caller any more.
+
+        Return how many.
+        """
+        if self.authenticator.is_open:
+            return 0
+        self.authenticator.refresh()
+        return self._sessions.close_unless(self.authenticator.holds)
+
+    def lease_terms(self, session_id: int) -> tuple[str, int]:
+        """Return a session's tenant and how many leases that may have; 0: no limit."""
+        owner = self._sessions.owner_of(session_id)
+        return (owner.tenant, self.limits.of(owner.tenant).leases) if owner else ("", 0)
+
+    def close(self) -> None:
+        """Write down what waits. Idempotent."""
+        if self.audit is not None:
+            self.audit.close()
+
+
+def _revocations(config: ServerConfig) -> WatchedFile[Revocations] | None:
+    if config.tls_crl is None or config.tls_client_ca is None:
+        return None
+    parse = partial(parse_revocations, wall_clock=time.time)
+    return WatchedFile((config.tls_crl, config.tls_client_ca), parse)

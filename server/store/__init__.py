@@ -1,0 +1,1 @@
+"""Put, look up, get and delete chunks."""

@@ -1,0 +1,271 @@
+"""Puts out of a client's device memory: copied, summed and compared on the device, then visible.
+
+torch is imported here, so only a server with a gpu tier imports this file.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+import numpy as np
+import structlog
+
+from kvstore.codecs.frame_kernels import open_kernels
+from kvstore.codecs.paged import FrameAt, FrameKernels, Sums, check_sums
+from kvstore.proto import shm
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.device import Event, Imported, tensor_over
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidRequestError,
+    LeaseExpiredError,
+    QuotaExceededError,
+    ShuttingDownError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import FrameHeader, pack_header
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import PutOutcome
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.store import TierManager
+from kvstore.tiers.base import Reservation
+from kvstore.tiers.slab import SlabPlace
+
+MAX_RING_BYTES = 1 << 30
+PUTS_AT_ONCE = 4
+"""Of one session; more are refused."""
+_FIRST_LOOK_S = 50e-6
+_LOOK_S = 2e-3
+
+logger = structlog.get_logger(__name__)
+
+
+RingFrame: TypeAlias = tuple[FrameHeader, int]
+"""A frame's header, and where in the ring it begins."""
+
+
+@dataclass(slots=True)
+class _Ring:
+    """A client's memory. ``users`` are the puts that read it, and its session until that ends."""
+
+    imported: Imported
+    users: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """A frame of a ring that has room on the device."""
+
+    reservation: Reservation
+    header: FrameHeader
+    offset: int
+
+    def at(self) -> FrameAt:
+        """Return where in the arena it goes."""
+        return FrameAt(cast("SlabPlace", self.reservation.place).offset, self.header, 0)
+
+
+class DevicePuts:
+    """Takes rings, one a session, and puts frames out of them. Thread-safe.
+
+    A ring stays mapped until its session has ended and nothing is copied out of it any more.
+    """
+
+    def __init__(self, manager: TierManager, kernels: FrameKernels) -> None:
+        transfers = manager.transfers
+        assert transfers.gpu is not None
+        assert transfers.gpu_tier is not None
+        self._manager = manager
+        self._landing = manager.landing
+        self._shelf, self._tier = transfers.gpu, transfers.gpu_tier
+        self._clock = transfers.clock
+        self._kernels = kernels
+        self._stream = self._tier.device.stream()
+        self._rings: dict[int, _Ring] = {}
+        self._lock = threading.Lock()  # guards the rings and how many use each
+
+    def take_ring(self, session: Session, request: shm.Request, exported: Bytes) -> None:
+        """Map the ring that *session* exported.
+
+        Raises InvalidRequestError for a second one, one that is too large or of another device,
+        LeaseExpiredError once the session is closed, TierUnavailableError for what is no memory.
+        """
+        device, size_bytes = self._tier.device, request.arg
+        if request.token != shm.device_token(device.identity):
+            raise InvalidRequestError("device", request.token.hex(), f"be on {device.identity}")
+        if not 0 < size_bytes <= MAX_RING_BYTES:
+            raise InvalidRequestError("ring", size_bytes, f"at most {MAX_RING_BYTES} bytes")
+        ring = _Ring(device.import_memory(exported, size_bytes))
+        with self._lock:
+            is_late = session.is_closed  # its end was told already
+            is_second = session.session_id in self._rings
+            if not is_late and not is_second:
+                self._rings[session.session_id] = ring
+                return
+        ring.imported.close()
+        if is_late:
+            raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
+        raise InvalidRequestError("ring", session.session_id, "one a session")
+
+    def end_session(self, session: Session) -> None:
+        """Let go of the ring of a session that ended."""
+        with self._lock:
+            ring = self._rings.pop(session.session_id, None)
+        if ring is not None:
+            self._leave(ring)
+
+    def close(self) -> None:
+        """Let go of every ring. Idempotent."""
+        with self._lock:
+            rings = list(self._rings.values())
+            self._rings.clear()
+        for ring in rings:
+            self._leave(ring)
+
+    def _leave(self, ring: _Ring) -> None:
+        with self._lock:
+            ring.users -= 1
+            is_last = not ring.users
+        if is_last:
+            ring.imported.close()
+
+    @contextmanager
+    def _using(self, session: Session) -> Iterator[Imported]:
+        with self._lock:
+            ring = self._rings.get(session.session_id)
+            if ring is None:
+                raise InvalidRequestError("session_id", session.session_id, "bring a ring first")
+            if ring.users > PUTS_AT_ONCE:
+                raise QuotaExceededError("puts_at_once", PUTS_AT_ONCE, session.client)
+            ring.users += 1
+        try:
+            yield ring.imported
+        finally:
+            self._leave(ring)
+
+    def put(
+        self,
+        session: Session,
+        frames: Sequence[RingFrame],
+        event: bytes,
+        deadline: float,
+        hints: Hints,
+    ) -> list[PutResult]:
+        """Copy frames out of the ring of *session* and make visible those that prove right.
+
+        *event* is the handle of what is over once the ring is written.
+
+        Nothing is reserved, and nothing waits on the device, before the client's event is over:
+        one that never is holds up nobody else. Raises DeadlineError when it is late.
+        """
+        if self._manager.puts.is_draining:
+            raise ShuttingDownError("the server drains; no new puts")
+        with self._using(session) as ring:
+            for header, offset in frames:
+                if offset + header.frame_bytes > len(ring.memory):
+                    fix = f"within a ring of {len(ring.memory)} bytes"
+                    raise InvalidRequestError("offset", (offset, header.frame_bytes), fix)
+            if self._shelf.breaker.is_open:
+                reason = f"gpu is left alone for now: {self._shelf.breaker.reason}"
+                return [PutResult(PutOutcome.refused, reason)] * len(frames)
+            written = self._tier.device.import_event(event)
+            self._wait_for(written, session, deadline)
+            self._stream.wait(written)  # so that the device sees what was written before it
+            return self._put(ring, session, frames, deadline, hints)
+
+    def _wait_for(self, event: Event, session: Session, deadline: float) -> None:
+        pause_s = _FIRST_LOOK_S
+        while not event.query():
+            if session.is_closed:
+                raise LeaseExpiredError(f"session_id={session.session_id}: closed while it put")
+            if self._clock() >= deadline:
+                raise DeadlineError("the client's event is late")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LOOK_S)
+
+    def _put(
+        self,
+        ring: Imported,
+        session: Session,
+        frames: Sequence[RingFrame],
+        deadline: float,
+        hints: Hints,
+    ) -> list[PutResult]:
+        results: list[PutResult | None] = []
+        landing: deque[_Landing] = deque()
+        try:
+            for header, offset in frames:
+                info = header.info()
+                room = self._landing.reserve_on(self._shelf, session, info, deadline, hints)
+                if isinstance(room, PutResult):
+                    results.append(room)
+                else:
+                    results.append(None)
+                    landing.append(_Landing(room, header, offset))
+            sums = iter(self._copied(ring, landing))
+            for at, result in enumerate(results):
+                if result is None:
+                    one = landing.popleft()
+                    results[at] = self._seal(one, next(sums), session, hints)
+        finally:
+            for one in landing:
+                self._landing.give_back_on(self._shelf, one.reservation)
+        return [result for result in results if result is not None]
+
+    def _copied(self, ring: Imported, landing: Sequence[_Landing]) -> list[list[int]]:
+        """Copy frames to their room; return the sums of what is there then."""
+        if not landing:
+            return []
+        heads = [np.frombuffer(bytearray(pack_header(one.header)), np.uint8) for one in landing]
+        frames = [one.at() for one in landing]
+        stream, begun = self._stream, list[Sums]()
+
+        def work() -> bool:
+            try:
+                for one, head in zip(landing, heads, strict=True):
+                    out = self._tier.opened(one.reservation, stream)
+                    body = ring.memory[one.offset + len(head) : one.offset + len(out)]
+                    stream.copy(out[: len(head)], tensor_over(head))
+                    stream.copy(out[len(head) :], body)
+                stream.launch(lambda: begun.append(self._kernels.sums(self._tier.memory, frames)))
+            finally:  # after an error too: what was queued until then still writes
+                stream.record().synchronize()
+            return True
+
+        self._shelf.guarded(work, "write")
+        return begun[0]()
+
+    def _seal(
+        self, one: _Landing, found: Sequence[int], session: Session, hints: Hints
+    ) -> PutResult:
+        """Make a frame visible if what was copied has the sums that its header says."""
+        header = one.header
+        try:
+            check_sums(header, found)
+        except ChunkCorruptError as error:
+            self._landing.counters.add("put_invalid_chunks")
+            self._landing.note_invalid(header.key, error)
+            self._landing.give_back_on(self._shelf, one.reservation)
+            return PutResult(PutOutcome.refused, str(error))
+        return self._landing.seal_on(self._shelf, one.reservation, header, session.tenant, hints)
+
+
+def open_device_puts(manager: TierManager) -> DevicePuts | None:
+    """Return what takes puts on the device of the gpu tier; None, after a warning, where the
+    kernels that sum them cannot be had.
+    """
+    tier = manager.transfers.gpu_tier
+    assert tier is not None
+    try:
+        return DevicePuts(manager, open_kernels(tier.memory.device))
+    except TierUnavailableError as error:
+        logger.warning("puts out of device memory are off", reason=str(error))
+        return None

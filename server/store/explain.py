@@ -1,0 +1,251 @@
+"""The Explainer: why chunks are hits or misses. Asks and remembers; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple, TypeAlias
+
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.model_registry import Differing, KnownSpaces, Space, nearest
+from kvstore.server.index.queries import ChunkStatus
+from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
+from kvstore.server.tiering.state_admission import StateAdmission
+from kvstore.server.tiering.tier_slot import Shelf
+
+MAX_NEAR = 3
+"""Other Representations that an answer names."""
+
+_SEARCHED = 32
+"""Of the others, those that differ least are searched for so many of a prompt's chunks."""
+
+_COUNTED = 6
+
+_MAX_TOLD = 4
+"""Fields in which two identities differ, named for each chunk."""
+
+Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
+"""Tiers and what lies there, in the order in which they are read."""
+
+Others: TypeAlias = Sequence[tuple[Space, Sequence[Differing]]]
+"""Spaces, and in what each differs from the one that was asked for."""
+
+
+class Facts(NamedTuple):
+    """What was known of one chunk at ``at_s``, by which it is a hit or none; no words yet.
+
+    ``down`` has the tiers with a copy that were left alone, and why.
+    """
+
+    key: ChunkKey
+    least: Fidelity
+    at_s: float
+    seen: ChunkStatus
+    outcome: Outcome | None
+    down: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One chunk: a word for scripts, a sentence for people, and its copies."""
+
+    key: ChunkKey
+    state: str
+    text: str
+    copies: Copies = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Another Representation with chunks: in what it differs, and whether it has these tokens."""
+
+    space: Space
+    differing: Sequence[Differing]
+    chunks: int
+    has_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The reasons of a prompt's chunks, in order; the first ``hit_chunks`` are a hit."""
+
+    hit_chunks: int
+    reasons: Sequence[Reason]
+    near: Sequence[Near] = ()
+
+
+class Explainer:
+    """Explains to who asks. *sources* are the shelves in the order in which they are read.
+
+    *states* says whose state was turned away, *spaces* are those of earlier sessions.
+    Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        sources: Sequence[Shelf],
+        outcomes: Outcomes,
+        clock: Callable[[], float],
+        states: StateAdmission | None = None,
+        spaces: KnownSpaces | None = None,
+    ) -> None:
+        self._states = states
+        self._catalog = catalog
+        self._shelves = {shelf.name: shelf for shelf in sources}
+        self._outcomes = outcomes
+        self._clock = clock
+        self.spaces = KnownSpaces() if spaces is None else spaces
+
+    def explain(
+        self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
+    ) -> Explanation:
+        """Say of each of a prompt's chunks, all of *space*, why it is a hit or none."""
+        others = self.others(space)
+        reasons = [self.reason(self.facts(key, least), others) for key in keys]
+        absent = [at for at, one in enumerate(reasons) if one.state != "ready"]
+        first = absent[0] if absent else len(keys)
+        hits = min(first, self._usable(keys, least))
+        for at in range(hits, first):
+            text = "here, but no prefix that ends here or further has all that the model needs"
+            if self._states is not None and self._states.has_turned_away(keys[at]):
+                text += "; its state was not kept, by --state-admission"
+            reasons[at] = replace(reasons[at], state="no_end", text=text)
+        for at in range(first + 1, len(keys)):
+            if reasons[at].state == "ready":
+                text = f"here, but chunk {first} before it is not"
+                reasons[at] = replace(reasons[at], state="behind", text=text)
+        return Explanation(hits, reasons, self._near(others, keys) if absent else ())
+
+    def _usable(self, keys: Sequence[ChunkKey], least: Fidelity) -> int:
+        return len(self._catalog.held([next(iter(self._shelves))], keys, least)[0])
+
+    def others(self, space: Namespace) -> Others:
+        """Return the other spaces of its tenant, those that differ least first."""
+        asked = self.spaces.of(space)
+        return nearest(asked, self.spaces.others(asked))[:_SEARCHED] if asked is not None else ()
+
+    def others_with(self, space: Namespace, key: ChunkKey) -> Others:
+        """Return a few other spaces of its tenant that have the chunk of the same tokens.
+
+        To compare two identities takes longer than to look for a chunk.
+        """
+        asked = self.spaces.of(space)
+        if asked is None:
+            return ()
+        found = (other for other in self.spaces.others(asked) if self._has(other, key))
+        return nearest(asked, islice(found, MAX_NEAR))
+
+    def of_miss(self, miss: Facts, others: Others) -> Reason:
+        """Say why a lookup did not find a chunk then, with what can be said of it only now."""
+        found = self.reason(miss, (), "before")
+        if found.state == "ready":
+            text = "here, but of no use: no prefix that ends here or further was ready in time"
+            return replace(found, state="no_end", text=text)
+        if found.state == "unknown":
+            named = self._elsewhere(miss.key, others)
+            found = found if named is None else named
+        if self.reason(self.facts(miss.key), ()).state != "ready":
+            return found
+        return replace(found, text=f"{found.text}; stored since")
+
+    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
+        """Return what is known of a chunk now, in some microseconds."""
+        seen = self._catalog.queries.status(key)
+        outcome = None if seen.copies else self._outcomes.of(key)
+        down = {}
+        for name in seen.copies:
+            shelf = self._shelves.get(name)
+            if shelf is not None and shelf.breaker.is_open:
+                down[name] = shelf.breaker.reason
+        return Facts(key, least, self._clock(), seen, outcome, down)
+
+    def reason(self, facts: Facts, others: Others, ago: str = "ago") -> Reason:
+        """Say of one chunk why it can be read, or why not; *others* are those of its space."""
+        key, seen, outcome = facts.key, facts.seen, facts.outcome
+        order = [name for name in self._shelves if name in seen.copies]
+        copies = tuple((name, seen.copies[name]) for name in order)
+        if seen.is_expired:
+            return Reason(key, "expired", "its time to live is up; put it again", copies)
+        if copies:
+            return self._of_copies(facts, copies)
+        if seen.is_pending:
+            return Reason(key, "pending", "it is being put")
+        if seen.is_promised:
+            return Reason(key, "pending", "promised: a session is about to put it")
+        if outcome is not None:
+            passed_s = max(0.0, facts.at_s - outcome.at_s)
+            return Reason(key, outcome.fate.value, _told(outcome, f"{passed_s:.0f} s {ago}"))
+        named = self._elsewhere(key, others)
+        if named is not None:
+            return named
+        if seen.is_ghost:
+            return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
+        return Reason(key, "unknown", "never stored here, or forgotten since")
+
+    def _of_copies(self, facts: Facts, copies: Copies) -> Reason:
+        key, least = facts.key, facts.least
+        fit = [name for name, info in copies if info.fidelity >= least]
+        if not fit:
+            best = max(info.fidelity for _, info in copies)
+            text = f"only copies of fidelity {best.name} are left, and {least.name} was asked for"
+            return Reason(key, "lossy", text, copies)
+        up = [name for name in fit if name not in facts.down]
+        if not up:
+            text = f"on {fit[0]}, which is left alone: {facts.down[fit[0]]}"
+            return Reason(key, "tier_down", text, copies)
+        return Reason(key, "ready", f"on {up[0]}", copies)
+
+    # --- other identities
+
+    def _near(self, others: Others, keys: Sequence[ChunkKey]) -> list[Near]:
+        """Return a few other spaces that have chunks, those with these tokens first."""
+        found = [
+            (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
+            for other, differing in others
+        ]
+        found.sort(key=lambda one: not one[2])
+        # Counting goes through the whole index, so few are counted.
+        counted = [
+            Near(other, differing, self._catalog.queries.count_in(other.namespace), has_tokens)
+            for other, differing, has_tokens in found[:_COUNTED]
+        ]
+        return [near for near in counted if near.chunks][:MAX_NEAR]
+
+    def _elsewhere(self, key: ChunkKey, others: Others) -> Reason | None:
+        """Return the reason of a chunk that one of *others* has; None where none has it."""
+        named = next((differing for other, differing in others if self._has(other, key)), None)
+        if named is None:
+            return None
+        return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
+
+    def _has(self, space: Space, key: ChunkKey) -> bool:
+        """Whether *space* has the chunk of the same tokens."""
+        return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
+
+
+def _told(outcome: Outcome, ago: str) -> str:
+    where = f" from {outcome.tier}" if outcome.tier else ""
+    detail = f": {outcome.detail}" if outcome.detail else ""
+    return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
+
+
+def _said(differing: Sequence[Differing]) -> str:
+    told = [f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing[:_MAX_TOLD]]
+    more = [f"{len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else []
+    return "; ".join(told + more)
+
+
+_SENTENCES = {
+    Fate.refused: "refused {ago}",
+    Fate.invalid: "its frame failed a check {ago}",
+    Fate.evicted: "evicted{where} {ago}",
+    Fate.corrupt: "found damaged and dropped{where} {ago}",
+    Fate.unreadable: "dropped{where} {ago}, as only a server with other codecs can read it",
+    Fate.codec_removed: "dropped{where} {ago}, as its codec was removed from kvstore",
+    Fate.lost: "gone{where} without our doing, found out {ago}",
+    Fate.deleted: "deleted {ago}, by request or because a client found it damaged",
+    Fate.expired: "dropped{where} {ago}, as its time to live was up",
+}

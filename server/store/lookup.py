@@ -1,0 +1,375 @@
+"""The Finder: lookups over all tiers, those that other nodes use included."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.errors import KVStoreError
+from kvstore.proto.plans import EngineTerms, LoadPlan
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
+from kvstore.server.index.results import Found, LeaseTerms, Leasing
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.plans import PlanQuestion, plan_loads
+from kvstore.server.tiering.admission import Moment
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.prefetch import Prefetch
+from kvstore.server.tiering.state_admission import StateAdmission
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.work_queue import Ticket
+
+ABSENT_TTL_S = 0.1
+MAX_ABSENT_KEYS = 4096
+
+
+class AbsentKeys:
+    """Remembers for a moment which chunk a shared tier did not have, so that nobody asks again.
+
+    A scheduler looks a waiting prompt up at every step, and so does each rank of an engine. A
+    chain ends at its first missing chunk, so one key stands for all that was asked behind it.
+    What another node puts meanwhile is a miss until the entry ends, never a wrong answer; what
+    this node puts is in the index, where nobody asks. The oldest entries go first, by their time
+    or by the limit. Thread-safe; *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: OrderedDict[ChunkKey, float] = OrderedDict()
+        # Guards the dictionary.
+        self._lock = threading.Lock()
+
+    def note(self, key: ChunkKey) -> None:
+        """Take note that *key* was asked for and is not there."""
+        with self._lock:
+            self._until.pop(key, None)
+            if len(self._until) >= MAX_ABSENT_KEYS:
+                self._until.popitem(last=False)
+            self._until[key] = self._clock() + ABSENT_TTL_S
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        with self._lock:
+            until = self._until.get(key)
+            if until is not None and until <= self._clock():
+                del self._until[key]
+                until = None
+            return until is not None
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+if TYPE_CHECKING:
+    from kvstore.server.cluster.peer_tier import PeerTier
+
+MAX_SHARED_CHUNKS = 1 << 18
+"""Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
+
+PEERS_SHARE = 0.25
+"""Of a lookup's time, that peers have to answer."""
+ASKING = 4
+"""Lookups that ask peers themselves at a time; a lane does it for others."""
+MOST_WAITING = 0.1
+"""How full that lane may be for a lookup to add a question."""
+
+LEARNT_AT_ONCE = 1024
+"""Chunks of a shared tier's list, as the start goes through it."""
+
+PROBE_CHUNKS = 16
+"""Asked for first; when a shared tier has them it is asked for the rest."""
+
+
+class Finder:
+    """Says what can be read and how long that takes. Thread-safe.
+
+    Every ``deadline`` is a point on the clock of *transfers*. Questions to a shared tier wait in
+    its ``ask-TIER`` lane, and those to peers when many ask at once.
+    """
+
+    def __init__(
+        self, transfers: Transfers, lease_ttl_ms: int, prefetch: Prefetch | None = None
+    ) -> None:
+        self._catalog = transfers.catalog
+        self._counters = transfers.counters
+        self._mover = transfers.mover
+        self._lease_ttl_ms = lease_ttl_ms
+        self._sources = transfers.sources
+        self._transfers = transfers
+        self._prefetch = prefetch or Prefetch(transfers, 0)
+        lower = transfers.lower_shelves()
+        self._watching = [s for s in lower if transfers.placement.watches_askings(s)]
+        self._names = tuple(shelf.name for shelf in transfers.sources)
+        self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
+        self._peers = transfers.peers
+        self._asking = threading.BoundedSemaphore(ASKING)
+        self._absent = AbsentKeys(transfers.clock)
+        self.states: StateAdmission | None = None
+        """Who is told where prompts part, for models with states."""
+
+    def lookup(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        deadline: float,
+        *,
+        lease: bool | Leasing,
+        min_fidelity: Fidelity,
+        engine: EngineTerms | None = None,
+    ) -> Match:
+        """Find the longest prefix of *keys* that can be read, and lease it if asked to.
+
+        With *engine* the answer has a plan.
+        """
+        terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
+        if self.shared or self._peers is not None:
+            found = self._match(keys, min_fidelity)
+            found = self._with_shared(keys, min_fidelity, found, deadline)
+            lease_id, ready = self._grant(keys[: len(found.sources)], terms)
+        else:
+            found = self._match(keys, min_fidelity, terms)
+            lease_id, ready = found.lease_id, len(found.sources)
+        self._counters.add("lookups")
+        self._counters.add("lookup_chunks", len(keys))
+        self._counters.add("lookup_ready_chunks", ready)
+        self._counters.finds.note(session.tenant, len(keys), found.sources[:ready], self._names)
+        if found.shared and self.states is not None:
+            self.states.parted(keys[found.shared - 1])
+        if found.ghosts:
+            self._counters.add("lookup_ghost_chunks", found.ghosts)
+        self._after(keys[:ready])
+        plan = self._plan(session, keys, found, ready, engine) if engine else None
+        if lease_id and lease is not Leasing.ranged:
+            sources, sizes = found.sources[:ready], found.sizes[:ready]
+            self._prefetch.found(session, keys[:ready], sources, sizes, lease_id)
+        return Match(
+            ready=ready,
+            pending=found.pending,
+            missing=len(keys) - ready - found.pending,
+            tier_names=self._names,
+            sources=found.sources[:ready].tobytes(),
+            loads=self._loads(found)[:ready].tobytes(),
+            lease_id=lease_id,
+            lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
+            plan=plan,
+            shared=found.shared,
+        )
+
+    def _after(self, keys: Sequence[ChunkKey]) -> None:
+        """Copy what was asked for again to tiers whose admission looks for that."""
+        for shelf in self._watching:
+            for key in self._catalog.queries.asked_again(keys, shelf.name):
+                placement = self._transfers.placement
+                if not placement.admits(shelf, key, Moment.asked):
+                    continue
+                if self._transfers.copy_down(key, shelf) is None:
+                    placement.given_up(shelf.name, key)
+
+    def _plan(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        found: Found,
+        ready: int,
+        engine: EngineTerms,
+    ) -> LoadPlan:
+        """Plan the loads of the *ready* chunks by the speed of their tiers and of the *engine*."""
+        self._transfers.placement.note_engine(session.namespace, engine.prefill)
+        tokens = self._catalog.queries.tokens(keys[:ready])
+        ready = tokens.index(0) if 0 in tokens else ready  # one may be gone again
+        load_s, decode_s = np.zeros(ready), np.zeros(ready)
+        sources, sizes = found.sources[:ready], found.sizes[:ready]
+        for number in sorted(set(sources.tobytes())):
+            here, shelf = sources == number, self._sources[number]
+            decode_s[here] = shelf.decode_s(sizes[here])
+            load_s[here] = shelf.load_s(sizes[here]) - decode_s[here]
+        usual = max(tokens[:ready], default=0)
+        total = max(engine.prompt_tokens, sum(tokens[:ready]) + (len(keys) - ready) * usual)
+        question = PlanQuestion(
+            tokens[:ready], load_s.tolist(), decode_s.tolist(), len(keys), total
+        )
+        return plan_loads(question, engine.prefill)
+
+    def _match(
+        self,
+        keys: Sequence[ChunkKey],
+        min_fidelity: Fidelity,
+        lease: LeaseTerms | None = None,
+        *,
+        again: bool = False,
+    ) -> Found:
+        in_use = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
+        return self._catalog.match(keys, min_fidelity, in_use, lease, again=again)
+
+    def _grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms | None) -> tuple[int, int]:
+        """Lease what is still there of *keys*; return the lease's id and how many those are."""
+        if terms is None or not keys:
+            return 0, len(keys)
+        lease, known = self._catalog.grant(keys, terms)
+        if not known:
+            self._catalog.release(lease.lease_id, terms.session_id)
+        return lease.lease_id if known else 0, known
+
+    def _loads(self, found: Found) -> NDArray[np.uint32]:
+        loads = np.zeros(len(found.sizes), "<u4")
+        for number in set(found.sources.tobytes()):
+            here = found.sources == number
+            loads[here] = self._sources[number].rate.load_us(found.sizes[here])
+        return loads
+
+    def _with_shared(
+        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: Found, deadline: float
+    ) -> Found:
+        """Ask shared tiers how the chain goes on: for a few chunks, then for all if they are there.
+
+        Most chains that we do not know nobody knows, and a few chunks are a quick question. Peers
+        are asked once, at the same time as the first of these: for all, as they answer quickly.
+        """
+        is_first = True
+        for count in (PROBE_CHUNKS, len(keys)):
+            missing = found.first_missing
+            if missing >= len(keys):
+                break
+            if keys[missing] in self._absent:
+                self._counters.add("spared_questions")
+                break
+            end = min(missing + count, len(keys))
+            tickets = self._begin_shared(keys[found.known : end])
+            heard = self._ask_peers(keys[found.known :], deadline) if is_first else False
+            is_first = False
+            news, all_answered = self._end_shared(tickets, deadline)
+            news, all_answered = news or bool(heard), all_answered and heard is not None
+            if news:
+                found = self._match(keys, min_fidelity, again=True)
+            if found.first_missing < end:
+                if all_answered:
+                    self._absent.note(keys[found.first_missing])
+                break
+        return found
+
+    def _ask_peers(self, keys: Sequence[ChunkKey], deadline: float) -> bool | None:
+        """Return whether peers have any; None when they did not answer in their share of time.
+
+        Who wants to know asks himself while few do: to have it done takes 0.1 ms more.
+        """
+        if self._peers is None:
+            return False
+        now = self._transfers.clock()
+        until = now + PEERS_SHARE * (deadline - now)
+        try:
+            if not self._asking.acquire(blocking=False):
+                return self._have_peers_asked(self._peers, keys, until)
+            try:
+                news = self._find(self._peers, keys, until)
+            finally:
+                self._asking.release()
+        except KVStoreError:
+            self._counters.add("unanswered_lookups")
+            return None
+        if self._transfers.clock() >= until and not news:
+            self._counters.add("unanswered_lookups")
+            return None
+        return news
+
+    def _have_peers_asked(
+        self, shelf: Shelf, keys: Sequence[ChunkKey], until: float
+    ) -> bool | None:
+        lane = f"ask-{shelf.name}"
+        if self._mover.fullness(lane) > MOST_WAITING:
+            return False
+        asked = self._mover.submit(lane, b"".join(keys), partial(self._find, shelf, keys))
+        return False if asked is None else bool(self._mover.wait(asked, until))
+
+    def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
+        """Learn from shared tiers which of *keys* others put there.
+
+        Return whether there is any, and whether every tier has answered.
+        """
+        return self._end_shared(self._begin_shared(keys), deadline)
+
+    def _begin_shared(self, keys: Sequence[ChunkKey]) -> list[Ticket | None]:
+        """Have all shared tiers asked; None for one that is left alone or asked too much."""
+        return [
+            None
+            if shelf.breaker.is_open
+            else self._mover.submit(
+                f"ask-{shelf.name}", b"".join(keys), partial(self._find, shelf, keys)
+            )
+            for shelf in self.shared
+        ]
+
+    def _end_shared(self, tickets: Sequence[Ticket | None], deadline: float) -> tuple[bool, bool]:
+        news, all_answered = False, True
+        for ticket in tickets:
+            answer = None
+            try:
+                answer = ticket and self._mover.wait(ticket, deadline)
+            except KVStoreError:
+                self._counters.add("unanswered_lookups")
+            news |= bool(answer)
+            all_answered &= answer is not None
+        return news, all_answered
+
+    def _find(self, shelf: Shelf, keys: Sequence[ChunkKey], until: float | None = None) -> bool:
+        found: list[ChunkInfo | None] = []
+
+        def work() -> bool:
+            if until is None:
+                found.extend(shelf.tier.find(keys))
+            else:
+                found.extend(cast("PeerTier", shelf.tier).find(keys, until))
+            return True
+
+        shelf.guarded(work, "find")
+        strays = self._catalog.strays(shelf.name)
+        infos = [info for info in found if info is not None and info.key not in strays]
+        if infos:
+            self._learn(shelf, infos)
+        return bool(infos)  # known by now or not, the caller asked because it did not know them
+
+    def forget_hearsay(self, *, everything: bool = False) -> None:
+        """Drop from the index what was heard of peers and is not to be counted on any more."""
+        if self._peers is not None:
+            tier, catalog = cast("PeerTier", self._peers.tier), self._catalog
+            for key in tier.stale(everything=everything):
+                if catalog.cast_out(tier.name, key, even_if_held=False):
+                    catalog.swept(tier.name, key)
+                if tier.name not in catalog.holders(key):
+                    tier.delete(key)
+
+    def learn_in_background(self) -> None:
+        """Index what shared tiers hold at the start: it counts against our share of them.
+
+        What the index does not know could never be evicted to make room. In the background, as
+        a tier may be far away, or down.
+        """
+        for shelf in self.shared:
+            self._mover.submit(f"ask-{shelf.name}", b"scan", partial(self._learn_all, shelf))
+
+    def _learn_all(self, shelf: Shelf) -> bool:
+        def work() -> bool:
+            known = iter(shelf.tier.scan())
+            while some := list(islice(known, LEARNT_AT_ONCE)):
+                self._learn(shelf, some)
+            return True
+
+        return shelf.guarded(work)
+
+    def _learn(self, shelf: Shelf, infos: Sequence[ChunkInfo]) -> None:
+        """Index what others have on *shelf*; of what contradicts what is here, the better."""
+        if shelf is not self._peers:
+            infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.eviction.count_on(shelf.name))]
+        others = self._catalog.note_found(shelf.name, infos)
+        if shelf is self._peers:  # on whose word nothing of ours is changed
+            return
+        for info in others:
+            if self._catalog.is_outgrown(info.key, info.layout) and not self._transfers.replace(
+                info
+            ):
+                continue
+            self._catalog.note_sealed(shelf.name, info)

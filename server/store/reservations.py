@@ -1,0 +1,306 @@
+"""Landing: room in memory for what is put, and what follows when a frame there is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.errors import KVStoreError, TierFullError
+from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter
+from kvstore.proto.plans import NO_HINTS, Hints
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
+from kvstore.server.cluster.refill import Refill
+from kvstore.server.index.chunk_metadata import Origin
+from kvstore.server.security.sessions import Session
+from kvstore.server.telemetry.outcomes import Fate
+from kvstore.server.tiering.admission import Moment
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.state_admission import StateAdmission
+from kvstore.server.tiering.tier_slot import Room, Shelf
+from kvstore.tiers.base import Reservation
+
+WITHOUT_STATE = "kept without its state: no prompt ended or parted here (--state-admission)"
+_TRIM_S = 1.0
+"""What a chunk that gave its room back waits at most for the smaller one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of one chunk of a put; ``reason`` says why when it was not stored."""
+
+    outcome: PutOutcome
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a writer says of a chunk. ``is_end``: nothing of the put continues it; None: unknown."""
+
+    hints: Hints = NO_HINTS
+    is_end: bool | None = True
+
+
+NOTHING_SAID = Said()
+
+
+class Landing:
+    """Where puts land. Thread-safe.
+
+    ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says
+    which recurrent states are kept; None: all of them.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        headroom_percent: int,
+        states: StateAdmission | None = None,
+    ) -> None:
+        self._transfers = transfers
+        self._states = states
+        # By the id of its reservation, what is kept of a chunk whose state was turned away.
+        # Single operations on a dictionary: no lock.
+        self._bare: dict[int, KVLayout] = {}
+        self._catalog = transfers.catalog
+        self._reserved = transfers.reserved
+        shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
+        self._refills = [Refill(transfers, shelf) for shelf in shared]
+        self.counters = transfers.counters
+        self.clock = transfers.clock
+        cpu = transfers.cpu_tier
+        wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
+        self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
+
+    def tick(self) -> None:
+        """Check what shared tiers may have lost. Called a few times a second."""
+        for refill in self._refills:
+            refill.tick()
+
+    def reserve(
+        self, session: Session, info: ChunkInfo, deadline: float, said: Said
+    ) -> Reservation | PutResult:
+        """Take room for a frame, or say why there is nothing to write.
+
+        From then on the chunk is pending, until ``seal`` or ``give_back``. Raises
+        QuotaExceededError, InvalidRequestError.
+        """
+        bare = self._bare_layout(info, said)
+        kept = info if bare is None else replace(info, layout=bare)
+        answer = self._begin(kept, said.hints, "" if bare is None else WITHOUT_STATE)
+        if answer is not None:
+            return answer
+        category = said.hints.category
+        room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
+        reserved = self._reserve(self._transfers.cpu, room)
+        if isinstance(reserved, Reservation):
+            partition = self._catalog.eviction.partition(info.key, session.tenant, category)
+            self._reserved.note(reserved, partition)
+            if bare is not None:
+                self._bare[id(reserved)] = bare
+        return reserved
+
+    def reserve_on(
+        self, shelf: Shelf, session: Session, info: ChunkInfo, deadline: float, hints: Hints
+    ) -> Reservation | PutResult:
+        """The same on another shelf of memory, for ``seal_on`` or ``give_back_on``."""
+        if self._states is not None and info.layout.has(LayerKind.state):
+            return self._refused(info.key, "whether its state is kept is judged in CPU memory")
+        most_bytes = shelf.tier.max_frame_bytes()
+        if info.size_bytes > most_bytes:
+            return self._refused(info.key, f"tier {shelf.name!r} takes {most_bytes} at most")
+        answer = self._begin(info, hints)
+        if answer is not None:
+            return answer
+        room = Room(info, session.tenant, deadline, category=hints.category)
+        return self._reserve(shelf, room)
+
+    def _begin(self, kept: ChunkInfo, hints: Hints, note: str = "") -> PutResult | None:
+        """Make the chunk pending; or say why there is nothing to write."""
+        key = kept.key
+        if self._catalog.is_outgrown(key, kept.layout) and not self._transfers.replace(kept):
+            return self._refused(key, "somebody reads it as it is, without its checkpoint")
+        self._forget_hearsay(key)
+        if not self._catalog.in_flight.begin(key):
+            self.counters.add("put_existing_chunks")
+            self._hint(key, hints)
+            for refill in self._refills:
+                refill.put_again(key)
+            return PutResult(PutOutcome.exists, note)
+        return None
+
+    def _reserve(self, shelf: Shelf, room: Room) -> Reservation | PutResult:
+        key = room.info.key
+        try:
+            return self._transfers.reserve_for_put(shelf, room)
+        except TierFullError as error:
+            self._catalog.in_flight.end(key)
+            return self._refused(key, str(error))
+        except KVStoreError as error:
+            self._catalog.in_flight.end(key)
+            self.note_refused(key, str(error))
+            raise
+
+    def _refused(self, key: ChunkKey, reason: str) -> PutResult:
+        self.counters.add("put_refused_chunks")
+        self.note_refused(key, reason)
+        return PutResult(PutOutcome.refused, reason)
+
+    def _forget_hearsay(self, key: ChunkKey) -> None:
+        """What only another server has in its memory may be put here all the same."""
+        peers = self._transfers.peers
+        if peers is None or self._catalog.holders(key) != [peers.name]:
+            return
+        if self._catalog.cast_out(peers.name, key, even_if_held=False):
+            self._catalog.swept(peers.name, key)
+
+    def _bare_layout(self, info: ChunkInfo, said: Said) -> KVLayout | None:
+        """Return what is kept of a chunk whose state is not worth it; None: all of it."""
+        if self._states is None or not info.layout.has(LayerKind.state):
+            return None
+        bare = without_state(info.layout)
+        if bare is None or not self._catalog.is_absent_or_outgrown(info.key, info.layout):
+            return None
+        # Of a chunk that is known, and whose end is not, somebody asks a second time.
+        is_end = self._catalog.is_outgrown(info.key, info.layout) if said.is_end is None else False
+        admitted = self._states.admits(info.key, is_end=bool(said.is_end or is_end))
+        return None if admitted else bare
+
+    def may_lose_state(self, reservation: Reservation) -> bool:
+        """Whether the chunk that comes will be kept without its state."""
+        return id(reservation) in self._bare
+
+    def keep_state(self, reservation: Reservation) -> None:
+        """Keep the state after all: nothing of the put continues the chunk."""
+        if self._bare.pop(id(reservation), None) is not None and self._states is not None:
+            self._states.forget(reservation.info.key)
+
+    def note_refused(self, key: ChunkKey, reason: str) -> None:
+        """Remember why a chunk was not taken, for who asks."""
+        self._transfers.outcomes.note(key, Fate.refused, detail=reason)
+
+    def note_invalid(self, key: ChunkKey, error: KVStoreError) -> None:
+        """Remember why a frame that came was no good, for who asks."""
+        self._transfers.outcomes.note(key, Fate.invalid, detail=str(error))
+
+    def has(self, key: ChunkKey) -> bool:
+        """Whether an exact copy of the chunk is there."""
+        return bool(self._catalog.holders(key, Fidelity.exact))
+
+    def view(self, reservation: Reservation) -> Bytes:
+        """Return the reserved memory."""
+        return self._transfers.cpu_tier.view(reservation)
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Free room that nothing comes into any more."""
+        self.keep_state(reservation)
+        self._reserved.forget(reservation)
+        self.give_back_on(self._transfers.cpu, reservation)
+
+    def give_back_on(self, shelf: Shelf, reservation: Reservation) -> None:
+        """The same on *shelf*."""
+        shelf.tier.abort(reservation)
+        self._catalog.in_flight.end(reservation.info.key)
+
+    def seal(
+        self, reservation: Reservation, header: FrameHeader, tenant: str, hints: Hints
+    ) -> PutResult:
+        """Make a verified frame visible, and have it copied on."""
+        key, reason = reservation.info.key, ""
+        self._reserved.forget(reservation)
+        bare = self._bare.pop(id(reservation), None)
+        if bare is not None and not header.levels:
+            try:
+                reservation, header = self._trim(reservation, header, bare, hints)
+            except KVStoreError as error:
+                self._catalog.in_flight.end(key)
+                return self._refused(key, str(error))
+            reason = WITHOUT_STATE
+        return self.seal_on(self._transfers.cpu, reservation, header, tenant, hints, reason)
+
+    def seal_on(
+        self,
+        shelf: Shelf,
+        reservation: Reservation,
+        header: FrameHeader,
+        tenant: str,
+        hints: Hints,
+        reason: str = "",
+    ) -> PutResult:
+        """The same on *shelf*, of what is kept as it came."""
+        key = reservation.info.key
+        try:
+            sealed = shelf.tier.seal(reservation)
+            if sealed:
+                origin = Origin(tenant, hints, header.content, header.position)
+                self._catalog.note_sealed(shelf.name, header.info(), origin)
+                self._hint(key, hints)
+        finally:
+            self._catalog.in_flight.end(key)
+        if not sealed:
+            self.counters.add("put_existing_chunks")
+            return PutResult(PutOutcome.exists)
+        self.counters.add("put_stored_chunks")
+        self.counters.add("put_bytes", reservation.info.size_bytes)
+        self._transfers.settle_quota(shelf, key)
+        self._copy_through(key)
+        return PutResult(PutOutcome.stored, reason)
+
+    def _trim(
+        self, reservation: Reservation, header: FrameHeader, layout: KVLayout, hints: Hints
+    ) -> tuple[Reservation, FrameHeader]:
+        """Put what is kept of a verified frame into room of its size; raise with neither left."""
+        cpu = self._transfers.cpu_tier
+        try:
+            fresh, frame = trimmed(header, cpu.view(reservation), layout)
+        finally:
+            cpu.abort(reservation)
+        room = Room(
+            fresh.info(), reservation.tenant, self.clock() + _TRIM_S, self._headroom_bytes,
+            hints.category,
+        )  # fmt: skip
+        smaller = self._transfers.reserve_for_put(self._transfers.cpu, room)
+        copy_bytes(cpu.view(smaller), frame)
+        self.counters.add("put_states_left_out")
+        return smaller, fresh
+
+    def _hint(self, key: ChunkKey, hints: Hints) -> None:
+        if hints != NO_HINTS:
+            self.counters.add("ignored_pins", self._catalog.hint([key], hints))
+
+    def _copy_through(self, key: ChunkKey) -> None:
+        for shelf in self._transfers.lower_shelves():
+            if not self._transfers.placement.admits(shelf, key, Moment.stored):
+                continue
+            if shelf.breaker.is_open or self._transfers.copy_down(key, shelf) is None:
+                self._transfers.placement.given_up(shelf.name, key)
+                self.counters.add("skipped_copies")
+
+
+def without_state(layout: KVLayout) -> KVLayout | None:
+    """Return *layout* without its states; None when it has none, or nothing else.
+
+    A chunk of nothing but states is kept whole: a chain with a gap is of no use behind it.
+    """
+    kept = tuple(one for one in layout.components if one.kind is not LayerKind.state)
+    return KVLayout(kept) if 0 < len(kept) < len(layout.components) else None
+
+
+def trimmed(header: FrameHeader, frame: Bytes, layout: KVLayout) -> tuple[FrameHeader, Bytes]:
+    """Return a verified *frame* of one level with the components of *layout* only.
+
+    Segments are copied as they are, with their checksums: nothing is decoded.
+    """
+    out = np.empty(header.frame_bytes, np.uint8)
+    writer = FrameWriter(replace(FrameTemplate.of(header), layout=layout), out)
+    kept = [one.kind is not LayerKind.state for one in header.layout.components]
+    for index, row in enumerate(header.segments):
+        if kept[row["component"]]:
+            data = header.segment(frame, index)
+            copy_bytes(writer.reserve(len(data)), data)
+            writer.commit(len(data), int(row["checksum"]))
+    fresh = writer.finish(
+        header.codec_id, header.codec_revision, header.fidelity, header.error_bound, header.asset
+    )
+    return fresh, out[: fresh.frame_bytes]

@@ -1,0 +1,401 @@
+"""The TierManager: owns placement. Every question that crosses rooms lands here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    TierUnavailableError,
+)
+from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
+from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
+from kvstore.server.blending.gate_table import GateTerms
+from kvstore.server.blending.gates import Gates
+from kvstore.server.blending.resolver import Blending
+from kvstore.server.index.chunk_metadata import Origin
+from kvstore.server.index.model_registry import KnownSpaces
+from kvstore.server.index.prefix_ends import EndNeeds
+from kvstore.server.index.results import Holding, LeaseTerms, Leasing
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.batch_plan import BatchPlan, plan_batch
+from kvstore.server.store.lookup import Finder
+from kvstore.server.store.parallel_writes import UNFINISHED_S, Assembly, AssemblyLimits
+from kvstore.server.store.put_announcements import HandOver
+from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reservations import Landing
+from kvstore.server.store.writes import Intake, PutResult
+from kvstore.server.telemetry.outcomes import Fate
+from kvstore.server.tiering.admission import WriteBack, WriteThrough
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.placement import Placement
+from kvstore.server.tiering.prefetch import Prefetch
+from kvstore.server.tiering.state_admission import StateAdmission, StateRule
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.work_queue import Ticket
+from kvstore.tiers.base import TierStats
+
+if TYPE_CHECKING:  # its file loads redis
+    from kvstore.server.cluster.directory import Directory
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLimits:
+    """The manager's bounds; server/settings/settings.py says what each is for."""
+
+    lease_ttl_ms: int = 30_000
+    max_reservations_per_session: int = 4096
+    load_headroom_percent: int = 5
+    loose_bytes: int = 256 << 20
+    write_through: bool = True
+    """What shelves do that have no admission of their own."""
+    prefetch_bytes: int = 0
+    blend: GateTerms = field(default_factory=GateTerms)
+    unfinished_s: float = UNFINISHED_S
+    waiting_lookups: int = 8
+    state_admission: StateRule = "all"
+    write_budgets: Mapping[str, int] = field(default_factory=dict)
+    """Bytes a day, of the tiers that are held to a budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfStatus:
+    """One tier's state; ``reason`` is empty while it serves, ``codec_id`` is of most frames."""
+
+    name: str
+    stats: TierStats
+    codec: str
+    codec_id: int
+    load_bytes_per_s: float
+    reason: str
+
+
+class TierManager:
+    """Put, lookup, get and forget over all tiers. Thread-safe.
+
+    *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
+    clock of *transfers*.
+    """
+
+    def __init__(
+        self, transfers: Transfers, limits: ManagerLimits, new_id: Callable[[], int]
+    ) -> None:
+        self.transfers = transfers
+        self.catalog = transfers.catalog
+        self.counters = transfers.counters
+        self.spaces = KnownSpaces()
+        self.states = StateAdmission() if limits.state_admission == "judicious" else None
+        self.landing = Landing(transfers, limits.load_headroom_percent, self.states)
+        self.puts = Intake(
+            self.landing,
+            Assembly(self.landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
+            limits.max_reservations_per_session,
+            new_id,
+        )
+        self._prefetch = prefetch = Prefetch(transfers, limits.prefetch_bytes)
+        self.gets = Delivery(transfers, limits.loose_bytes, prefetch.was_read)
+        otherwise = WriteThrough() if limits.write_through else WriteBack()
+        transfers.placement = Placement(
+            list(transfers.shelves.values()),
+            self.catalog,
+            transfers.mover,
+            transfers.clock,
+            otherwise,
+        )
+        transfers.placement.limit_writes(
+            {name: n for name, n in limits.write_budgets.items() if name in transfers.shelves},
+            self.counters,
+        )
+        self._mover = transfers.mover
+        self.directory: Directory | None = None
+        """Of the nodes and what they hold in memory, where there is one."""
+        self._lease_ttl_ms = limits.lease_ttl_ms
+        self._new_id = new_id
+        lower = transfers.lower_shelves()
+        self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
+        self._durable = [
+            shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
+        ]
+        self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
+        self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
+        self._finder.states = self.states
+        gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
+        self.blends = Blending(transfers, self._finder, limits.lease_ttl_ms, gates)
+
+    @property
+    def can_be_durable(self) -> bool:
+        """Whether a tier of this node survives a restart, and keeps chunks as they are."""
+        return bool(self._durable)
+
+    def harden(
+        self, keys: Sequence[ChunkKey], results: Sequence[PutResult], deadline: float
+    ) -> list[PutResult]:
+        """Wait until the accepted chunks would survive a power cut.
+
+        Return *results* with those refused that do not by the deadline. Raises
+        InvalidRequestError when no tier of this node survives a restart.
+        """
+        accepted = [
+            key
+            for key, result in zip(keys, results, strict=True)
+            if result.outcome in (PutOutcome.stored, PutOutcome.exists)
+        ]
+        reasons = dict(zip(accepted, self._make_durable(accepted, deadline), strict=True))
+        return [
+            PutResult(PutOutcome.refused, f"not durable: {reasons[key]}")
+            if reasons.get(key)
+            else result
+            for key, result in zip(keys, results, strict=True)
+        ]
+
+    def _make_durable(self, keys: Sequence[ChunkKey], deadline: float) -> list[str]:
+        if not self._durable:
+            fix = "start the server with a disk tier whose codec loses nothing"
+            raise InvalidRequestError("durable", True, fix)
+        shelf = self._durable[0]
+        copied = self._copied(keys, shelf, deadline)
+        failure, lost = self._flushed(keys, shelf, deadline)
+        return [
+            reason or failure or ("lost before it was flushed" if key in lost else "")
+            for key, reason in zip(keys, copied, strict=True)
+        ]
+
+    def _copied(self, keys: Sequence[ChunkKey], shelf: Shelf, deadline: float) -> list[str]:
+        tickets = [self.transfers.copy_down(key, shelf, urgent=True) for key in keys]
+        return [self._outcome(ticket, deadline) for ticket in tickets]
+
+    def _flushed(
+        self, keys: Sequence[ChunkKey], shelf: Shelf, deadline: float
+    ) -> tuple[str, set[ChunkKey]]:
+        """Flush; return why that failed, and which *keys* are not on the medium after it."""
+        # A name of its own: a flush that already runs may have begun before our chunks came.
+        name = b"flush" + self._new_id().to_bytes(8, "little")
+        lost: set[ChunkKey] = set()
+
+        def work() -> bool:
+            shelf.tier.flush()
+            # The medium itself is asked: a flush that failed before may have taken chunks
+            # that the catalog still names.
+            found = shelf.tier.find(keys)
+            strays = self.catalog.strays(shelf.name)
+            for key, info in zip(keys, found, strict=True):
+                if info is None or key in strays:
+                    self.catalog.forget(shelf.name, key)
+                    lost.add(key)
+            return True
+
+        ticket = self._mover.submit(
+            f"store-{shelf.name}", name, lambda: shelf.guarded(work), urgent=True
+        )
+        return self._outcome(ticket, deadline), lost
+
+    def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
+        if ticket is None:
+            return "the server shuts down"
+        try:
+            return "" if self._mover.wait(ticket, deadline) else "evicted before it was copied"
+        except KVStoreError as error:
+            return str(error)
+
+    # --- lookup and leases
+
+    def lookup(
+        self,
+        session: Session,
+        keys: Sequence[ChunkKey],
+        deadline: float,
+        *,
+        lease: bool | Leasing,
+        min_fidelity: Fidelity = Fidelity.exact,
+        engine: EngineTerms | None = None,
+    ) -> Match:
+        """Find the longest prefix of *keys* that can be read, and lease it if asked to.
+
+        With *engine* the answer has a plan.
+        """
+        return self._finder.lookup(
+            session, keys, deadline, lease=lease, min_fidelity=min_fidelity, engine=engine
+        )
+
+    def plan(
+        self, session: Session, chains: Sequence[Sequence[ChunkKey]], ttl_s: float
+    ) -> tuple[BatchPlan[ChunkKey], int]:
+        """Plan a batch of prompts, and keep its chunks for their uses for *ttl_s* at most.
+
+        Return the plan and how many chunks are here and kept.
+        """
+        batch = plan_batch(chains)
+        kept = self.catalog.announce(session.session_id, batch.uses, ttl_s) if ttl_s else 0
+        self.counters.add("announced_chunks", len(batch.uses) if ttl_s else 0)
+        return batch, kept
+
+    def release(self, session: Session, lease_id: int, hints: Hints = NO_HINTS) -> bool:
+        """End a lease, whose chunks *hints* are of. Return whether the session had it."""
+        if hints != NO_HINTS:
+            keys = self.catalog.leased(lease_id, session.session_id)
+            self.counters.add("ignored_pins", self.catalog.hint(keys, hints))
+        released = self.catalog.release(lease_id, session.session_id)
+        if released:
+            self._prefetch.dropped(lease_id)
+        return released
+
+    def open_get(
+        self, session: Session, keys: Sequence[ChunkKey], lease_id: int
+    ) -> tuple[int, int]:
+        """Check the lease of a get, or take one over what exists; return it and the prefix length.
+
+        Raises LeaseExpiredError, InvalidRequestError for chunks outside the lease.
+        """
+        if not lease_id:
+            terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000)
+            lease, known = self.catalog.grant(keys, terms)
+            return lease.lease_id, known
+        leased = set(self.catalog.lease(lease_id, session.session_id).keys)
+        for key in keys:
+            if key not in leased:
+                raise InvalidRequestError(
+                    "digests", key.hex(), f"not under lease {lease_id}; look it up with a lease"
+                )
+        return lease_id, len(keys)
+
+    # --- keeping and forgetting
+
+    def pin(self, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
+        """Keep chunks from eviction for *ttl_ms*; return how many are known."""
+        return self.catalog.pin(keys, ttl_ms / 1000)
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> int:
+        """End pins; return how many there were."""
+        return self.catalog.unpin(keys)
+
+    def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
+        """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
+        deleted = leased = 0
+        self._finder.ask_shared(keys, deadline)
+        for key in keys:
+            self._settle(key, deadline)
+            names = [name for name in self.catalog.holders(key) if tier in ("", name)]
+            gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
+            if gone and not tier:
+                self.transfers.outcomes.note(key, Fate.deleted)
+            self._sweep(key, deadline)
+            self.gets.forget(key)
+            deleted += bool(names) and len(gone) == len(names)
+            leased += len(gone) < len(names)
+        return deleted, leased
+
+    def _settle(self, key: ChunkKey, deadline: float) -> None:
+        """Wait for moves of *key*, lest one makes it visible again after its deletion."""
+        for ticket in self._mover.named(key):
+            self._outcome(ticket, deadline)
+
+    def _sweep(self, key: ChunkKey, deadline: float) -> None:
+        """Free what was cast out of *key*, now or before, on every tier that answers."""
+        for shelf in self.transfers.shelves.values():
+            if self.catalog.is_stray(shelf.name, key):
+                ticket = self.transfers.delete_from(shelf, key, urgent=True)
+                if ticket is not None:
+                    self._outcome(ticket, deadline)
+
+    def clear(self, space: Namespace, deadline: float) -> tuple[int, int]:
+        """Forget every chunk of a namespace that this node knows and nobody reads."""
+        return self.delete(self.catalog.queries.keys_from(space), deadline)
+
+    def stat(self, keys: Sequence[ChunkKey]) -> list[Holding]:
+        """Return what is known of the chunks that exist."""
+        return [held for key in keys if (held := self.catalog.queries.holding(key)) is not None]
+
+    def holdings(self, space: Namespace) -> list[Holding]:
+        """Return every chunk of a namespace that this node knows."""
+        return self.catalog.queries.holdings(space)
+
+    # --- life
+
+    def recover(self) -> int:
+        """Index what tiers of this node kept over a restart; return how many chunks."""
+        count = 0
+        for shelf in self._keepers:
+            for info in shelf.tier.scan():
+                origin = Origin(shelf.tier.tenant_of(info.key))
+                self.catalog.note_sealed(shelf.name, info, origin)
+                count += 1
+        self._finder.learn_in_background()
+        return count
+
+    def shelf_statuses(self) -> list[ShelfStatus]:
+        """Return the state of each tier, fastest first."""
+        return [
+            ShelfStatus(
+                shelf.name,
+                shelf.tier.stats(),
+                shelf.encoder.name,
+                shelf.encoder.codec_id,
+                shelf.rate.bytes_per_s,
+                shelf.reason,
+            )
+            for shelf in self.transfers.shelves.values()
+        ]
+
+    def weighs(self, tenant: str) -> bool:
+        """Whether a codec for the chunks of *tenant* asks which of their tokens matter."""
+        return any(s.encoder.weighs(tenant) for s in self.transfers.shelves.values())
+
+    def begin_session(self, session: Session) -> None:
+        """Take note of the model of a session that was opened."""
+        needs = EndNeeds.of_groups(session.representation.layer_groups)
+        if any(needs):
+            self.catalog.needs_ends(session.namespace, needs)
+
+    def end_session(self, session: Session) -> None:
+        """Release every lease and put of a session that ended."""
+        self.catalog.release_session(session.session_id)
+        self.puts.abort_session(session)
+
+    def tick(self) -> None:
+        """Release what is past its time, begin what can wait. Called a few times a second."""
+        self.counters.add("expired_leases", self.catalog.expire())
+        self.counters.add("unkept_chunks", self.catalog.take_unkept())
+        self.puts.expire()
+        self._drop_expired()
+        self.gets.promote_due()
+        self._finder.forget_hearsay()
+        self._prefetch.sweep(self.catalog.is_leased)
+        self.transfers.leave_doubles()
+        self.landing.tick()
+
+    def _drop_expired(self) -> None:
+        """Free chunks whose time to live is up, but those that somebody reads."""
+        for key in self.catalog.expired_keys():
+            for name in self.catalog.holders(key):
+                if self.catalog.cast_out(name, key, even_if_held=False):
+                    self.counters.add("expired_chunks")
+                    self.transfers.outcomes.note(key, Fate.expired, name)
+                    with suppress(TierUnavailableError):  # a stray; it is swept later
+                        self.transfers.delete_from(self.transfers.shelves[name], key)
+
+    def drain(self, deadline: float) -> bool:
+        """Refuse new puts and copy what only memory holds to a tier that survives.
+
+        Return whether nothing is in memory alone: all of it was copied by the deadline, or is
+        elsewhere, or nothing is there.
+        """
+        self.puts.drain()
+        self.hand_over.end()
+        self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
+        volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
+        alone = self.catalog.queries.only_on(*volatile)
+        if not self._keepers:
+            return not alone
+        shelf = self._keepers[0]
+        reasons = self._copied(alone, shelf, deadline)
+        failure, lost = self._flushed(alone, shelf, deadline)
+        # A copy that came later may have pushed an earlier one out.
+        return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
+
+    def is_alive(self) -> bool:
+        """Whether the Mover's workers live."""
+        return self._mover.is_alive()

@@ -1,0 +1,1 @@
+"""Counters, KV events, traces and request ids."""

@@ -1,0 +1,203 @@
+"""Events: which chunks the tiers of this node alone gain and lose, for who follows along.
+
+After the KV events of vLLM (vllm/distributed/kv_events.py): numbered, kept for a while for readers
+that missed some, hints in any case: who acts on one that is wrong asks a node that misses.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from threading import Event as Flag
+from time import sleep
+from typing import NamedTuple
+
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ROOT,
+    ChainDigest,
+    ChunkInfo,
+    ChunkKey,
+    Fidelity,
+    Namespace,
+)
+from kvstore.server.telemetry.event_ring import Event, EventRing
+
+PAGE_EVENTS = 512
+MAX_SPACES = 4096
+"""Namespaces whose events have numbers of their own. One that is pushed out goes on from the number
+of all, and learns it."""
+
+
+class Page(NamedTuple):
+    """*events* in order. *cleared*: what was known before is void; *cursor*: where to go on from,
+    0 while what is here is still being told.
+    """
+
+    events: list[Event]
+    cursor: int
+    cleared: bool = False
+
+
+class EventLog:
+    """The latest *size* events of *tiers*, in a ring.
+
+    One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: an
+    entry has its number, so who comes too late sees that another is in its place. Nobody who
+    writes ever waits for who reads.
+    """
+
+    def __init__(self, tiers: Collection[str], size: int) -> None:
+        self._tiers = frozenset(tiers)
+        self._size = size
+        self._ring = EventRing(tiers, size)
+        self._counts: OrderedDict[bytes, int] = OrderedDict()
+        self._least = 1
+        """What a namespace that is not in *_counts* counts from."""
+        self.last = 1
+        """The number of the latest event; there was none before 2, as no cursor is 0."""
+        self._ended = Flag()
+
+    # --- who writes
+
+    def stored(self, tier: str, info: ChunkInfo, origin: object = None) -> None:
+        """A copy became visible on *tier*."""
+        if tier in self._tiers:
+            self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
+
+    def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
+        """A copy is gone from *tier*."""
+        if tier in self._tiers:
+            self._note(key, tier, 0, ROOT, Fidelity.none)
+
+    def _note(
+        self, key: ChunkKey, tier: str, tokens: int, parent: ChainDigest, fidelity: Fidelity
+    ) -> None:
+        number, space = self.last + 1, key[:DIGEST_BYTES]
+        own = self._counts.get(space, self._least) + 1
+        self._counts[space] = own
+        if len(self._counts) > MAX_SPACES:
+            self._counts.popitem(last=False)
+            self._least = number
+        self._ring.put(Event(key, tier, tokens, parent, fidelity, number, own))
+        self.last = number
+
+    # --- who reads
+
+    def covers(self, tier: str) -> bool:
+        """Whether events of *tier* are told."""
+        return tier in self._tiers
+
+    def since(self, number: int) -> list[Event] | None:
+        """Return the events behind *number*, PAGE_EVENTS at most; None if some are overwritten."""
+        stop = min(self.last, number + PAGE_EVENTS) + 1
+        page = []
+        for at in range(number + 1, stop):
+            event = self._ring.get(at)
+            if event is None:
+                return None
+            page.append(event)
+        return page
+
+    def count(self, space: Namespace | None) -> int:
+        """Return the own number of the latest event of *space*; of all without one."""
+        return self.last if space is None else self._counts.get(space, self._least)
+
+    def number_of(self, space: Namespace | None, own: int) -> int | None:
+        """Return the number of the event that is *space*'s *own*; None when it is overwritten.
+
+        Any number does that is not above it and below its next.
+        """
+        last = self.last
+        if space is None:
+            return own if last - self._size <= own <= last else None
+        if own == self.count(space):
+            return last
+        for at in range(max(0, last - self._size) + 1, last + 1):
+            event = self._ring.get(at)
+            if event is not None and event.space == space and event.own > own:
+                return event.number - 1 if event.own == own + 1 else None
+        return None
+
+    # --- its end
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep; return at once, and True, when the log has ended."""
+        return self._ended.wait(timeout_s)
+
+    def end(self) -> None:
+        """Have readers stop: the server does."""
+        self._ended.set()
+
+
+Held = Callable[[int, Namespace | None], tuple[list[Event], int]]
+"""From a row, the copies of some rows from it on as events, and the next row; 0 at the end."""
+
+
+class EventReader:
+    """One reader's way through a log: what it is told next. Not thread-safe.
+
+    A reader that has no place in the log begins with what is *held*. Its place is taken before it
+    looks, so what changes meanwhile is told behind it, maybe twice.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        held: Held,
+        space: Namespace | None = None,
+        on_restart: Callable[[], object] = bool,
+    ) -> None:
+        """*on_restart* is called when the reader fell behind what the log keeps."""
+        self._on_restart = on_restart
+        self._log = log
+        self._held = held
+        self._space = space
+        self._at: int | None = None
+        self._row = 0
+        self.cursor = 0
+        """Behind what was told, once ``poll`` has nothing new."""
+
+    def go_on(self, cursor: int) -> None:
+        """Go on behind the page of *cursor*, or begin with what is held if that is too long ago."""
+        self._at = self._log.number_of(self._space, cursor) if cursor else None
+        self.cursor = cursor
+
+    @property
+    def is_level(self) -> bool:
+        """Whether all that is here was told, so that only news come."""
+        return self._at is not None and not self._row
+
+    def poll(self) -> Page | None:
+        """Return what comes next; None when there is nothing new."""
+        if self._at is None:
+            # In this order: what comes between the two looks is told again.
+            self.cursor = self._log.count(self._space)
+            self._at = self._log.last
+            return self._told(1, cleared=True)
+        if self._row:
+            return self._told(self._row)
+        return self._news(self._at)
+
+    def _told(self, row: int, *, cleared: bool = False) -> Page:
+        events: list[Event] = []
+        while row and not events:
+            sleep(0)  # lets go of the interpreter: this may go through all there is
+            found, row = self._held(row, self._space)
+            events = [one for one in found if self._log.covers(one.tier)]
+        self._row = row
+        return Page(events, 0 if row else self.cursor, cleared)
+
+    def _news(self, at: int) -> Page | None:
+        while page := self._log.since(at):
+            self._at = at = page[-1].number
+            mine = [one for one in page if self._space is None or one.space == self._space]
+            if mine:
+                last = mine[-1]
+                self.cursor = last.number if self._space is None else last.own
+                return Page(mine, self.cursor)
+        if page is None:
+            self._at = None
+            self._on_restart()
+            return self.poll()
+        return None

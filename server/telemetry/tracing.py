@@ -1,0 +1,181 @@
+"""Tracing: spans of calls and of what they ask of tiers, by OpenTelemetry, the extra ``tracing``.
+
+Nothing here is loaded, and nothing asked, unless ``--tracing-endpoint`` is set. Spans have names,
+sizes and outcomes; no key, token, tenant or text of a caller is in them but its request id.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+from typing_extensions import override
+
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.types import DIGEST_BYTES
+from kvstore.proto.wire import ERROR_NAME
+from kvstore.server.telemetry.request_ids import RequestId
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span
+
+QUEUE_SPANS = 2048
+"""Waiting to be sent; more are dropped."""
+EXPORT_TIMEOUT_S = 2
+"""What a collector that does not answer may take; at the end twice that."""
+_CARRIED = ("traceparent", "tracestate")  # W3C Trace Context
+
+logger = structlog.get_logger(__name__)
+
+
+class Tracing:
+    """Makes spans and gives them to *processor*. *share* is of calls that bring no trace along."""
+
+    def __init__(self, processor: SpanProcessor, share: float) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._api = trace
+        self._carrier = TraceContextTextMapPropagator()
+        self._provider = TracerProvider(
+            sampler=ParentBasedTraceIdRatio(share),
+            resource=Resource({"service.name": "kvstore-server"}),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("kvstore")
+
+    def close(self) -> None:
+        """Send what waits, if the collector takes it. Idempotent."""
+        self._provider.shutdown()
+
+    # --- calls
+
+    def scope_of(
+        self, method: str
+    ) -> Callable[[Any, grpc.ServicerContext], AbstractContextManager[object]]:
+        """Return what is done around each call of ``/service/method``."""
+        service, _, name = method.strip("/").rpartition("/")
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
+
+        @contextmanager
+        def scope(request: Any, context: grpc.ServicerContext) -> Iterator[None]:
+            spanning = self._tracer.start_as_current_span(
+                f"{service}/{name}",
+                context=self._carrier.extract(_carried(context)),
+                kind=self._api.SpanKind.SERVER,
+                attributes=attributes,
+                record_exception=False,  # its text may say what no span has
+                set_status_on_exception=False,
+            )
+            with RequestId(context.invocation_metadata) as request_id, spanning as span:
+                try:
+                    yield
+                finally:
+                    if span.is_recording():
+                        span.set_attribute("kvstore.request_id", str(request_id))
+                        self._finish(span, request, context)
+
+        return scope
+
+    def _finish(self, span: Span, request: Any, context: Any) -> None:
+        digests = getattr(request, "digests", None)
+        if isinstance(digests, bytes):
+            span.set_attribute("kvstore.chunks", len(digests) // DIGEST_BYTES)
+        code = context.code() or grpc.StatusCode.OK
+        span.set_attribute("rpc.grpc.status_code", code.value[0])
+        if code is not grpc.StatusCode.OK:
+            trailers = context.trailing_metadata() or ()
+            names = [value for name, value in trailers if name == ERROR_NAME]
+            span.set_attribute("kvstore.error", names[0] if names else code.name)
+            span.set_status(self._api.StatusCode.ERROR)
+
+    @contextmanager
+    def call(self, method: str, way: str, chunks: int = 0) -> Iterator[None]:
+        """A call of *method* that came over *way*, which carries no trace: the span is a first."""
+        with self._tracer.start_as_current_span(
+            f"{way}/{method}",
+            kind=self._api.SpanKind.SERVER,
+            attributes={"rpc.system": "kvstore", "rpc.service": way, "rpc.method": method},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            if chunks:
+                span.set_attribute("kvstore.chunks", chunks)
+            try:
+                yield
+            except KVStoreError as error:
+                span.set_attribute("kvstore.error", type(error).__name__)
+                span.set_status(self._api.StatusCode.ERROR)
+                raise
+
+    # --- tiers
+
+    def on_tier(self, tier: str, what: str, work: Callable[[], bool]) -> bool:
+        """Return what *work* does, in a span of the call that asked for it; of none without one."""
+        asking = self._api.get_current_span().get_span_context()
+        if not (asking.is_valid and asking.trace_flags.sampled):  # the call itself may have ended
+            return work()
+        with self._tracer.start_as_current_span(
+            f"{tier} {what}",
+            attributes={"kvstore.tier": tier},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+            done = False
+            try:
+                done = work()
+                return done
+            finally:
+                span.set_attribute("kvstore.done", bool(done))
+
+
+def _carried(context: grpc.ServicerContext) -> dict[str, str]:
+    metadata: Sequence[tuple[str, Any]] = context.invocation_metadata() or ()
+    return {name: value for name, value in metadata if name in _CARRIED and isinstance(value, str)}
+
+
+class _ToLog(logging.Handler):
+    """What OpenTelemetry says, as lines of the server's log."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        logger.log(record.levelno, "tracing", reason=record.getMessage())
+
+
+_TO_LOG = _ToLog()
+
+
+def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
+    """Return the tracing to *endpoint*; None without one.
+
+    Raises InvalidRequestError when OpenTelemetry is not installed.
+    """
+    if endpoint is None:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        fix = f"needs OpenTelemetry ({error}): install kvstore-server[tracing]"
+        raise InvalidRequestError("tracing_endpoint", endpoint, fix) from None
+    sayings = logging.getLogger("opentelemetry")
+    sayings.addHandler(_TO_LOG)
+    sayings.propagate = False
+    exporter = OTLPSpanExporter(
+        endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_TIMEOUT_S
+    )
+    processor = BatchSpanProcessor(
+        exporter,
+        max_queue_size=QUEUE_SPANS,
+        max_export_batch_size=QUEUE_SPANS,  # at the end each batch that waits has its own timeout
+    )
+    return Tracing(processor, share)

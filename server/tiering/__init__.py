@@ -1,0 +1,1 @@
+"""Moves of copies between tiers: admission, eviction, codecs, work queues."""

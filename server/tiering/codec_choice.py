@@ -1,0 +1,163 @@
+"""Chooses the codec of a tier at the start, from what its link and the codecs do here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import structlog
+
+from kvstore.codecs.base import CODECS, codec_by_name
+from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.speed import CodecSpeed, Sample, make_sample, measure
+from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
+from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
+from kvstore.server.settings.codec_rules import auto_fidelity, is_auto
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec, lossless_codec
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.tiers.base import DEFAULT_TENANT
+
+
+def choose_codec(
+    candidates: Iterable[CodecSpeed], link_bytes_per_s: float, least: Fidelity
+) -> CodecSpeed | None:
+    """Return the codec that loads fastest over the link; None where raw frames do.
+
+    A candidate has to win against raw frames even when its decoding waits for its load, so that
+    a single chunk is never later for it; of those, the one wins whose loads are fastest when
+    decoding runs beside the next load, and of equals the smaller. None loses more than *least*.
+    """
+    worth = [
+        one
+        for one in candidates
+        if one.fidelity >= least and link_bytes_per_s < one.break_even_bytes_per_s
+    ]
+    return max(worth, key=lambda c: (c.load_bytes_per_s(link_bytes_per_s), c.ratio), default=None)
+
+
+AUTO_CODECS = ("zplane", "gq8", "kvq")
+"""What may be chosen, as far as this process has it and the operator allows its loss."""
+CALIBRATION_S = 1.0
+"""All measuring of one tier together; the first use of a compiled codec comes on top."""
+LINK_SHARE = 0.3
+LANE = "codec"
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AutoCodec:
+    """A choice to be made for *shelf*. *clock* returns monotonic seconds.
+
+    ``probe`` names a chunk that nobody else can name.
+    """
+
+    shelf: Shelf
+    least: Fidelity
+    probe: ChunkKey
+    clock: Callable[[], float]
+
+    def run(self) -> bool:
+        """Measure, choose and use the choice. Raises nothing: what fails leaves what was."""
+        sample = make_sample()
+        link = self._link_bytes_per_s(sample)
+        # No codec decodes faster than raw frames are copied: on such links none is looked at.
+        copied = measure("raw", RawCodec(), sample, self.clock, 0.0).decode_bytes_per_s
+        names = candidates(self.least) if link < copied else []
+        speeds = measure_codecs(names, sample, self.clock, CALIBRATION_S * (1 - LINK_SHARE))
+        chosen = choose_codec(speeds, link, self.least)
+        name = "raw" if chosen is None else chosen.name
+        self.shelf.encoder.use(NamedCodec(f"{name} (auto)", codec_by_name(name)))
+        logger.info("codec chosen", tier=self.shelf.name, codec=name, link_bytes_per_s=round(link))
+        return True
+
+    def _link_bytes_per_s(self, sample: Sample) -> float:
+        """Return the speed of reading what was just written; what is guessed, if that fails."""
+        layout = sample.template.layout
+        info = ChunkInfo(self.probe, sample.template.parent, layout, 0, raw_frame_bytes(layout))
+        fallback = self.shelf.rate.bytes_per_s
+        try:
+            return self._probe(info) or fallback
+        except (TierFullError, TierUnavailableError) as error:
+            logger.warning("link not measured", tier=self.shelf.name, error=str(error))
+            return fallback
+
+    def _probe(self, info: ChunkInfo) -> float:
+        tier, guarded = self.shelf.tier, self.shelf.guarded
+        end = self.clock() + CALIBRATION_S * LINK_SHARE
+        info = replace(info, size_bytes=min(info.size_bytes, tier.max_frame_bytes()))
+        frame = np.zeros(info.size_bytes, np.uint8)
+        reservation = tier.reserve(info)
+        fastest = 0.0
+        try:
+            guarded(lambda: _written(tier.write(reservation, 0, frame)))
+        except TierUnavailableError:
+            tier.abort(reservation)
+            raise
+        try:
+            if not guarded(lambda: tier.seal(reservation)):
+                return 0.0
+            while not fastest or self.clock() < end:
+                begin = self.clock()
+                if not guarded(lambda: tier.read_into(info.key, frame)):
+                    break
+                fastest = max(fastest, info.size_bytes / max(self.clock() - begin, 1e-9))
+        finally:
+            guarded(lambda: tier.delete(info.key))
+        return fastest
+
+
+def _written(_: None) -> bool:
+    return True
+
+
+def candidates(least: Fidelity) -> list[str]:
+    """Return the names of AUTO_CODECS that this process has and that lose no more than *least*."""
+    here = [name for name in AUTO_CODECS if name in CODECS]
+    return [name for name in here if CODECS.load(name).fidelity >= least]
+
+
+def measure_codecs(
+    names: list[str], sample: Sample, clock: Callable[[], float], budget_s: float
+) -> list[CodecSpeed]:
+    """Measure codecs in turn, within *budget_s* together; those that fail are left out."""
+    speeds = []
+    for name in names:
+        try:
+            codec = codec_by_name(name)
+            speeds.append(measure(name, codec, sample, clock, budget_s / len(names)))
+        except KVStoreError as error:
+            logger.debug("codec not measured", codec=name, error=str(error))
+    return speeds
+
+
+def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
+    """Use a codec once, so that no copy that somebody waits for compiles it.
+
+    Beside a lossy one also what is used for chunks that stay exact.
+    """
+    used = {} if encoder.is_exact else {"lossless": lossless_codec()}
+    used[encoder.name] = encoder.of_tenant(DEFAULT_TENANT)
+    sample = make_sample()
+    return all(bool(measure(name, one, sample, clock, 0.0)) for name, one in used.items())
+
+
+def begin_choices(
+    transfers: Transfers, names: Mapping[str, str], random_bytes: Callable[[int], bytes]
+) -> None:
+    """Have the codec chosen of each tier whose name among *names* asks for it, others compiled.
+
+    In a lane of its own, as some compile for seconds: nobody waits for it.
+    """
+    for shelf in transfers.lower_shelves():
+        name, clock = names[shelf.name], transfers.clock
+        work: Callable[[], bool] = partial(_warm_up, shelf.encoder, clock)
+        if is_auto(name):
+            probe = ChunkKey(random_bytes(KEY_BYTES))  # of a namespace that no session has
+            work = AutoCodec(shelf, auto_fidelity(name), probe, clock).run
+        if name != "raw":
+            transfers.mover.submit(LANE, shelf.name.encode(), work)

@@ -1,0 +1,120 @@
+"""Prefetch: chains that were just found and leased come to memory before their get asks."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.proto.types import ChunkKey
+from kvstore.server.security.sessions import Session
+from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.work_queue import Ticket
+
+REMEMBERED = 4096
+"""Chunks loaded ahead whose get is awaited; of the oldest beyond them none is expected."""
+LEAST_USED = 0.5
+"""Below this share of loads that are read, most lookups are followed by none."""
+_PROBES = 16
+"""Then one lookup in so many is, to see whether that has changed."""
+_WEIGHT = 1 / 64
+_FULLEST = 0.5
+"""A lane of loads that is fuller belongs to the gets."""
+
+
+class Prefetch:
+    """Loads ahead of gets. Thread-safe.
+
+    Only for readers that do not read files in place, and of what they do not read from another
+    server: for those the loads are the ones that the get would begin with, earlier. At most
+    *limit_bytes* are under way; 0: none. A victim of GPU memory is in CPU memory already, pinned,
+    so what is loaded is what lies below (the victim buffer and its prefetcher are those of
+    LSM-GNN, arXiv 2407.15264).
+    """
+
+    def __init__(self, transfers: Transfers, limit_bytes: int) -> None:
+        self._transfers = transfers
+        self._counters = transfers.counters
+        self._limit_bytes = limit_bytes
+        self._under_way: list[tuple[Ticket, int]] = []
+        self._awaited: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._used_share = 1.0
+        self._lookups = 0
+        self._by_lease: dict[int, list[Ticket]] = {}
+        """Loads that were begun for a lease, until it is over; no more than leases there are."""
+        self._lock = threading.Lock()  # guards the five above
+
+    def found(
+        self,
+        session: Session,
+        keys: Iterable[ChunkKey],
+        sources: NDArray[np.uint8],
+        sizes: NDArray[np.int64],
+        lease_id: int,
+    ) -> None:
+        """A session leased *keys*, each from the shelf of this place among the sources."""
+        lower = np.flatnonzero(sources) if self._limit_bytes else sources[:0]
+        if not len(lower) or (session.is_attached and self._transfers.filed is not None):
+            return
+        chain = list(keys)
+        with self._lock:
+            self._lookups += 1
+            if self._used_share < LEAST_USED and self._lookups % _PROBES:
+                return
+            self._under_way = [(one, size) for one, size in self._under_way if not one.done]
+            left_bytes = self._limit_bytes - sum(size for _, size in self._under_way)
+        begun: list[Ticket] = []
+        for at in lower.tolist():
+            left_bytes -= int(sizes[at])
+            shelf = self._transfers.sources[int(sources[at])]
+            if shelf not in self._transfers.lower_shelves():
+                continue
+            if self._transfers.peer_place(shelf, chain[at], session.reads_from) is not None:
+                continue
+            ticket = self._begin(session, chain[at], shelf) if left_bytes >= 0 else None
+            if ticket is None:
+                break
+            begun.append(ticket)
+            self._note(chain[at], ticket, int(sizes[at]))
+        if begun:
+            with self._lock:
+                self._by_lease[lease_id] = begun
+
+    def _begin(self, session: Session, key: ChunkKey, shelf: Shelf) -> Ticket | None:
+        if self._transfers.mover.fullness(f"load-{shelf.name}") > _FULLEST:
+            return None
+        return self._transfers.load(key, shelf, session.tenant, claimed=True)
+
+    def _note(self, key: ChunkKey, ticket: Ticket, size_bytes: int) -> None:
+        self._counters.add("prefetched_chunks")
+        with self._lock:
+            self._under_way.append((ticket, size_bytes))
+            self._awaited[key] = None
+            if len(self._awaited) > REMEMBERED:
+                self._awaited.popitem(last=False)
+                self._used_share -= _WEIGHT * self._used_share
+
+    def dropped(self, lease_id: int) -> None:
+        """A lease is over: its loads end, unless a get waits for them."""
+        if lease_id in self._by_lease:
+            with self._lock:
+                tickets = self._by_lease.pop(lease_id, [])
+            self._transfers.let_go_of_loads(tickets)
+
+    def sweep(self, is_live: Callable[[int], bool]) -> None:
+        """End the loads of leases that ended by themselves. Called at every tick."""
+        for lease_id in list(self._by_lease):
+            if not is_live(lease_id):
+                self.dropped(lease_id)
+
+    def was_read(self, key: ChunkKey) -> None:
+        """A get delivered a chunk."""
+        if key in self._awaited:
+            with self._lock:
+                if self._awaited.pop(key, self) is None:
+                    self._used_share += _WEIGHT * (1.0 - self._used_share)
+                    self._counters.add("prefetch_used_chunks")

@@ -1,0 +1,191 @@
+"""A Shelf: one tier as the manager sees it, with its codec, policy, breaker and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.codecs.base import Codec
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    DeadlineError,
+    InvalidFrameError,
+    TierUnavailableError,
+    UnknownCodecError,
+)
+from kvstore.proto.frame import FrameHeader, check_frame, header_bytes
+from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.tiering.admission import TierAdmission
+from kvstore.server.tiering.breaker import Breaker
+from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
+from kvstore.tiers.base import DEFAULT_TENANT, Tier
+
+if TYPE_CHECKING:
+    from kvstore.server.telemetry.tracing import Tracing
+
+_EWMA_WEIGHT = 0.2
+_MAX_LOAD_US = (1 << 32) - 1
+_FIRST_GUESS_BYTES_PER_S = {"gpu": 10e9, "cpu": 10e9, "disk": 1e9, "peer": 1e9, "redis": 0.5e9}
+_ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "peer": 500e-6, "redis": 500e-6}
+
+
+@dataclass(slots=True)
+class Rate:
+    """Bytes per second of loads from a tier, as an exponentially weighted mean."""
+
+    bytes_per_s: float
+    round_trip_s: float
+
+    def observe(self, size_bytes: int, seconds: float) -> None:
+        """Take note of one load."""
+        if seconds > 0:
+            step = size_bytes / seconds - self.bytes_per_s
+            self.bytes_per_s += _EWMA_WEIGHT * step
+
+    def load_us(self, sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Estimated microseconds to load each of *sizes* bytes."""
+        seconds = self.round_trip_s + sizes / self.bytes_per_s
+        return np.minimum(1e6 * seconds, _MAX_LOAD_US).astype(np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is asked of a shelf: room for a frame, by when, leaving how much free."""
+
+    info: ChunkInfo
+    tenant: str
+    deadline: float
+    headroom_bytes: int = 0
+    category: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """One tier and what is needed to use it.
+
+    Calls go through the breaker: TierUnavailableError counts as a failure of the medium, any
+    other answer as a success. *clock* returns monotonic seconds.
+    """
+
+    tier: Tier
+    codec: Codec
+    policy: EvictionPolicy
+    breaker: Breaker
+    clock: Callable[[], float]
+    encoder: TierCodec = None  # type: ignore[assignment] # filled in at birth
+    """What encodes frames for it; without one, *codec* does."""
+    admission: TierAdmission | None = None
+    """Which copies it is given; None for what the manager's limits say."""
+    is_exclusive: bool = False
+    """Whether a copy goes once its chunk has come up to memory."""
+    decode_bytes_per_s: float = 0.0
+    """Mean speed of decoding its frames for CPU memory; 0 before the first, and for raw ones."""
+    name: str = field(init=False)
+    """The tier's, which is asked for often."""
+    rate: Rate = field(init=False)
+    tracing: Tracing | None = None
+
+    def __post_init__(self) -> None:
+        self.encoder = self.encoder or TierCodec(NamedCodec(self.codec.name, self.codec))
+        self.name = name = self.tier.name
+        self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
+
+    @property
+    def reason(self) -> str:
+        """Why it is left alone, or takes nothing; empty while it serves."""
+        return self.breaker.reason or self.tier.trouble
+
+    def read_verified(
+        self,
+        info: ChunkInfo,
+        out: Bytes,
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> FrameHeader | None:
+        """Fill *out* with the frame of *info* and verify it; None when the tier lost it.
+
+        Raises ChunkCorruptError for bytes that are not the frame, whatever is wrong with them,
+        and DeadlineError between parts of its first half once *is_given_up*.
+        """
+        started = self.clock()
+        check = FrameCheck(out, info.key, header_bytes(info.layout))
+
+        def steps() -> Iterator[int]:
+            with closing(self.tier.read_checked(info.key, out, check)) as parts:  # type: ignore[type-var]
+                for arrived in parts:
+                    if 2 * arrived < len(out) and is_given_up():  # else it is better done
+                        raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
+                    yield arrived
+
+        if not self.guarded(lambda: check.follow(steps()), "read"):
+            return None
+        try:
+            header = check.finish()
+        except InvalidFrameError as error:
+            raise ChunkCorruptError(info.key, str(error)) from None
+        if header.fidelity < info.fidelity:
+            raise ChunkCorruptError(
+                info.key, f"is {header.fidelity.name}, not {info.fidelity.name}"
+            )
+        self.rate.observe(len(out), self.clock() - started)
+        return header
+
+    def note_decode(self, size_bytes: int, seconds: float) -> None:
+        """Take note of a frame of so many stored bytes that was decoded."""
+        if seconds > 0:
+            before = self.decode_bytes_per_s or size_bytes / seconds
+            self.decode_bytes_per_s = before + _EWMA_WEIGHT * (size_bytes / seconds - before)
+
+    def decode_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Estimated seconds to decode each of *sizes* stored bytes."""
+        if not self.decode_bytes_per_s:
+            return np.zeros(len(sizes))
+        return sizes / self.decode_bytes_per_s
+
+    def load_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Estimated seconds until each of *sizes* stored bytes is in memory, decoded."""
+        return self.rate.round_trip_s + sizes / self.rate.bytes_per_s + self.decode_s(sizes)
+
+    def guarded(self, work: Callable[[], bool], what: str = "use") -> bool:
+        """Run *work* on the medium and let the breaker know how it went.
+
+        *what* is its name in traces.
+        """
+        if not self.breaker.allows():
+            raise TierUnavailableError(self.name, f"left alone for now: {self.breaker.reason}")
+        try:
+            done = work() if self.tracing is None else self.tracing.on_tier(self.name, what, work)
+        except TierUnavailableError as error:
+            if not error.is_partial:
+                self.breaker.fail(str(error))
+            raise
+        self.breaker.succeed()
+        return done
+
+    def encode_for(
+        self, frame: Bytes, tenant: str = DEFAULT_TENANT, least: Fidelity = Fidelity.none
+    ) -> Bytes:
+        """Return *frame* under this shelf's codec: the same bytes when it already is.
+
+        An exact one stays so where *least* is.
+        """
+        return self.encoder.encode(frame, tenant, least)
+
+    def fidelity_for(self, tenant: str) -> Fidelity:
+        """Return what becomes at least of an exact chunk of *tenant* here."""
+        return self.encoder.of_tenant(tenant).fidelity
+
+
+def verify(frame: Bytes, key: ChunkKey) -> FrameHeader:
+    """Check a frame read for *key*. Raises ChunkCorruptError, whatever is wrong with it."""
+    try:
+        return check_frame(frame, key)
+    except (InvalidFrameError, UnknownCodecError) as error:
+        raise ChunkCorruptError(key, str(error)) from None

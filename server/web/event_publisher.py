@@ -1,0 +1,226 @@
+"""The publisher: events over a zmq PUB socket, and to who missed some again over a ROUTER.
+
+As vLLM's ZmqEventPublisher does, so that its readers read ours: batches are numbered from 0, a
+reader asks for those from a number on with 8 bytes, big-endian, and the number -1 ends the answer.
+Who asks for what is not kept any more is told to forget all, then what is here, then what is kept.
+
+An answer goes no faster than it is read: nothing of it is lost in between. Who stops reading loses
+its place after a while, and is told so by the number -2 instead of -1: it asks again for what
+follows the last that it got.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvstore.server.api.event_calls import POLL_S, EventDesk
+from kvstore.server.telemetry.events import Page
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.web.event_messages import AllBlocksCleared, Word, encode, words_of
+from kvstore.server.web.event_sockets import EventSockets
+
+KEPT_BATCHES = 10_000
+KEPT_BATCH_BYTES = 64 << 20
+"""Of batches that can be asked for again; the oldest go first."""
+MAX_REPLAYS = 8
+"""Answered side by side; who asks beyond that is not answered, and asks again."""
+REPLAY_PATIENCE_S = 10.0
+"""Without a batch taken, until an answer is given up."""
+MAX_CUTS = 64
+"""Answers given up whose readers are still to be told; of more the oldest are not."""
+END = (-1).to_bytes(8, "big", signed=True)
+CUT = (-2).to_bytes(8, "big", signed=True)
+_NUMBER_BYTES = 8
+_JOIN_WITHIN_S = 2.0
+
+Message = tuple[bytes, bytes, bytes]
+"""Topic, number, batch."""
+
+
+@dataclass(slots=True, eq=False)
+class _Replay:
+    """An answer under way to ``who``, with ``frames`` to be sent next, which waits since then."""
+
+    who: list[bytes]
+    answer: Iterator[Message]
+    waiting_since: float
+    frames: Message | None = None
+
+
+class EventPublisher:
+    """Publishes all events of *desk*'s log until ``close``; *boot_id* is in the topic.
+
+    One thread owns the sockets. *wall_clock* returns seconds since 1970, *clock* monotonic ones.
+    """
+
+    def __init__(
+        self,
+        sockets: EventSockets,
+        desk: EventDesk,
+        boot_id: int,
+        counters: Counters,
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._sockets = sockets
+        self._desk = desk
+        self._reader = desk.reader()
+        self.topic = b"kvstore@%016x" % boot_id
+        self._counters = counters
+        self._wall_clock = wall_clock
+        self._clock = clock
+        self._kept: deque[Message] = deque()
+        self._kept_bytes = 0
+        self._number = 0
+        """Of the next batch."""
+        self._replays: deque[_Replay] = deque()
+        self._cuts: deque[list[bytes]] = deque(maxlen=MAX_CUTS)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the thread that owns the sockets lives."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop publishing and close the sockets. Idempotent."""
+        self._closed = True
+        self._thread.join(_JOIN_WITHIN_S)
+
+    # --- the sockets' thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                # Each has its turn: a long answer keeps no event waiting.
+                first = (self._sockets.hold, self._publish, self._sockets.admit)
+                steps = (*first, self._receive, self._replay)
+                did = [step() for step in steps]
+                if not any(did):
+                    self._sockets.wait(int(1000 * POLL_S))
+        finally:
+            self._sockets.close()
+
+    def _publish(self) -> bool:
+        """Publish one batch; False when there is nothing new."""
+        page = self._reader.poll()
+        if page is None:
+            return False
+        words = _words(page)
+        if not words:
+            return True
+        message = self._message(self._number, words)
+        self._number += 1
+        self._keep(message)
+        self._counters.add("event_batches")
+        if self._sockets.pub is not None:
+            self._sockets.pub.send_multipart(message, copy=False)
+        return True
+
+    def _message(self, number: int, words: list[Word]) -> Message:
+        batch = encode(self._wall_clock(), words)
+        return self.topic, number.to_bytes(_NUMBER_BYTES, "big"), batch
+
+    def _keep(self, message: Message) -> None:
+        self._kept.append(message)
+        self._kept_bytes += len(message[2])
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BATCH_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[2])
+
+    def _receive(self) -> bool:
+        """Take one request for a replay; False when there is none."""
+        import zmq
+
+        if self._sockets.replay is None:
+            return False
+        try:
+            frames = self._sockets.replay.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        if len(frames) != 3 or frames[1] or len(frames[2]) != _NUMBER_BYTES:
+            self._counters.add("event_invalid_requests")
+        elif len(self._replays) < MAX_REPLAYS:
+            answer = self._answer(int.from_bytes(frames[2], "big"))
+            self._replays.append(_Replay(frames[:2], answer, self._clock()))
+        return True
+
+    def _answer(self, start: int) -> Iterator[Message]:
+        """Yield what is kept from number *start* on, or, without all of it, begin anew."""
+        first = self._number - len(self._kept)
+        if start < first:
+            yield from self._anew(start, first - 1)
+        number = max(start, first)
+        while number < self._number:
+            oldest = self._number - len(self._kept)
+            if number < oldest:  # dropped since
+                yield from self._anew(number, oldest - 1)
+                number = oldest
+            yield self._kept[number - oldest]
+            number += 1
+
+    def _anew(self, number: int, last: int) -> Iterator[Message]:
+        """Yield what is here, under numbers from *number* to *last* that nobody can ask for.
+
+        What is here now, and then what is kept of the past in its order, come to what is here: the
+        latest word on a chunk is the last.
+        """
+        reader = self._desk.reader()
+        while (page := reader.poll()) is not None:
+            words = _words(page)
+            if words:
+                yield self._message(min(number, last), words)
+                number += 1
+            if reader.is_level:
+                return
+
+    def _replay(self) -> bool:
+        """Send the next message of each answer; False when none of them could go on."""
+        did = False
+        for _ in range(len(self._replays)):
+            replay = self._replays.popleft()
+            if replay.frames is None:
+                replay.frames = next(replay.answer, _LAST)
+            is_sent = self._send(replay.who, replay.frames)
+            if is_sent:
+                did = True
+                if replay.frames is not _LAST:
+                    replay.frames, replay.waiting_since = None, self._clock()
+                    self._replays.append(replay)
+            elif is_sent is None:
+                continue  # it is gone
+            elif self._clock() - replay.waiting_since < REPLAY_PATIENCE_S:
+                self._replays.append(replay)
+            else:
+                self._counters.add("event_cut_replays")
+                self._cuts.append(replay.who)
+        for _ in range(len(self._cuts)):
+            who = self._cuts.popleft()
+            if self._send(who, _CUT_SHORT) is False:
+                self._cuts.append(who)
+        return did
+
+    def _send(self, who: list[bytes], message: Message) -> bool | None:
+        """Send *message* to a reader; False when it has too many to read, None when it is gone."""
+        import zmq
+
+        assert self._sockets.replay is not None
+        try:
+            self._sockets.replay.send_multipart((*who, *message), zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:
+            return None
+        return True
+
+
+_LAST: Message = (b"", END, b"")
+_CUT_SHORT: Message = (b"", CUT, b"")
+
+
+def _words(page: Page) -> list[Word]:
+    words = words_of(page.events)
+    return [AllBlocksCleared(), *words] if page.cleared else words

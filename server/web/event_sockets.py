@@ -1,0 +1,214 @@
+"""The sockets of published events, with every limit that ZeroMQ has, and who may connect."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.settings.values import parse_endpoint
+from kvstore.server.web.event_connections import ConnectionCap
+from kvstore.server.web.event_keys import CurveKeys
+
+if TYPE_CHECKING:
+    import zmq
+
+    Socket = zmq.Socket[bytes]
+
+SEND_QUEUE_BATCHES = 10_000
+"""Waiting for one reader. Past it, it misses some, and sees that by their numbers."""
+REPLAY_QUEUE_BATCHES = 64
+"""Waiting for one reader that asked for what it missed. Past it, its answer waits."""
+MAX_CONNECTIONS = 64
+"""Of either socket. What connects beyond is hung up on."""
+MAX_REQUEST_BYTES = 1024
+"""Of what a reader sends: a subscription, a number, and 400 to prove who it is."""
+_HANDSHAKE_MS = 5000
+_HEARTBEAT_MS, _SILENCE_MS = 5000, 15_000
+_HANDLER = "inproc://zeromq.zap.01"  # by ZeroMQ's RFC 27, which asks it about each connection
+_ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
+_KEY = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+
+
+class Readers(Protocol):
+    """The public keys of who may read, as Z85 text; changes are seen by the next to connect."""
+
+    value: frozenset[bytes]
+
+    def refresh(self) -> bool:
+        """Look again whether they have changed."""
+
+
+def parse_readers(data: bytes) -> frozenset[bytes]:
+    """Return the keys of a file: a line each, behind ``;`` a remark. Raises InvalidRequestError."""
+    lines = [line.partition(b";")[0].strip() for line in data.splitlines()]
+    keys = [line for line in lines if line]
+    for key in keys:
+        if not _KEY.fullmatch(key):
+            fix = "give a CURVE public key of 40 characters (Z85) on each line"
+            raise InvalidRequestError("events_readers", key.decode("ascii", "replace"), fix)
+    return frozenset(keys)
+
+
+def bind_to(socket: Socket, endpoint: str) -> str:
+    """Bind *socket* to *endpoint*, host:port or ipc:PATH; return the address to connect to.
+
+    It has ``*`` for the host when every interface is bound.
+    """
+    if endpoint.startswith("ipc:"):
+        socket.bind(f"ipc://{endpoint.removeprefix('ipc:')}")
+        return _bound(socket)
+    host, port = parse_endpoint(endpoint)
+    socket.ipv6 = ":" in host
+    socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+    bound = _bound(socket)
+    return f"tcp://*:{urlsplit(bound).port}" if host in _ANY_HOST else bound
+
+
+def _bound(socket: Socket) -> str:
+    import zmq
+
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.rstrip(b"\0").decode()
+
+
+class EventSockets:
+    """A PUB socket and a ROUTER for replays, either of which may be None, and what admits to them.
+
+    With *keys* and *readers* who connects proves by CURVE to be one of them. ``addresses`` are
+    those to connect to. *refused* is called for each connection that is one too many. Raises
+    InvalidRequestError.
+    """
+
+    def __init__(
+        self,
+        publish: str,
+        replay: str,
+        keys: CurveKeys | None,
+        readers: Readers | None,
+        refused: Callable[[], object] = lambda: None,
+    ) -> None:
+        import zmq
+
+        self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
+        self._keys, self._readers, self._refused = keys, readers, refused
+        self._caps: list[ConnectionCap] = []
+        self.addresses: list[str] = []
+        self.pub: Socket | None = None
+        self.replay: Socket | None = None
+        self._admission: Socket | None = None
+        try:
+            if readers is not None:
+                self._admission = self._socket(zmq.REP)
+                self._admission.bind(_HANDLER)
+            if publish != "off":
+                self.pub = self._bound(zmq.PUB, publish, "events")
+            if replay != "off":
+                self.replay = self._bound(zmq.ROUTER, replay, "events_replay")
+        except BaseException:
+            self.close()
+            raise
+
+    def _socket(self, kind: int) -> Socket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        return socket
+
+    def _bound(self, kind: int, endpoint: str, name: str) -> Socket:
+        import zmq
+
+        if endpoint.startswith("ipc:"):
+            _check_private(Path(endpoint.removeprefix("ipc:")).parent, name)
+        socket = self._socket(kind)
+        socket.sndhwm = SEND_QUEUE_BATCHES
+        if kind == zmq.ROUTER:
+            socket.sndhwm = REPLAY_QUEUE_BATCHES
+            socket.router_mandatory = True  # a full queue is said, not emptied onto the floor
+        socket.rcvhwm = 64
+        socket.maxmsgsize = MAX_REQUEST_BYTES
+        socket.handshake_ivl = _HANDSHAKE_MS
+        socket.heartbeat_ivl = _HEARTBEAT_MS
+        socket.heartbeat_timeout = _SILENCE_MS
+        socket.copy_threshold = 0  # what is sent again is one piece of memory, however many wait
+        if self._keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+            socket.setsockopt(zmq.ZAP_DOMAIN, b"events")
+        cap = ConnectionCap(socket, MAX_CONNECTIONS, self._refused)
+        self._caps.append(cap)
+        try:
+            self.addresses.append(bind_to(socket, endpoint))
+        except zmq.ZMQError as error:
+            cap.close()
+            socket.close(0)
+            fix = f"{error.strerror}; is it taken? choose another address"
+            raise InvalidRequestError(name, endpoint, fix) from None
+        return socket
+
+    def wait(self, timeout_ms: int) -> None:
+        """Wait until a reader asks for something, or somebody connects."""
+        import zmq
+
+        poller = zmq.Poller()
+        for socket in (self.replay, self._admission, *(cap.news for cap in self._caps)):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        poller.poll(timeout_ms)
+
+    def hold(self) -> bool:
+        """Hang up on who is too many; False: nothing that would be gone on with at once."""
+        for cap in self._caps:
+            cap.hold()
+        return False
+
+    def admit(self) -> bool:
+        """Answer one connection that asks to be let in; False when there is none."""
+        import zmq
+
+        if self._admission is None or self._readers is None:
+            return False
+        try:
+            version, request, _, _, _, mechanism, *proof = self._admission.recv_multipart(
+                zmq.NOBLOCK
+            )
+        except zmq.Again:
+            return False
+        self._readers.refresh()
+        is_known = mechanism == b"CURVE" and _text_of(proof) in self._readers.value
+        answer = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+        self._admission.send_multipart((version, request, *answer, b"", b""))
+        return True
+
+    def close(self) -> None:
+        """Close all of it. Idempotent."""
+        for cap in self._caps:
+            cap.close()
+        for socket in (self.pub, self.replay, self._admission):
+            if socket is not None:
+                socket.close(0)
+        self._context.term()
+
+
+def _text_of(proof: list[bytes]) -> bytes:
+    from zmq.utils import z85
+
+    return z85.encode(proof[0]) if len(proof) == 1 and len(proof[0]) == 32 else b""
+
+
+def _check_private(folder: Path, name: str) -> None:
+    """Make *folder* for this user alone, or refuse one that others may look into."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        fix = f"{error.strerror}; choose another folder"
+        raise InvalidRequestError(name, str(folder), fix) from None
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        fix = "others could connect; use a folder of this user's alone: chmod 700"
+        raise InvalidRequestError(name, str(folder), fix)

@@ -1,0 +1,91 @@
+"""What policies a server runs, put together from its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.blending.content_index import ContentIndex
+from kvstore.server.eviction.miss_ratio_curve import WhatIf
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.quotas import NO_QUOTA, PartitionedEviction, PartitionTable, Quota
+from kvstore.server.eviction.registry import make_policy
+from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.settings.limit_rules import TenantLimitRules
+from kvstore.server.settings.placement_settings import write_rules
+from kvstore.server.settings.rules import CategoryTerms, TenantQuotas
+from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.values import format_size
+from kvstore.server.tiering.admission import make_admission
+
+
+class Policies:
+    """The eviction policy of each tier, and the knowledge that all of them rank by."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        capacities: Mapping[str, int],
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        """*capacities* has the bytes of each tier that is used; *clock* ends long decisions.
+
+        Raises InvalidRequestError when more of a tier is guaranteed than it has.
+        """
+        self._names = config.policy
+        self._capacities = capacities
+        self._clock = clock
+        self._tenants = config.tenant_quotas or TenantQuotas()
+        terms = config.category_terms or CategoryTerms()
+        self._categories = terms.quotas
+        self._limits = (config.tenant_limits or TenantLimitRules()).limits
+        limited = [tenant for tenant, limits in self._limits.items() if limits.chunks]
+        self._has_quotas = bool(self._tenants.tenants or self._categories or limited)
+        tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited)))
+        partitions = PartitionTable(tenants, tuple(self._categories))
+        self.knowledge = Knowledge(
+            partitions=partitions,
+            category_ttls_s=terms.ttls_s,
+            ghost_limit=config.ghost_limit,
+            what_ifs={tier: WhatIf(size) for tier, size in capacities.items() if size},
+            contents=ContentIndex(config.blend_contents),
+            policy_names={tier: self.name(tier) for tier in capacities},
+        )
+        rules = write_rules(config.disk_write, config.redis_write)
+        looks_ahead = any(make_admission(rule).looks_ahead for rule in rules.values())
+        if looks_ahead or config.write_budgets:
+            self.knowledge.forecast = ReuseForecast(self.knowledge.history)
+        self.by_tier = {tier: self._policy(tier) for tier in capacities}
+
+    def name(self, tier: str) -> str:
+        """Return the name of a tier's policy; nothing is evicted from one without a size."""
+        return self._names.of_tier(tier) if self._capacities[tier] else "lru"
+
+    def _policy(self, tier: str) -> EvictionPolicy:
+        partitions = self.knowledge.partitions
+        if not self._has_quotas or not self._capacities[tier]:
+            return self._plain(tier)
+        by_tenant = self._tenants.of_tier(tier)
+        for tenant, limits in self._limits.items():
+            if limits.chunks:
+                quota = by_tenant.get(tenant, NO_QUOTA)
+                by_tenant[tenant] = replace(quota, limit_chunks=limits.chunks)
+        quotas = partitions.quotas(by_tenant, self._categories)
+        self._check(tier, quotas)
+        return PartitionedEviction(
+            lambda: self._plain(tier),
+            self.knowledge.hints.partition,
+            quotas,
+            self._capacities[tier],
+        )
+
+    def _check(self, tier: str, quotas: tuple[Quota, ...]) -> None:
+        sure = sum(quota.guaranteed_bytes for quota in quotas)
+        if sure > self._capacities[tier]:
+            fix = f"guarantee at most the {format_size(self._capacities[tier])} of tier {tier!r}"
+            raise InvalidRequestError("tenant_quotas", str(self._tenants), fix)
+
+    def _plain(self, tier: str) -> EvictionPolicy:
+        return make_policy(self.name(tier), self.knowledge.history, self._clock)

@@ -1,0 +1,168 @@
+"""Too many calls: the queue stays short, reads go first, late ones are not begun."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from bare_wire import wire_to
+from conftest import ServerMaker
+from local_server import LocalServer, eventually
+from prompts import SMALL, frame_of, store
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
+from kvstore.server.api import bounded_executor as lane_module
+from kvstore.server.api.bounded_executor import LATE_S, Lane
+from kvstore.server.api.load_shedding import CALLS_PER_WORKER, WRITES_PER_WORKER
+
+
+@pytest.fixture
+def busy(make_server: ServerMaker) -> LocalServer:
+    """A server with one thread for reads and one for writes."""
+    return make_server("--workers", "2", "--cpu", "16MiB")
+
+
+def test_a_lane_counts_what_waits_and_not_what_runs() -> None:
+    lane = Lane("test", 1, 2)
+    gate = threading.Event()
+    first = lane.submit(gate.wait)
+    assert eventually(lambda: not lane.waiting)
+    others = [lane.submit(int) for _ in range(2)]
+    assert lane.is_full
+    gate.set()
+    assert [other.result(10) for other in others] == [0, 0]
+    assert first.result(10)
+    assert not lane.is_full
+    lane.shutdown()
+
+
+def test_a_lane_is_late_when_calls_waited_too_long_and_many_are_to_come() -> None:
+    now = [0.0]
+    lane = Lane("test", 1, 100, lambda: now[0])
+    gates = [threading.Event() for _ in range(3)]
+    for gate in gates:
+        lane.submit(gate.wait)
+    last = lane.submit(int)
+    assert eventually(lambda: lane.waiting == 3)
+    now[0] += 2 * LATE_S
+    assert not lane.is_late, "a thread that stands still says nothing of those that come"
+    gates[0].set()
+    assert eventually(lambda: lane.waiting == 2)
+    assert lane.is_late
+    gates[1].set()
+    assert eventually(lambda: lane.waiting == 1)
+    assert not lane.is_late, "what is next is soon begun"
+    gates[2].set()
+    last.result(10)
+    lane.shutdown()
+
+
+def test_puts_that_fill_their_queue_are_refused_and_lookups_go_on(busy: LocalServer) -> None:
+    wire = wire_to(busy)
+    frame = frame_of(wire.key(9), SMALL).tobytes()
+    over = threading.Event()
+
+    def endless() -> Iterator[pb.PutRequest]:
+        yield pb.PutRequest(
+            session_id=wire.terms.session_id, frame_bytes=len(frame), data=frame[:1000]
+        )
+        over.wait(20)
+
+    count = WRITES_PER_WORKER + 3
+    outcomes: list[str] = []
+
+    def put() -> None:
+        try:
+            wire.connection.upload("Put", endless(), 20_000, pb.PutResponse)
+        except KVStoreError as error:
+            outcomes.append(type(error).__name__)
+
+    with ThreadPoolExecutor(count) as threads:
+        for _ in range(count):
+            threads.submit(put)
+        assert eventually(lambda: bool(outcomes))
+        assert set(outcomes) == {"QuotaExceededError"}
+        keys = b"".join(wire.key(seed)[16:] for seed in range(1, 33))
+        for _ in range(20):
+            assert wire.call("Lookup", pb.LookupRequest(digests=keys)).ready == 0
+        over.set()
+    assert busy.counter("shed_calls") >= 1
+
+
+def test_lookups_beyond_their_queue_are_refused_at_once_and_served_again_after(
+    busy: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = wire_to(busy)
+    gate = threading.Event()
+    monkeypatch.setattr(busy.node.manager.hand_over, "wait", lambda *_: gate.wait(20))
+    request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
+    count = 2 * CALLS_PER_WORKER + 4
+    refused: list[QuotaExceededError] = []
+
+    def look() -> None:
+        try:
+            wire.call("Lookup", request)
+        except QuotaExceededError as error:
+            refused.append(error)
+
+    with ThreadPoolExecutor(count) as threads:
+        for _ in range(count):
+            threads.submit(look)
+        assert eventually(lambda: bool(refused))
+        gate.set()
+    assert len(refused) <= 4
+    assert store(busy.connect("grpc"), 1, 4)
+
+
+def test_lookups_are_refused_before_their_queue_is_full_when_they_wait_too_long(
+    busy: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = wire_to(busy)
+    gate, begun = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        gate.wait(20)
+
+    monkeypatch.setattr(busy.node.manager.hand_over, "wait", wait)
+    monkeypatch.setattr(lane_module, "LATE_S", -1.0)
+    request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
+    count = 2 * CALLS_PER_WORKER
+    with ThreadPoolExecutor(count) as threads:
+        looks = [threads.submit(wire.call, "Lookup", request)]
+        assert begun.wait(20)
+        looks += [threads.submit(wire.call, "Lookup", request) for _ in range(count - 1)]
+        assert eventually(lambda: sum(look.done() for look in looks) == count - 3)
+        refused = [look for look in looks if look.done()]
+        gate.set()
+    assert all(isinstance(look.exception(), QuotaExceededError) for look in refused)
+    assert all(look.result().ready == 0 for look in looks if look not in refused)
+    monkeypatch.undo()
+    assert store(busy.connect("grpc"), 1, 4)
+
+
+def test_a_call_that_waited_past_its_deadline_is_not_begun(
+    busy: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = wire_to(busy)
+    gate, begun = threading.Event(), []
+
+    def wait(*_: object) -> None:
+        begun.append(1)
+        gate.wait(20)
+
+    monkeypatch.setattr(busy.node.manager.hand_over, "wait", wait)
+    first = pb.LookupRequest(
+        session_id=wire.terms.session_id, digests=wire.key(1)[16:], wait_ms=10_000
+    )
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(wire.call, "Lookup", first)
+        assert eventually(lambda: bool(begun))
+        with pytest.raises(DeadlineError):
+            wire.connection.call("Lookup", first, 200, pb.LookupResponse)
+        gate.set()
+    assert wire.call("Lookup", pb.LookupRequest(digests=wire.key(1)[16:])).ready == 0
+    assert len(begun) == 1

@@ -1,0 +1,139 @@
+"""Callers that say they will send something, and do not, hold few threads and not for long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import pytest
+from bare_wire import wire_to
+from conftest import ServerMaker
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from local_server import LocalServer, eventually
+from prompts import SMALL, frame_of
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.api.bounded_executor import GRACE_S, STALL_S, Patience
+
+SERVICE = "/kvstore.v1.KVStore/"
+
+
+class Silent:
+    """A caller that has said nothing; ``cancel`` ends its call as gRPC's context would."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self.is_ended = False
+
+    def __iter__(self) -> Silent:
+        return self
+
+    def __next__(self) -> bytes:
+        self._over.wait(20)
+        raise StopIteration
+
+    def cancel(self) -> None:
+        self.is_ended = True
+        self._over.set()
+
+
+def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
+    now = [0.0]
+    patience = Patience(2, lambda: now[0])
+    silent: Any = [Silent() for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for count, one in enumerate(silent, 1):
+            threads.submit(list, patience.each(one, one))
+            assert eventually(lambda count=count: len(patience) == count)  # type: ignore[misc]
+        now[0] = GRACE_S / 2
+        assert patience.tick() == 0
+        now[0] = GRACE_S
+        assert patience.tick() == 2
+        assert [one.is_ended for one in silent] == [True, True, False, False]
+        now[0] = STALL_S - 0.1
+        assert patience.tick() == 0
+        now[0] = STALL_S
+        assert patience.tick() == 2
+    assert len(patience) == 0
+
+
+def test_what_is_sent_is_passed_on_and_a_call_without_its_message_is_told() -> None:
+    patience = Patience(1, lambda: 0.0)
+    context: Any = Silent()
+    assert patience.only(iter([b"one"]), context) == b"one"
+    assert list(patience.each(iter([b"a", b"b"]), context)) == [b"a", b"b"]
+    with pytest.raises(InvalidRequestError, match="message"):
+        patience.only(iter([]), context)
+
+
+def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes]) -> Any:
+    """Begin a call that never ends on a connection of its own, of which only *first* is sent."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channel = stack.enter_context(grpc.insecure_channel(server.address, options))
+    over = threading.Event()
+    stack.callback(over.set)
+
+    def messages() -> Iterator[bytes]:
+        yield from first
+        over.wait(60)
+
+    return channel.stream_unary(SERVICE + method, None, None).future(messages())
+
+
+@pytest.mark.parametrize("method", ["Lookup", "Put"])
+def test_calls_without_a_message_leave_threads_for_others_and_end(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("kvstore.server.api.bounded_executor.GRACE_S", 0.4)
+    server = make_server("--workers", "8", "--cpu", "16MiB")
+    wire = wire_to(server)
+    request = pb.LookupRequest(digests=wire.key(1)[16:])
+    frame = frame_of(wire.key(9), SMALL).tobytes()
+    whole = pb.PutRequest(session_id=wire.terms.session_id, frame_bytes=len(frame), data=frame)
+    with ExitStack() as stack:
+        calls = [_begun(stack, server, method, []) for _ in range(12)]
+        # Both within 5 s, of 15 that those may take.
+        assert wire.call("Lookup", request).ready == 0
+        assert eventually(lambda: server.counter("stalled_calls") >= 4)  # of a queue's places, some
+        assert wire.connection.upload("Put", iter([whole]), 5000, pb.PutResponse).outcomes
+        assert eventually(lambda: server.counter("stalled_calls") >= 8)
+        assert eventually(lambda: sum(call.done() for call in calls) >= 8)
+        ended = [call for call in calls if call.done()]
+        assert {call.code() for call in ended} == {grpc.StatusCode.CANCELLED}
+        assert wire.call("Lookup", request).ready == 0
+
+
+def test_a_put_that_stops_half_way_ends_and_leaves_nothing(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.api.bounded_executor.STALL_S", 0.3)
+    server = make_server("--workers", "8", "--cpu", "16MiB")
+    wire = wire_to(server)
+    frame = frame_of(wire.key(9), SMALL).tobytes()
+    first = pb.PutRequest(
+        session_id=wire.terms.session_id, frame_bytes=len(frame), data=frame[:1000]
+    )
+    with ExitStack() as stack:
+        call = _begun(stack, server, "Put", [first.SerializeToString()])
+        assert call.code() is not grpc.StatusCode.OK
+        assert eventually(lambda: server.counter("stalled_calls") == 1)  # counted once it is over
+    assert server.settled().open_puts == 0
+
+
+def test_nobody_holds_threads_by_watching_health(make_server: ServerMaker) -> None:
+    server = make_server("--workers", "4", "--cpu", "16MiB")
+    wire = wire_to(server)
+    request = health_pb2.HealthCheckRequest(service="")
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(6):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(stub.Watch(request, timeout=20))
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert stub.Check(request, timeout=20).status == 1
+    assert wire.call("Lookup", pb.LookupRequest(digests=wire.key(1)[16:])).ready == 0

@@ -1,0 +1,218 @@
+"""The gate: closed until it is shown, and closed again when what it lets through goes wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.blending.gate_table import (
+    EAGER_REQUESTS,
+    MAX_GATES,
+    MAX_RATIO,
+    TRIALS,
+    GateName,
+    GateState,
+    GateTable,
+    GateTerms,
+    Shadow,
+)
+
+NAME: GateName = (b"s" * 16, "rag")
+GOOD_TOKENS = 64
+TERMS = GateTerms()
+
+
+def good(ratio: float) -> Shadow:
+    return Shadow(0.001, 1.0, GOOD_TOKENS, ratio)
+
+
+def bad(ratio: float, tokens: int = GOOD_TOKENS) -> Shadow:
+    return Shadow(2.0, 0.5, tokens, ratio)
+
+
+def table(draw: Callable[[], float] | None = None, terms: GateTerms = TERMS) -> GateTable:
+    return GateTable(terms, draw or random.Random(7).random)
+
+
+def calibrate(gates: GateTable, name: GateName = NAME) -> GateState:
+    for _ in range(TRIALS):
+        gate = gates.told(name, good(gates.state(name).ratio))
+    return gate
+
+
+def serve(gates: GateTable, outcome: Callable[[float], Shadow], requests: int) -> int:
+    """Ask for so many requests and report those that are compared; return when it closed."""
+    for number in range(requests):
+        permit = gates.ask(NAME, trial=False)
+        if not permit.may_pass:
+            return number
+        if permit.is_shadow:
+            gates.told(NAME, outcome(permit.gate.ratio))
+    return requests
+
+
+def test_trials_over_a_few_tokens_are_not_counted_but_what_is_open_is_watched_by_all() -> None:
+    gates = table()
+    for _ in range(TRIALS):
+        assert gates.told(NAME, Shadow(0.0, 1.0, 15, 0.3)).shadows == 0
+    assert gates.told(NAME, Shadow(0.0, 1.0, 16, 0.3)).shadows == 1
+    calibrate(gates)
+    assert gates.state(NAME).is_open
+    before = gates.state(NAME).shadows
+    assert gates.told(NAME, Shadow(0.0, 1.0, 1, 0.3)).shadows == before + 1
+
+
+def test_a_gate_that_nobody_calibrated_is_closed_and_asking_leaves_no_trace() -> None:
+    gates = table()
+    permit = gates.ask(NAME, trial=False)
+    assert (permit.may_pass, permit.is_shadow) == (False, False)
+    assert "calibrate" in permit.gate.why
+    assert len(gates) == 0
+
+
+def test_trials_pass_a_closed_gate_and_all_are_compared() -> None:
+    permit = table().ask(NAME, trial=True)
+    assert (permit.may_pass, permit.is_shadow) == (True, True)
+
+
+def test_enough_good_trials_open_it() -> None:
+    gates = table()
+    for _ in range(TRIALS - 1):
+        assert not gates.told(NAME, good(0.3)).is_open
+    gate = gates.told(NAME, good(0.3))
+    assert (gate.is_open, gate.is_calibrated, gate.ratio) == (True, True, 0.3)
+
+
+def test_bad_trials_raise_the_ratio_until_it_is_too_much() -> None:
+    gates = table()
+    ratios = []
+    for _ in range(5 * TRIALS):
+        ratios.append(gates.state(NAME).ratio)
+        gate = gates.told(NAME, bad(ratios[-1]))
+    assert sorted(set(ratios)) == pytest.approx([0.3, 0.45, 0.675])
+    assert not gate.is_open
+    assert max(ratios) <= MAX_RATIO
+
+
+def test_trials_that_are_good_at_a_higher_ratio_open_it_there() -> None:
+    gates = table()
+    for _ in range(3 * TRIALS):
+        ratio = gates.state(NAME).ratio
+        gate = gates.told(NAME, good(ratio) if ratio > 0.5 else bad(ratio))
+        if gate.is_open:
+            break
+    assert gate.is_open
+    assert gate.ratio == pytest.approx(0.675)
+
+
+def test_a_model_that_blends_badly_closes_it_within_200_requests() -> None:
+    for seed in range(50):
+        gates = table(random.Random(seed).random)
+        calibrate(gates)
+        assert serve(gates, bad, 200) < 200, seed
+        gate = gates.state(NAME)
+        assert (gate.is_open, gate.is_calibrated) == (False, False)
+        assert gates.closed == 1
+
+
+def test_it_closes_even_where_each_comparison_is_of_one_token() -> None:
+    for seed in range(20):
+        gates = table(random.Random(seed).random)
+        calibrate(gates)
+        assert serve(gates, lambda ratio: Shadow(2.0, 0.0, 1, ratio), 200) < 200, seed
+
+
+def test_a_model_that_blends_well_stays_open_at_its_ratio() -> None:
+    gates = table()
+    calibrate(gates)
+    assert serve(gates, good, 5000) == 5000
+    assert gates.state(NAME).ratio == 0.3
+
+
+def test_a_model_that_is_good_enough_with_more_settles_there() -> None:
+    gates = table()
+    calibrate(gates)
+    assert serve(gates, lambda ratio: good(ratio) if ratio > 0.5 else bad(ratio), 3000) == 3000
+    assert gates.state(NAME).ratio == pytest.approx(0.675)
+    assert gates.closed == 0
+
+
+def test_one_bad_comparison_among_good_ones_changes_nothing() -> None:
+    gates = table()
+    calibrate(gates)
+    for number in range(40):
+        outcome = Shadow(0.06, 0.94, GOOD_TOKENS, 0.3) if number % 10 == 9 else good(0.3)
+        assert gates.told(NAME, outcome).is_open
+    assert gates.state(NAME).ratio == 0.3
+
+
+def test_comparisons_are_frequent_after_a_change_and_rare_later() -> None:
+    gates = table()
+    calibrate(gates)
+    compared = [gates.ask(NAME, trial=False).is_shadow for _ in range(20_000)]
+    assert compared[0]
+    assert sum(compared[:EAGER_REQUESTS]) > EAGER_REQUESTS // 3
+    late = sum(compared[10_000:]) / 10_000
+    assert 0.5 * TERMS.shadow_share < late < 2 * TERMS.shadow_share
+
+
+def test_comparisons_at_less_than_its_ratio_are_not_counted() -> None:
+    gates = table()
+    calibrate(gates)
+    for _ in range(50):
+        gates.told(NAME, bad(0.05))
+    assert gates.state(NAME).is_open
+    assert gates.state(NAME).shadows == 0
+
+
+def test_models_and_tags_have_gates_of_their_own() -> None:
+    gates = table()
+    calibrate(gates)
+    assert not gates.ask((NAME[0], "chat"), trial=False).may_pass
+    assert not gates.ask((b"t" * 16, "rag"), trial=False).may_pass
+    assert gates.ask(NAME, trial=False).may_pass
+
+
+def test_strangers_cannot_push_an_open_gate_out() -> None:
+    gates = table()
+    calibrate(gates)
+    for number in range(2 * MAX_GATES):
+        gates.told((number.to_bytes(16, "big"), ""), bad(0.3))
+    assert len(gates) == MAX_GATES
+    assert gates.state(NAME).is_open
+
+
+def test_open_gates_are_open_after_a_restart_and_closed_ones_closed() -> None:
+    gates = table()
+    calibrate(gates)
+    gates.told((b"t" * 16, ""), good(0.3))
+    after = table()
+    after.restore(gates.calibrated())
+    assert after.ask(NAME, trial=False).is_shadow  # watched as if it had just opened
+    assert not after.ask((b"t" * 16, ""), trial=False).may_pass
+
+
+def test_speed_is_told_and_kept_as_a_mean() -> None:
+    gates = table()
+    calibrate(gates)
+    gates.told(NAME, None, 2.0)
+    assert gates.told(NAME, None, 4.0).speedup == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("terms", "field"),
+    [
+        ({"ratio": 0.9}, "ratio"),
+        ({"ratio": float("nan")}, "ratio"),
+        ({"min_agreement": 1.5}, "min_agreement"),
+        ({"max_divergence": 0.0}, "max_divergence"),
+        ({"shadow_share": -1.0}, "shadow_share"),
+    ],
+    ids=["ratio", "nan", "agreement", "divergence", "shadows"],
+)
+def test_terms_that_cannot_hold_are_refused(terms: dict[str, float], field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=field):
+        GateTerms(**terms)

@@ -1,0 +1,595 @@
+"""One server reads another's memory over TCP: right frames, nothing, or a clean error, in time."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from prompts import MEDIUM, store
+from structlog.testing import capture_logs
+
+from kvstore.client import ClientOptions
+from kvstore.proto import bulk
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import (
+    DeadlineError,
+    KVStoreError,
+    LeaseExpiredError,
+    QuotaExceededError,
+    TierUnavailableError,
+    UnauthenticatedError,
+)
+from kvstore.proto.frame import check_frame
+from kvstore.proto.stream_tls import make_tls
+from kvstore.proto.stream_wire import MAX_HEADER_BYTES, StreamWire
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.bulk import tcp_server
+from kvstore.server.bulk.peer_server import PeerDesk
+from kvstore.server.bulk.tcp_requests import StreamAnswers
+from kvstore.server.bulk.tcp_server import MAX_STRANGERS, STREAMS_PER_SESSION
+from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
+from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
+from kvstore.server.cluster.peer_tier import PeerTier
+from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
+from kvstore.server.security.audit_log import audit_files, read_chain
+from kvstore.server.security.sessions import SessionTable
+from kvstore.server.telemetry.metrics import Counters
+
+ServerMaker = Callable[..., LocalServer]
+SILENCE_S = 20.0
+NOWHERE = "tcp://127.0.0.1:9"
+
+
+@pytest.fixture(params=["plain", "tls"])
+def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalServer:
+    own = ("--cpu", "64MiB", "--peer-requests", "1")
+    if request.param == "plain":
+        return make_server("--bulk", "127.0.0.1:0", *own)
+    return make_server("--bulk", "0.0.0.0:0", "--insecure", *own)
+
+
+@pytest.fixture
+def infos(server: LocalServer) -> list[ChunkInfo]:
+    """Three chunks in the server's memory."""
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 3)
+    shelf = server.node.manager.transfers.cpu
+    found = shelf.tier.find(keys)
+    return [info for info in found if info is not None]
+
+
+@pytest.fixture
+def terms(server: LocalServer) -> PeerTerms:
+    return PeerAccess().dial(server.address, "other", SILENCE_S).terms
+
+
+@pytest.fixture
+def link(terms: PeerTerms) -> Iterator[StreamLink]:
+    with closing(reached(terms)) as one:
+        yield one
+
+
+def reached(terms: PeerTerms) -> StreamLink:
+    link = StreamLink(terms, time.monotonic)
+    link.reach(SILENCE_S)
+    return link
+
+
+def read(link: StreamLink, info: ChunkInfo) -> Bytes:
+    frame = np.zeros(info.size_bytes, np.uint8)
+    assert list(link.read(info, frame, 0, SILENCE_S))[-1] == info.size_bytes
+    return frame
+
+
+def find(
+    link: StreamLink, keys: list[ChunkKey], within_s: float = SILENCE_S
+) -> list[ChunkInfo | None]:
+    deadline = time.monotonic() + within_s
+    link.begin_find(keys, deadline)
+    return link.end_find(keys, deadline)
+
+
+def wire_of(link: StreamLink) -> StreamWire:
+    assert link._wire is not None
+    return link._wire
+
+
+def test_what_is_in_memory_is_read_whole_and_in_parts(
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
+) -> None:
+    for info in infos:
+        frame = read(link, info)
+        assert check_frame(frame, info.key).info() == info
+        part = np.zeros(1000, np.uint8)
+        assert list(link.read(info, part, 70_000, SILENCE_S)) == [1000]
+        assert bytes(part) == bytes(frame[70_000:71_000])
+    assert server.settled().held == 0
+    assert server.counter("peer_served_chunks") == 3
+
+
+def test_what_is_in_memory_is_found_and_what_is_not_is_not(
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
+) -> None:
+    absent = ChunkKey(infos[0].key[:16] + bytes(16))
+    keys = [one.key for one in infos]
+    assert find(link, [*keys, absent, keys[0]]) == [*infos, None, infos[0]]
+    assert find(link, [ChunkKey(bytes(16) + keys[0][16:])]) == [None]
+    many = [ChunkKey(keys[0][:16] + number.to_bytes(16, "big")) for number in range(4096)]
+    assert find(link, many) == [None] * 4096
+    assert link.is_open
+    assert server.settled().held == 0
+
+
+def test_a_find_that_is_not_answered_costs_the_time_given_and_the_link(
+    infos: list[ChunkInfo], link: StreamLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(StreamAnswers, "find", lambda *_: go_on.wait(SILENCE_S))
+    with pytest.raises(DeadlineError):
+        find(link, [infos[0].key], 0.2)
+    assert not link.is_open
+    go_on.set()
+
+
+def test_an_answer_that_has_come_counts_though_its_time_is_up(
+    infos: list[ChunkInfo], link: StreamLink
+) -> None:
+    keys = [one.key for one in infos]
+    link.begin_find(keys, time.monotonic() + SILENCE_S)
+    assert eventually(lambda: wire_of(link).has_more())
+    assert link.end_find(keys, time.monotonic() - 1.0) == infos
+
+
+def test_what_is_not_in_memory_is_nothing(infos: list[ChunkInfo], link: StreamLink) -> None:
+    absent = replace(infos[0], key=ChunkKey(infos[0].key[:16] + bytes(16)))
+    assert list(link.read(absent, np.zeros(10, np.uint8), 0, SILENCE_S)) == []
+    assert link.is_open
+    assert len(read(link, infos[0])) == infos[0].size_bytes
+
+
+def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+) -> None:
+    out = np.zeros(infos[0].size_bytes, np.uint8)
+    with closing(link.read(infos[0], out, 0, SILENCE_S)) as steps:
+        assert next(steps) < infos[0].size_bytes
+    assert not link.is_open
+    assert server.settled().held == 0
+    with closing(reached(terms)) as more:
+        assert eventually(lambda: _reads(more, infos[0])), "it is not counted for ever"
+
+
+def test_frames_that_follow_are_asked_for_at_once(
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
+) -> None:
+    first, *following = infos
+    for left, info in enumerate(infos, 1 - len(infos)):
+        frame = np.zeros(info.size_bytes, np.uint8)
+        assert list(link.read(info, frame, 0, SILENCE_S, following))[-1] == len(frame)
+        assert check_frame(frame, info.key).info() == info
+        assert link.coming == (infos[left].key if left else None)
+    assert link.is_open
+    assert link._requests == 1
+    assert len(read(link, first)) == first.size_bytes
+    assert server.settled().held == 0
+    assert server.counter("peer_served_chunks") == 4
+
+
+def test_the_first_that_is_not_in_memory_ends_what_follows(
+    infos: list[ChunkInfo], link: StreamLink
+) -> None:
+    absent = replace(infos[1], key=ChunkKey(infos[0].key[:16] + bytes(16)))
+    frame = np.zeros(infos[0].size_bytes, np.uint8)
+    assert list(link.read(infos[0], frame, 0, SILENCE_S, [absent, infos[2]]))[-1] == len(frame)
+    assert link.coming == absent.key
+    assert list(link.read(absent, frame, 0, SILENCE_S)) == []
+    assert link.coming is None
+    assert check_frame(read(link, infos[2]), infos[2].key).info() == infos[2]
+    assert link._requests == 2
+
+
+def _reads(link: StreamLink, info: ChunkInfo) -> bool:
+    try:
+        return len(read(link, info)) == info.size_bytes
+    except QuotaExceededError:
+        return False
+
+
+def test_more_than_the_most_requests_of_peers_are_refused_at_once(
+    infos: list[ChunkInfo], link: StreamLink, server: LocalServer
+) -> None:
+    assert server.node.bulk is not None
+    desk = server.node.bulk._terms.service.desk
+    with desk.admitted(bulk.Find(1, 1, 1)):
+        with pytest.raises(QuotaExceededError, match="peer_requests=1"):
+            read(link, infos[0])
+        with pytest.raises(QuotaExceededError, match="peer_requests=1"):
+            find(link, [infos[0].key])
+    assert link.is_open
+    assert len(read(link, infos[0])) == infos[0].size_bytes
+    assert find(link, [infos[0].key]) == infos[:1]
+    assert server.counter("peer_refused_requests") == 2
+
+
+def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_are_not(
+    make_server: ServerMaker,
+) -> None:
+    """One get may have 16 MiB under way, and is counted with as many."""
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--peer-bytes", "16MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
+    assert server.node.bulk is not None
+    desk = server.node.bulk._terms.service.desk
+    with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S).terms)) as link:
+        with desk.admitted(bulk.Get(1, 1, 0, 1000, 0)):
+            (info,) = find(link, keys)
+            assert info is not None
+            with pytest.raises(QuotaExceededError, match="peer_bytes=16777216"):
+                read(link, info)
+        assert len(read(link, info)) == info.size_bytes
+
+
+def test_who_shows_another_token_is_not_let_in(terms: PeerTerms) -> None:
+    with pytest.raises(UnauthenticatedError):
+        reached(replace(terms, token=bytes(16)))
+
+
+def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
+    infos: list[ChunkInfo], server: LocalServer, terms: PeerTerms
+) -> None:
+    reply = open_session(server.dial(), MEDIUM)
+    theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
+    with closing(reached(theirs)) as link, pytest.raises(LeaseExpiredError):
+        list(link.read(infos[0], np.zeros(10, np.uint8), 0, SILENCE_S))
+    with closing(reached(theirs)) as link, pytest.raises(LeaseExpiredError):
+        find(link, [infos[0].key])
+    assert server.counter("peer_served_bytes") == 0
+    assert server.settled().held == 0
+
+
+def test_clients_have_so_many_streams_and_servers_find_room_beside_them(
+    server: LocalServer, terms: PeerTerms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 1)
+    reply = open_session(server.dial(), MEDIUM)
+    theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
+    with closing(reached(theirs)):
+        with pytest.raises(QuotaExceededError, match="client_streams=1"):
+            reached(theirs)
+        reached(terms).close()
+
+
+def test_reads_and_who_is_not_let_in_are_written_down(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    log = tmp_path / "audit"
+    server = make_server(
+        *("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--audit-log", str(log), "--audit-reads")
+    )
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
+    (info,) = (one for one in server.node.manager.transfers.cpu.tier.find(keys) if one)
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+
+    def came(**wanted: object) -> bool:
+        written = read_chain(audit_files(log))
+        return any(wanted.items() <= line.items() for line, _ in written)
+
+    with closing(reached(terms)) as link:
+        read(link, info)
+    assert eventually(lambda: came(rpc="Get", outcome="OK", chunks=1, peer="stream:127.0.0.1"))
+    with closing(reached(terms)) as link:
+        wire_of(link).send(bulk.Put(1, terms.session_id, 1000, 0))
+        with pytest.raises(TierUnavailableError):
+            wire_of(link).receive()
+    assert eventually(lambda: came(rpc="Put", outcome="PermissionDeniedError"))
+    with pytest.raises(UnauthenticatedError):
+        reached(replace(terms, token=bytes(16)))
+    assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))
+
+
+@pytest.mark.parametrize("server", ["plain"], indirect=True)
+def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
+    server: LocalServer,
+    infos: list[ChunkInfo],
+    terms: PeerTerms,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    with closing(reached(terms)) as before:
+        for owner, name, ask in (
+            (PeerDesk, "get", lambda: read(before, infos[0])),
+            (SessionTable, "get", lambda: reached(terms)),
+        ):
+            with monkeypatch.context() as patch, capture_logs() as logs:
+                patch.setattr(owner, name, broken)
+                with pytest.raises((LeaseExpiredError, TierUnavailableError)):
+                    ask()
+                assert eventually(
+                    lambda: any(
+                        line["event"] == "internal error" and line["log_level"] == "error"
+                        for line in logs
+                    )
+                )
+    streams = server.node.bulk
+    assert streams is not None
+    assert eventually(lambda: not streams._streams and not streams._strangers)
+    with closing(reached(terms)) as link:
+        read(link, infos[0])
+
+
+def test_a_session_has_so_many_streams_and_no_more(terms: PeerTerms) -> None:
+    links = [reached(terms) for _ in range(STREAMS_PER_SESSION)]
+    try:
+        with pytest.raises(QuotaExceededError, match="streams_per_session=16"):
+            reached(terms)
+    finally:
+        for link in links:
+            link.close()
+    assert eventually(lambda: _is_let_in(terms))
+
+
+def _is_let_in(terms: PeerTerms) -> bool:
+    try:
+        reached(terms).close()
+    except QuotaExceededError:
+        return False
+    return True
+
+
+def test_a_session_that_ends_ends_its_streams(
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+) -> None:
+    server.node.sessions.close(terms.session_id)
+    with pytest.raises(LeaseExpiredError):
+        read(link, infos[0])
+    assert server.node.bulk is not None
+    streams = server.node.bulk
+    assert eventually(lambda: not streams._streams)
+
+
+def test_what_is_no_get_of_a_peer_is_hung_up_on(
+    infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+) -> None:
+    for word, payload in (
+        (bulk.Get(1, terms.session_id, 0, 1000, 0), infos[0].key[16:]),
+        (bulk.Put(1, terms.session_id, 1000, 0), None),
+    ):
+        with closing(reached(terms)) as link:
+            wire_of(link).send(word, payload)
+            with pytest.raises(TierUnavailableError):
+                wire_of(link).receive()
+    assert server.settled().held == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 400,
+        (MAX_HEADER_BYTES + 1).to_bytes(2, "little") + bytes(4),
+        bytes(6),
+    ],
+)
+def test_strangers_who_say_anything_else_are_hung_up_on(
+    said: bytes, infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+) -> None:
+    with connected(terms) as stranger:
+        stranger.sendall(said)
+        assert ends(stranger)
+    with closing(reached(terms)) as link:
+        assert len(read(link, infos[0])) == infos[0].size_bytes
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+) -> None:
+    silent = [connected(terms) for _ in range(MAX_STRANGERS + 8)]
+    try:
+        assert len(read(link, infos[0])) == infos[0].size_bytes
+        assert all(ends(one) for one in silent), "each is hung up on after a while"
+        with closing(reached(terms)) as more:
+            assert len(read(more, infos[0])) == infos[0].size_bytes
+    finally:
+        for one in silent:
+            one.close()
+
+
+def test_strangers_who_only_begin_keep_nobody_out(
+    infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+) -> None:
+    begun = b"\x16\x03\x01" if terms.certificate else b"\x20"
+    for _ in range(3):
+        strangers = [connected(terms) for _ in range(MAX_STRANGERS)]
+        try:
+            for one in strangers:
+                one.sendall(begun)
+            started = time.monotonic()
+            found: list[bytes] = []
+            while not found and time.monotonic() - started < tcp_server.HELLO_S:
+                with suppress(TierUnavailableError), closing(reached(terms)) as link:
+                    found.append(bytes(read(link, infos[0])))
+            assert len(found[0]) == infos[0].size_bytes
+            assert time.monotonic() - started < tcp_server.HELLO_S, "before they are hung up on"
+        finally:
+            for one in strangers:
+                one.close()
+
+
+def test_a_first_word_may_come_in_pieces(terms: PeerTerms, server: LocalServer) -> None:
+    if terms.certificate:
+        pytest.skip("TLS cuts it as it likes")
+    word = bulk.pack(bulk.Attach(1, terms.session_id, terms.token))
+    message = struct.pack("<HI", len(word), 0xFFFFFFFF) + word
+    with connected(terms) as link:
+        for at in range(len(message)):
+            link.sendall(message[at : at + 1])
+            time.sleep(0.002)
+        attached = StreamWire(link, "server", time.monotonic, is_encrypted=False).receive()
+    assert attached == (bulk.Attached(1), 0)
+
+
+def connected(terms: PeerTerms) -> socket.socket:
+    where = urlsplit(terms.address)
+    return socket.create_connection((where.hostname or "", where.port or 0), SILENCE_S)
+
+
+def ends(link: socket.socket) -> bool:
+    """Whether the other end hangs up; it may say why before."""
+    try:
+        while link.recv(4096):
+            pass
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def test_a_server_with_another_certificate_is_not_believed(make_server: ServerMaker) -> None:
+    server = make_server("--bulk", "0.0.0.0:0", "--insecure", "--cpu", "64MiB")
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    for certificate in (make_tls().certificate, b"no certificate"):
+        with pytest.raises(TierUnavailableError):
+            reached(replace(terms, certificate=certificate))
+    with pytest.raises(KVStoreError):
+        reached(replace(terms, certificate=b""))  # in plain text
+    with closing(reached(terms)) as link:
+        cipher = wire_of(link)._link.version()  # type: ignore[attr-defined]
+        assert cipher == "TLSv1.3"
+
+
+def test_a_port_that_is_taken_is_named(make_server: ServerMaker) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(KVStoreError, match=f"bulk='{address}': .*is it taken"):
+            make_server("--bulk", address)
+
+
+def test_the_certificate_is_of_one_start() -> None:
+    first, second = make_tls(), make_tls()
+    assert first.certificate != second.certificate
+    assert first.context.minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
+    is_reached = False
+
+    def dial(address: str, node_id: str, within_s: float) -> LetIn:
+        told = PeerAccess().dial(address, node_id, SILENCE_S)
+        where = told.terms.address if is_reached else NOWHERE
+        return LetIn(told.boot_id, replace(told.terms, address=where))
+
+    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S), failures=1, retry_ms=1)
+    with closing(Peers(terms, dial, Counters(), time.monotonic)) as peers:
+        peers.start("other", 1)
+        (peer,) = peers.known()
+        assert eventually(lambda: bool(peer.breaker.reason))
+        assert not peer.is_up
+        assert peers.find(keys) == {}
+        is_reached = True
+        assert eventually(lambda: peer.is_up)
+        for offer in peers.find(keys).values():
+            frame = np.zeros(offer.info.size_bytes, np.uint8)
+            *_, (sender, arrived) = peers.read(offer.info, offer.peers, frame, 0)
+            assert (sender, arrived) == (peer, len(frame))
+            assert check_frame(frame, offer.info.key).info() == offer.info
+        assert len(peer._idle) == 1
+    assert server.counter("peer_served_chunks") == 2
+
+
+def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_rest(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(server.connect("grpc", MEDIUM, options), 1, 4)
+    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S))
+    with closing(Peers(terms, PeerAccess().dial, Counters(), time.monotonic)) as peers:
+        peers.start("other", 1)
+        (peer,) = peers.known()
+        assert eventually(lambda: peer.is_connected)
+        found = peers.find(keys)
+        offers = [found[key] for key in keys]
+
+        def read_one(offer: Offer, following: list[Offer]) -> None:
+            frame = np.zeros(offer.info.size_bytes, np.uint8)
+            *_, (_, arrived) = peers.read(offer.info, offer.peers, frame, 0, following)
+            assert arrived == len(frame)
+            assert check_frame(frame, offer.info.key).info() == offer.info
+
+        read_one(offers[0], offers[1:])
+        assert peers.runs.sender(keys[1]) is peer
+        read_one(offers[1], offers[2:])
+        assert (len(peer._lent), peer._idle) == (1, [])
+        read_one(offers[3], [])
+        assert peers.runs.sender(keys[2]) is None
+        assert not peer._lent
+        read_one(offers[2], offers[3:])
+        peers.runs.end()
+        assert not peer._lent
+        assert peer.is_up
+    assert server.settled().held == 0
+
+
+def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMaker) -> None:
+    own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
+    first = make_server("--bulk", "127.0.0.1:0", *own)
+    second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(first.connect("grpc", MEDIUM, options), 1, 8)
+    shelf = second.node.manager.transfers.peers
+    assert shelf is not None
+    (peer,) = cast("PeerTier", shelf.tier).peers.known()
+    assert eventually(lambda: peer.is_connected)
+    client = second.connect("grpc", MEDIUM, options)
+    with client.lease(keys) as lease:
+        assert len(lease.get()) == 8
+    assert first.counter("peer_served_chunks") == 8
+    streams = [*peer._idle, *peer._lent]
+    assert sum(stream._requests for stream in streams) < 8
+    assert not peer._lent
+    assert first.settled().held == 0
+
+
+def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
+    make_server: ServerMaker,
+) -> None:
+    own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
+    first = make_server("--bulk", "127.0.0.1:0", *own)
+    second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
+    options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
+    keys = store(first.connect("grpc", MEDIUM, options), 1, 2)
+    shelf = second.node.manager.transfers.peers
+    assert shelf is not None
+    (peer,) = cast("PeerTier", shelf.tier).peers.known()
+    assert eventually(lambda: peer.is_connected)
+    slab = first.node.manager.transfers.cpu_tier
+    frame = slab.peek(keys[1])
+    assert frame is not None
+    frame.flags.writeable = True
+    frame[-1] ^= 1
+    reader = second.connect("grpc", MEDIUM, options)
+    assert reader.lookup(keys).ready == 2
+    with reader.lease(keys) as lease:
+        assert len(lease.get()) == 1
+    assert eventually(lambda: second.counter("peer_corrupt_chunks") >= 1)
+    assert peer._lies >= 1
+    assert second.settled().held == 0

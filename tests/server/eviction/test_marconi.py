@@ -1,0 +1,293 @@
+"""MarconiEviction against its score worked out for every candidate, and the tuning of alpha."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from itertools import islice
+
+import numpy as np
+import pytest
+from contracts.plain_leaves import PlainLeaves
+from contracts.policy import above, everyone, keep_none, row, rows
+from typing_extensions import override
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.alpha_tuner import AlphaTuner, TunerTerms
+from kvstore.server.eviction.flop_density import LEAST_DENSITY, MOST_DENSITY
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.marconi import (
+    EFFICIENCIES,
+    MarconiEviction,
+    ScoredEviction,
+    efficiency_class,
+)
+
+
+def normal(value: float, values: list[float]) -> float:
+    low, high = min(values), max(values)
+    return (value - low) / (high - low) if high > low else 1.0
+
+
+class PlainMarconi(PlainLeaves):
+    """S(n) = norm(recency) + alpha norm(efficiency), of all candidates, for each victim."""
+
+    def __init__(self, kinds: list[int], alpha: float) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.alpha = alpha
+
+    def recency(self, chunk: int) -> float:
+        return 1 / (self.time + 1 - self.used[chunk])
+
+    def efficiency(self, chunk: int) -> float:
+        return EFFICIENCIES[self.kinds[chunk]]
+
+    @override
+    def choose(self, leaves: list[int]) -> int:
+        recencies = [self.recency(leaf) for leaf in leaves]
+        efficiencies = [self.efficiency(leaf) for leaf in leaves]
+
+        def score(chunk: int) -> tuple[float, int]:
+            recency = normal(self.recency(chunk), recencies)
+            return (
+                recency + self.alpha * normal(self.efficiency(chunk), efficiencies),
+                self.used[chunk],
+            )
+
+        return min(leaves, key=score)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.7, 1.0, 1.5, 5.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_queues_by_class_name_whom_the_score_of_every_candidate_does(
+    seed: int, alpha: float
+) -> None:
+    draw = random.Random(seed)
+    kinds = [draw.randrange(4) * 11 for _ in range(64)]
+    policy = ScoredEviction(lambda chunk, _: kinds[chunk], alpha)
+    plain = PlainMarconi(kinds, alpha)
+    for _ in range(200):
+        number = draw.randrange(50)
+        match draw.randrange(4):
+            case 0 | 1:
+                policy.insert(row(number), above(number), 100, 0.0)
+                plain.insert(row(number), above(number), 100)
+            case 2:
+                numbers = [draw.randrange(50) for _ in range(draw.randrange(5))]
+                policy.touch(rows(numbers), 0.0)
+                plain.touch([row(one) for one in numbers])
+            case 3:
+                for victim in plain.victims((), draw.randrange(3)):
+                    policy.remove(victim)
+                    plain.remove(victim)
+        kept = {row(n) for n in range(50) if draw.random() < 0.2}
+        limit = draw.randrange(50)
+        victims = list(islice(policy.victims(kept.__contains__, 0.0), limit))
+        assert victims == plain.victims(kept, limit)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_alpha_it_is_lru(seed: int) -> None:
+    draw = random.Random(seed)
+    history = History()
+    policy, lru = MarconiEviction(history, 0.0), LruEviction()
+    for _ in range(300):
+        number = draw.randrange(50)
+        history.seen(row(number), above(number), Facts(flops=1e9 * draw.randrange(5)), 0.0)
+        for one in (policy, lru):
+            one.insert(row(number), above(number), 100, 0.0)
+            one.touch(rows([number // 2, number // 3]), 0.0)
+        assert everyone(policy) == everyone(lru)
+
+
+def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -> None:
+    places = []
+    for alpha in (0.0, 0.05, 0.2, 2.0):
+        history = History()
+        policy = MarconiEviction(history, alpha)
+        for chunk in range(1, 30):
+            history.seen(chunk, NO_ROW, Facts(flops=9e9 if chunk == 1 else 1e9), 0.0)
+            policy.insert(chunk, NO_ROW, 100, 0.0)
+        places.append(everyone(policy).index(1))
+    assert places == sorted(set(places))
+    assert places[0] == 0
+    assert places[-1] == 28
+
+
+@pytest.mark.parametrize("alpha", [-0.1, float("nan"), float("inf")])
+def test_an_alpha_that_is_no_weight_is_refused(alpha: float) -> None:
+    with pytest.raises(InvalidRequestError, match="alpha"):
+        MarconiEviction(History(), alpha)
+
+
+def test_every_density_has_the_class_that_is_nearest() -> None:
+    assert efficiency_class(LEAST_DENSITY) == 0
+    assert efficiency_class(MOST_DENSITY) == len(EFFICIENCIES) - 1
+    for density in np.geomspace(LEAST_DENSITY, MOST_DENSITY, 999).tolist():
+        assert 0.95 < EFFICIENCIES[efficiency_class(density)] / density < 1.05
+
+
+# --- the tuner
+
+ALPHAS = (0.0, 0.5, 1.0)
+
+
+class Favourite(LruEviction):
+    """Keeps the chunk of the highest class, if alpha is its own."""
+
+    def __init__(self, kinds: Collection[int], *, is_good: bool) -> None:
+        super().__init__()
+        self.best = max(kinds)
+        self.kinds = list(kinds)
+        self.is_good = is_good
+
+    @override
+    def victims(self, keep, now_s):  # type: ignore[no-untyped-def]
+        last = [] if not self.is_good else [r for r in range(99) if self._is_best(r)]
+        first = (one for one in super().victims(keep, now_s) if one not in last)
+        yield from first
+        yield from (one for one in super().victims(keep, now_s) if one in last)
+
+    def _is_best(self, chunk: int) -> bool:
+        return chunk < len(self.kinds) and self.kinds[chunk] == self.best
+
+
+def tune(
+    good: float, terms: TunerTerms, requests: int = 400, *, twice: bool = False
+) -> tuple[AlphaTuner, int]:
+    """Let one chunk come again after every four others that never do; return the tuner, and
+    after how many requests it knew."""
+    tuner = AlphaTuner(lambda kinds, alpha: Favourite(kinds, is_good=alpha == good), [1, 2], terms)
+    for number in range(requests):
+        is_again = number % 5 <= twice
+        tuner.asked([(1, 10, 1)] if is_again else [])
+        if not is_again:
+            tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
+        if number == 10:
+            tuner.evicting(30)
+        if tuner.alpha is not None:
+            return tuner, number + 1
+    return tuner, requests
+
+
+@pytest.mark.parametrize("good", ALPHAS)
+def test_the_alpha_that_saves_most_is_taken(good: float) -> None:
+    tuner, _ = tune(good, TunerTerms(alphas=ALPHAS))
+    assert tuner.alpha == good
+
+
+def test_the_first_alpha_stays_unless_another_saves_clearly_more() -> None:
+    """Asked for twice in a row the chunk is found once by LRU too: half of what can be."""
+    for hysteresis, alpha in ((0.9, 0.5), (1.1, 0.0)):
+        terms = TunerTerms(alphas=ALPHAS, hysteresis=hysteresis)
+        assert tune(0.5, terms, twice=True)[0].alpha == alpha
+    assert tune(7.0, TunerTerms(alphas=ALPHAS))[0].alpha == 0.0
+
+
+def test_only_the_last_requests_count() -> None:
+    """The chunk that one alpha would have kept was asked for in the first requests alone."""
+    for scored, alpha in ((500, 0.5), (20, 0.0)):
+        terms = TunerTerms(alphas=ALPHAS, scored_requests=scored)
+        tuner = AlphaTuner(
+            lambda kinds, alpha: Favourite(kinds, is_good=alpha == 0.5), [1, 2], terms
+        )
+        for number in range(400):
+            is_again = number % 5 == 0 and number < 30
+            tuner.asked([(1, 10, 1)] if is_again else [])
+            if not is_again:
+                tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
+            if number == 10:
+                tuner.evicting(30)
+        assert tuner.alpha == alpha
+
+
+def test_what_continues_nothing_that_was_asked_for_is_a_request_of_its_own() -> None:
+    """As when prompts of several clients are stored at once."""
+    tuner = AlphaTuner(
+        lambda kinds, alpha: Favourite(kinds, is_good=alpha == 0.5),
+        [1, 2],
+        TunerTerms(alphas=ALPHAS),
+    )
+    for number in range(400):
+        tuner.asked([])
+        for other in range(5):
+            tuner.stored(NO_ROW, 2 + (5 * number + other) % 90, 10, 0)
+        tuner.stored(NO_ROW, 1, 10, 1)
+        if number == 10:
+            tuner.evicting(30)
+    assert tuner.alpha == 0.5
+
+
+def test_nothing_is_tuned_before_the_window_is_full() -> None:
+    terms = TunerTerms(alphas=ALPHAS, window_factor=5)
+    for requests in (11, 54, 55):
+        assert tune(0.5, terms, requests)[0].alpha is None
+    assert tune(0.5, terms)[1] > 55
+
+
+def test_the_replay_is_done_in_slices_that_are_not_longer_than_asked_for() -> None:
+    knew = {
+        chunks: tune(0.5, TunerTerms(alphas=ALPHAS, slice_chunks=chunks))[1]
+        for chunks in (1, 3, 1000)
+    }
+    recorded = 55 * len(ALPHAS)
+    assert knew[1] - 55 >= recorded - 3
+    assert abs((knew[1] - 55) / 3 - (knew[3] - 55)) <= 2
+    assert knew[1000] == 56
+
+
+def test_what_is_recorded_has_a_limit_and_is_given_back() -> None:
+    tuner = AlphaTuner(
+        lambda kinds, alpha: LruEviction(), [1.0], TunerTerms(ring_chunks=100, slice_chunks=10**6)
+    )
+    for number in range(5000):
+        tuner.asked([(1 + one, 10, 0) for one in range(number % 130)])
+        assert tuner.recorded_chunks <= 100
+    tuner.evicting(1000)
+    for _ in range(30_000):
+        tuner.asked([(1, 10, 0)])
+    assert tuner.alpha == 0.0
+    assert tuner.recorded_chunks == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"window_factor": 0},
+        {"slice_chunks": 0},
+        {"alphas": ()},
+        {"alphas": (-1.0,)},
+        {"hysteresis": -0.1},
+    ],
+)
+def test_terms_that_cannot_be_followed_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        TunerTerms(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
+    """Chunks of many flops come again after a while, those of few never do."""
+    history = History()
+    terms = TunerTerms(alphas=(0.0, 1.0), slice_chunks=10_000)
+    policy = MarconiEviction(history, None, terms)
+    here: dict[int, None] = {}
+    fresh = 100
+    for number in range(400):
+        chunk = 1 + number % 5 if number % 10 == 0 else (fresh := fresh + 1)
+        dear = chunk < 100
+        known = np.array([chunk] if chunk in here else [], np.intp)
+        policy.touch(known, 0.0)
+        if not len(known):
+            history.seen(chunk, NO_ROW, Facts(flops=9e9 if dear else 1e9), 0.0)
+            while len(here) >= 8:
+                victim = next(policy.victims(keep_none, 0.0))
+                policy.remove(victim)
+                del here[victim]
+            policy.insert(chunk, NO_ROW, 100, 0.0)
+            here[chunk] = None
+        if number == 30:
+            assert policy.alpha == 0.0
+    assert policy.alpha == 1.0

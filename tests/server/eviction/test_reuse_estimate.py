@@ -1,0 +1,130 @@
+"""The chance of another asking, against counts by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.reuse_estimate import ReuseForecast, ReuseTable
+
+FIRST, SECOND = np.array([0], np.uint8), np.array([1], np.uint8)
+
+
+def test_a_kind_that_always_comes_again_is_likely_to_and_one_that_never_does_is_not() -> None:
+    table = ReuseTable(2)
+    for _ in range(1000):
+        table.asked(FIRST)
+        table.again(FIRST, np.array([5.0]))
+        table.asked(SECOND)
+    assert table.chance(0, 0.0) > 0.99
+    assert table.chance(1, 0.0) < 0.01
+
+
+def test_what_has_waited_past_the_usual_age_is_unlikely_to_come() -> None:
+    table = ReuseTable(1)
+    for at in range(1000):
+        table.asked(FIRST)
+        if at % 2:
+            table.again(FIRST, np.array([5.0]))
+    assert table.chance(0, 0.0) == pytest.approx(0.5, abs=0.01)
+    assert table.chance(0, 100.0) < 0.01
+
+
+def test_only_hits_before_the_tier_gives_a_chunk_up_count() -> None:
+    table = ReuseTable(1)
+    for _ in range(100):
+        table.asked(FIRST)
+        table.again(FIRST, np.array([1000.0]))
+    assert table.chance(0, 0.0, 10.0) < 0.02
+    assert table.chance(0, 0.0, 5000.0) > 0.98
+
+
+def test_nothing_known_is_even_odds() -> None:
+    assert ReuseTable(1).chance(0, 3.0) == 0.5
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(-10, 1e9)), max_size=50),
+    st.floats(-10, 1e9),
+    st.floats(0, 1e9),
+)
+def test_a_chance_is_one_whatever_was_counted(
+    events: list[tuple[bool, float]], age_s: float, stay_s: float
+) -> None:
+    table = ReuseTable(1)
+    for is_asking, age in events:
+        if is_asking:
+            table.asked(FIRST)
+        else:
+            table.again(FIRST, np.array([age]))
+    assert 0.0 <= table.chance(0, age_s, age_s + stay_s) <= 1.0
+    assert 0.0 <= table.chance(0, age_s) <= 1.0
+
+
+def ask(forecast: ReuseForecast, rows: list[int], now_s: float) -> None:
+    """Look a prompt up and store what is missing of it, whose last chunk is not full."""
+    history = forecast.history
+    new = next((at for at, row in enumerate(rows) if not forecast.hits(row)), len(rows))
+    known = np.array(rows[:new], np.intp)
+    forecast.asked(known, len(rows), now_s)
+    history.asked(known, len(rows), now_s)
+    parent = rows[new - 1] if new else NO_ROW
+    for row in rows[new:]:
+        facts = Facts(tokens_full=row != rows[-1])
+        history.seen(row, parent, facts, now_s)
+        forecast.seen(row, parent, facts, now_s)
+        parent = row
+
+
+def test_a_forecast_learns_that_prompts_are_continued_but_their_ends_are_not() -> None:
+    forecast = ReuseForecast(History())
+    for at in range(200):
+        body = [10 * at + 1, 10 * at + 2]
+        ask(forecast, [*body, 10 * at + 3], 10.0 * at)
+        ask(forecast, [*body, 10 * at + 4], 10.0 * at + 5)
+    ask(forecast, [9001, 9002, 9003], 3000.0)
+    assert forecast.chance(9001, 3000.0) > 0.9
+    assert forecast.chance(9003, 3000.0) < 0.1
+    assert (forecast.hits(1), forecast.hits(9001)) == (2, 1)
+
+
+def test_a_tier_that_keeps_chunks_for_long_makes_late_hits_count() -> None:
+    forecast = ReuseForecast(History())
+    for at in range(100):
+        ask(forecast, [2 * at + 1, 2 * at + 2], 10.0 * at)
+        ask(forecast, [2 * at + 1, 2 * at + 1000], 10.0 * at + 500.0)
+    ask(forecast, [9000, 9001], 3000.0)
+    late = forecast.chance(9000, 3000.0)
+    for _ in range(1000):
+        forecast.gave_up(9000, 3010.0)  # ten seconds after it was asked for
+    assert forecast.chance(9000, 3000.0) < 0.1 < late
+
+
+def test_rows_that_nothing_is_known_of_may_come() -> None:
+    forecast = ReuseForecast(History())
+    forecast.asked(np.array([7, 99], np.intp), 2, 0.0)
+    forecast.gave_up(7, 0.0)
+    assert forecast.chance(7, 0.0) == 1.0
+    assert forecast.hits(10**6) == 0
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=5, unique=True), st.floats(-9, 9))))
+def test_clocks_that_jump_leave_chances(prompts: list[tuple[list[int], float]]) -> None:
+    forecast = ReuseForecast(History())
+    for rows, now_s in prompts:
+        ask(forecast, rows, now_s)
+        assert all(0.0 <= forecast.chance(row, -now_s) <= 1.0 for row in range(10))
+        forecast.gave_up(1, now_s)
+    assert math.isfinite(forecast.chance(1, 0.0))
+
+
+def test_tables_of_nothing_are_refused() -> None:
+    with pytest.raises(InvalidRequestError):
+        ReuseTable(0)

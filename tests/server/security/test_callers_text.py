@@ -1,0 +1,228 @@
+"""What callers say of themselves: text that has a shape, identities that have a size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from bare_wire import wire_to
+from conftest import ProcessMaker, ServerMaker
+from local_server import DEADLINE_MS, LocalServer
+from prompts import SMALL
+
+from kvstore.cli.spaces import ask_spaces
+from kvstore.client.connection import Connection
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.types import (
+    MAX_FACTOR_CHARS,
+    MAX_IDENTITY_CHARS,
+    MAX_LAYER_GROUPS,
+    MAX_LAYERS,
+    MAX_ROPE_FACTORS,
+)
+from kvstore.proto.wire import representation_to_message
+from kvstore.server.api.service import MAX_CLIENT_CHARS
+from kvstore.server.index.model_registry import MAX_SPACES
+
+SESSIONS = 1_000
+MOST_GROWTH_BYTES = 32 << 20
+WIDEST = "\N{MUSICAL SYMBOL G CLEF}"
+"""Four bytes a character, in memory and on the wire."""
+TEXTS = ("model_id", "model_revision", "adapter_digest", "quantization", "tokenizer_digest")
+
+
+def make_longest() -> pb.Representation:
+    kind = representation_to_message(SMALL)
+    for name in TEXTS:
+        setattr(kind, name, "x".ljust(MAX_IDENTITY_CHARS, WIDEST))
+    kind.rope.scaling = "scaling".ljust(MAX_FACTOR_CHARS, WIDEST)
+    del kind.rope.factors[:]
+    for at in range(MAX_ROPE_FACTORS):
+        kind.rope.factors.add(name=f"{at:04}".ljust(MAX_FACTOR_CHARS, "x"), value=at / 7)
+    group = kind.layer_groups[0]
+    del kind.layer_groups[:]
+    for at in range(MAX_LAYER_GROUPS):
+        group.layer_ids[:] = range(at, MAX_LAYERS, MAX_LAYER_GROUPS)
+        group.kv_heads, group.head_dim = 1000 + at, 1000
+        kind.layer_groups.append(group)
+    return kind
+
+
+_LONGEST = make_longest()
+
+
+def longest(number: int) -> pb.Representation:
+    """Return an identity with as much of everything as there may be, another for each *number*."""
+    _LONGEST.model_id = f"{number:08}".ljust(MAX_IDENTITY_CHARS, WIDEST)
+    return _LONGEST
+
+
+def long_text(kind: pb.Representation) -> None:
+    kind.model_id = "m" * (MAX_IDENTITY_CHARS + 1)
+
+
+def of_megabytes(kind: pb.Representation) -> None:
+    kind.model_id = "m" * 1_800_000
+
+
+def with_escapes(kind: pb.Representation) -> None:
+    kind.model_revision = "m\n\x1b[2Jcleared"
+
+
+def from_right_to_left(kind: pb.Representation) -> None:
+    kind.tokenizer_digest = "abc\u202edcba"
+
+
+def long_rule(kind: pb.Representation) -> None:
+    kind.rope.scaling = "s" * (MAX_FACTOR_CHARS + 1)
+
+
+def many_factors(kind: pb.Representation) -> None:
+    for at in range(MAX_ROPE_FACTORS + 1):
+        kind.rope.factors.add(name=f"{at:04}", value=1.0)
+
+
+def long_factor(kind: pb.Representation) -> None:
+    kind.rope.factors.add(name="f" * (MAX_FACTOR_CHARS + 1), value=1.0)
+
+
+def foreign_factor(kind: pb.Representation) -> None:
+    kind.rope.factors.add(name="\u03b2", value=1.0)
+
+
+def many_layers(kind: pb.Representation) -> None:
+    kind.layer_groups[0].layer_ids[:] = range(200_000)
+
+
+def high_layer(kind: pb.Representation) -> None:
+    kind.layer_groups[0].layer_ids[:] = [0, MAX_LAYERS]
+
+
+def many_groups(kind: pb.Representation) -> None:
+    group = kind.layer_groups[0]
+    for at in range(20_000):
+        group.layer_ids[:] = [at]
+        kind.layer_groups.append(group)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field"),
+    [
+        (long_text, "model_id"),
+        (of_megabytes, "model_id"),
+        (with_escapes, "model_revision"),
+        (from_right_to_left, "tokenizer_digest"),
+        (long_rule, "rope.scaling"),
+        (many_factors, "rope.factors"),
+        (long_factor, "rope.factors"),
+        (foreign_factor, "rope.factors"),
+        (many_layers, "layer_ids"),
+        (high_layer, "layer_ids"),
+        (many_groups, "layer_groups"),
+    ],
+)
+def test_an_identity_of_no_shape_opens_no_session(
+    server: LocalServer, spoil: Callable[[pb.Representation], None], field: str
+) -> None:
+    kind = representation_to_message(SMALL)
+    spoil(kind)
+    request = pb.OpenSessionRequest(representation=kind)
+    with pytest.raises(RepresentationError, match=field) as refused:
+        server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
+    assert len(server.node.sessions) == 0
+
+
+@pytest.mark.parametrize(
+    "client", ["c" * (MAX_CLIENT_CHARS + 1), "a\x1b[31mRED", "a\nFAKE", "\u2066"]
+)
+def test_a_client_with_a_name_that_does_not_print_opens_no_session(
+    server: LocalServer, client: str
+) -> None:
+    kind = representation_to_message(SMALL)
+    request = pb.OpenSessionRequest(representation=kind, client=client)
+    with pytest.raises(InvalidRequestError, match="client") as refused:
+        server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
+    assert str(refused.value).isprintable()
+
+
+def test_a_count_with_a_name_of_a_megabyte_leaves_nothing(server: LocalServer) -> None:
+    wire = wire_to(server)
+    wire.call("Heartbeat", pb.HeartbeatRequest(counts={"x" * 1_000_000: 1, "hits": 2}))
+    request = pb.ExplainRequest(recent=1)
+    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    assert [dict(one.counts) for one in reply.engines] == [{"hits": 2}]
+
+
+def resident_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))
+    return 1024 * int(kib)
+
+
+def miss(connection: Connection, number: int) -> int:
+    """Open a session with a longest identity and miss a chunk in it; return its id."""
+    client = "c".ljust(MAX_CLIENT_CHARS, WIDEST)
+    opening = pb.OpenSessionRequest(representation=longest(number), client=client)
+    terms = connection.call("OpenSession", opening, DEADLINE_MS, pb.OpenSessionResponse)
+    look = pb.LookupRequest(session_id=terms.session_id, digests=bytes(16))
+    connection.call("Lookup", look, DEADLINE_MS, pb.LookupResponse)
+    return terms.session_id
+
+
+def test_a_thousand_sessions_with_the_longest_identities_cost_32_mib_at_most(
+    server_process: ProcessMaker,
+) -> None:
+    server = server_process("--cpu", "16MiB", "--tiers", "cpu")
+    server.start()
+    with closing(Connection(server.address, retry_after_ms=1)) as connection:
+        for number in range(20):
+            session_id = miss(connection, number)
+            closing_it = pb.CloseSessionRequest(session_id=session_id)
+            connection.call("CloseSession", closing_it, DEADLINE_MS, pb.CloseSessionResponse)
+        before = resident_bytes(server.pid)
+        for number in range(SESSIONS):
+            miss(connection, number)
+        grown = resident_bytes(server.pid) - before
+    assert grown <= MOST_GROWTH_BYTES, f"{grown / (1 << 20):.1f} MiB"
+
+
+@pytest.fixture
+def crowded(make_server: ServerMaker) -> LocalServer:
+    """A server that knows as many identities as it remembers, each the longest."""
+    server = make_server()
+    connection = server.dial()
+    for number in range(MAX_SPACES):
+        miss(connection, number)
+    return server
+
+
+def test_all_identities_are_listed_though_one_message_does_not_hold_them(
+    crowded: LocalServer,
+) -> None:
+    reply = crowded.dial().call("Spaces", pb.SpacesRequest(), DEADLINE_MS, pb.SpacesResponse)
+    assert 0 < len(reply.spaces) < MAX_SPACES
+    assert len(reply.spaces) + reply.left == MAX_SPACES
+    assert len({one.key_namespace for one in ask_spaces(crowded.address)}) == MAX_SPACES
+
+
+def test_an_explanation_that_no_message_holds_is_cut_and_says_by_how_much(
+    crowded: LocalServer,
+) -> None:
+    ask = crowded.dial()
+    request = pb.ExplainRequest(spaces=True, recent=10_000)
+    reply = ask.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    shown = len(reply.spaces) + len(reply.recent)
+    assert reply.spaces
+    assert reply.recent
+    assert shown + reply.left_out == 2 * MAX_SPACES
+    kind = longest(MAX_SPACES)
+    opening = pb.OpenSessionRequest(representation=kind)
+    terms = ask.call("OpenSession", opening, DEADLINE_MS, pb.OpenSessionResponse)
+    request = pb.ExplainRequest(session_id=terms.session_id, digests=bytes(16 * 4096))
+    reply = ask.call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    assert len(reply.chunks) + reply.left_out == 4096

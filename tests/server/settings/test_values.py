@@ -1,0 +1,104 @@
+"""Sizes and addresses as people write them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.values import (
+    GIB,
+    KIB,
+    MIB,
+    format_size,
+    is_loopback,
+    is_redis_url,
+    parse_endpoint,
+    parse_size,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("8GiB", 8 * GIB),
+        ("512MiB", 512 * MIB),
+        ("1GB", 10**9),
+        ("1048576", MIB),
+        (" 64 kib ", 64 * KIB),
+        ("7b", 7),
+        (5, 5),
+    ],
+)
+def test_sizes_are_read_as_written(text: object, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "value", ["", "GiB", "1 G B", "8Gi", "1e9", "0x10", "٣MiB", True, 1.5, None]
+)
+def test_what_is_not_a_size_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="8GiB, 512MiB, 1GB or 1048576"):
+        parse_size(value)
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_formatted_size_reads_back(size_bytes: int) -> None:
+    assert parse_size(format_size(size_bytes)) == size_bytes
+
+
+@given(st.text(max_size=20))
+def test_an_endpoint_is_split_or_refused_never_garbled(text: str) -> None:
+    try:
+        host, port = parse_endpoint(text)
+    except ValueError:
+        return
+    assert 0 <= port <= 65535
+    shown = f"[{host}]" if ":" in host else host
+    assert text.rpartition(":")[0] in (shown, f"[{host}]")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_addresses_of_this_machine_are_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "localhost.example", "node7"])
+def test_every_other_address_is_not(host: str) -> None:
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize("url", ["redis://h", "rediss://u:p@h:6380/1", "redis://[::1]:1/0?db=1"])
+def test_urls_of_a_redis_are_known(url: str) -> None:
+    assert is_redis_url(url)
+
+
+@pytest.mark.parametrize("url", ["", "h:6379", "redis://", "redis://[::1", "redis://h:99999"])
+def test_other_urls_are_not(url: str) -> None:
+    assert not is_redis_url(url)
+
+
+@pytest.mark.parametrize(
+    "value", ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1"]
+)
+def test_addresses_of_the_bulk_channel_are_taken(value: str) -> None:
+    assert ServerConfig.model_validate({"bulk": value}).bulk == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("bulk", "7421", "give host:port"),
+        ("bulk", "tcp://a:1", "give host:port"),
+        ("bulk", "a:65536", "a port is at most 65535"),
+        ("bulk", "ipc:/run/b", "give host:port"),
+        ("events", "a:65536", "a port is at most 65535"),
+        ("events", "ipc:run/b", "give ipc: and an absolute path"),
+        ("events", "ipc:/" + "b" * 107, "of 107 bytes at most"),
+    ],
+)
+def test_what_is_no_address_is_refused(name: str, value: str, fix: str) -> None:
+    with pytest.raises(ValidationError, match=fix):
+        ServerConfig.model_validate({name: value})

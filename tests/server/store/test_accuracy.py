@@ -1,0 +1,393 @@
+"""Lossy copies: who is given one, what it says of itself, and what it gives way to."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from coarse_codec import ERROR_BOUND, CoarseCodec, coarse_codec
+from simulation.clock import FakeClock
+from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.tiers import SimDisk, SimRedis, no_faults
+from simulation.universe import Version
+
+from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
+from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.layered_reads import LayeredGet
+from kvstore.server.store.writes import PutResult, PutTicket
+from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
+
+TIER_BYTES = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    with coarse_codec():
+        yield
+
+
+def make_core(disk: str = "coarse", redis: str | None = None, **options: object) -> Core:
+    """CPU memory for twelve frames, and tiers with those codecs."""
+    tiers: list[SimDisk | SimRedis] = [SimDisk(TIER_BYTES, no_faults())]
+    if redis is not None:
+        tiers.append(SimRedis(TIER_BYTES, no_faults()))
+    codecs = {"disk": disk, "redis": redis or "raw"}
+    return Core(tiers, codecs=codecs, clock=FakeClock(), **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    with closing(make_core()) as core:
+        yield core
+
+
+def forget(core: Core, version: Version, tier: str = "cpu") -> None:
+    assert core.catalog.cast_out(tier, version.info.key)
+    core.transfers.delete_from(core.shelf(tier), version.info.key)
+    core.settle()
+
+
+def lower_to_disk(core: Core, session: Session, count: int = 1) -> list[Version]:
+    """Put chunks of which the lossy copy on disk is all that is left."""
+    versions = prompt(count)
+    core.put(session, versions)
+    for version in versions:
+        assert core.copy_down(version) is True
+        forget(core, version)
+    return versions
+
+
+def ready(core: Core, session: Session, versions: list[Version], least: Fidelity) -> int:
+    match = core.manager.lookup(
+        session, keys_of(versions), core.later(), lease=False, min_fidelity=least
+    )
+    return match.ready
+
+
+def read(core: Core, session: Session, versions: list[Version], least: Fidelity) -> list[Bytes]:
+    """Return the frames that a get delivers."""
+    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+    arrivals = core.manager.gets.get(session, keys_of(versions)[:known], core.later(), least=least)
+    frames = [arrival.frame.copy() for arrival in arrivals]
+    assert core.manager.release(session, lease_id)
+    return frames
+
+
+def fidelity_on(core: Core, tier: str, key: ChunkKey) -> Fidelity:
+    return core.catalog.copies(key)[tier].fidelity
+
+
+def test_an_exact_lookup_and_get_do_not_see_lossy_copies(core: Core, session: Session) -> None:
+    versions = lower_to_disk(core, session, 3)
+    assert ready(core, session, versions, Fidelity.exact) == 0
+    assert read(core, session, versions, Fidelity.exact) == []
+    assert ready(core, session, versions, Fidelity.bounded) == 3
+    assert len(read(core, session, versions, Fidelity.bounded)) == 3
+    assert ready(core, session, versions, Fidelity.exact) == 0, "nor after the promotion"
+    assert read(core, session, versions, Fidelity.exact) == []
+
+
+def test_what_is_promoted_from_a_lossy_copy_says_so(core: Core, session: Session) -> None:
+    (version,) = lower_to_disk(core, session)
+    (frame,) = read(core, session, [version], Fidelity.bounded)
+    header = check_frame(frame, version.info.key)
+    assert (header.codec_id, header.fidelity) == (0, Fidelity.bounded)
+    assert (header.flags, header.error_bound) == (FLAG_RESTORED, ERROR_BOUND)
+    assert fidelity_on(core, "cpu", version.info.key) is Fidelity.bounded
+    half = version.frame[header.header_bytes :].view("<u2")
+    end = len(half) * 2 + header.header_bytes
+    assert (frame[header.header_bytes : end].view("<u2") == half & 0xFF00).all()
+
+
+def test_restored_kv_is_never_taken_for_an_original(core: Core, session: Session) -> None:
+    (version,) = lower_to_disk(core, session)
+    (frame,) = read(core, session, [version], Fidelity.bounded)
+    core.manager.delete([version.info.key], core.later())
+    info = parse_header(frame).info()
+    ticket = core.manager.puts.begin_all(session, [info], core.later())[0]
+    assert isinstance(ticket, PutTicket)
+    core.manager.puts.claim(session, ticket.ticket_id)
+    with pytest.raises(InvalidRequestError, match="restored or lossy KV is never stored"):
+        core.manager.puts.ingest([ticket], [frame])
+    assert core.tiers_of(version) == []
+
+
+def test_an_original_can_be_put_where_only_a_lossy_copy_is(core: Core, session: Session) -> None:
+    (version,) = lower_to_disk(core, session)
+    read(core, session, [version], Fidelity.bounded)
+    assert core.put(session, [version]) == [PutResult(PutOutcome.stored)]
+    assert core.get(session, [version.info.key]) == frames_of([version])
+    assert core.counters["replaced_copies"] == 1
+    assert core.put(session, [version]) == [PutResult(PutOutcome.exists)]
+
+
+def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Session) -> None:
+    (version,) = lower_to_disk(core, session)
+    read(core, session, [version], Fidelity.bounded)
+    lease_id, _ = core.manager.open_get(session, [version.info.key], 0)
+    (result,) = core.put(session, [version])
+    assert result.outcome is PutOutcome.refused
+    assert core.catalog.in_flight.count() == 0
+    core.manager.release(session, lease_id)
+    assert core.put(session, [version])[0].outcome is PutOutcome.stored
+
+
+def test_an_exact_reader_passes_a_lossy_copy_in_memory_by() -> None:
+    with closing(make_core("coarse", "zplane")) as core:
+        session = core.open_session()
+        versions = lower_twice(core, session, 2)
+        read(core, session, versions, Fidelity.bounded)
+        assert fidelity_on(core, "cpu", versions[0].info.key) is Fidelity.bounded
+        assert ready(core, session, versions, Fidelity.exact) == 2
+        frames = read(core, session, versions, Fidelity.exact)
+        headers = [check_frame(f, v.info.key) for f, v in zip(frames, versions, strict=True)]
+        assert [header.fidelity for header in headers] == [Fidelity.exact] * 2
+        assert core.counters["read_throughs"] == 2
+        core.manager.tick()
+        core.settle()
+        assert fidelity_on(core, "cpu", versions[0].info.key) is Fidelity.exact, "it gave way"
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+def lower_twice(core: Core, session: Session, count: int) -> list[Version]:
+    """Put chunks that are left lossy on disk and exact in Redis."""
+    versions = prompt(count)
+    core.put(session, versions)
+    for version in versions:
+        assert core.copy_down(version) is core.copy_down(version, "redis") is True
+        forget(core, version)
+    return versions
+
+
+def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -> None:
+    session = core.open_session()
+    versions = lower_to_disk(core, session, 2)
+
+    def parts(least: Fidelity) -> list[int]:
+        lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+        keys = keys_of(versions)[:known]
+        get = LayeredGet(core.transfers, session, keys, core.later(), least)
+        found = [part.chunk for part in get.parts() if not part.offset]
+        core.manager.release(session, lease_id)
+        return found
+
+    assert parts(Fidelity.exact) == []
+    assert parts(Fidelity.bounded) == [0, 1]
+    assert parts(Fidelity.exact) == [], "nor when they are in CPU memory"
+
+
+def test_a_victim_goes_where_it_stays_exact_whatever_lossy_copy_is_nearer() -> None:
+    with closing(make_core("coarse", "raw")) as core:
+        session = core.open_session()
+        versions = prompt(14)
+        core.put(session, versions[:1])
+        core.copy_down(versions[0])
+        core.put(session, versions[1:])
+        core.settle()
+        lowered = [v for v in versions if "cpu" not in core.tiers_of(v)]
+        assert lowered
+        for version in lowered:
+            assert fidelity_on(core, "redis", version.info.key) is Fidelity.exact
+        assert core.counters["lossy_victims"] == 0
+
+
+def test_an_exact_victim_of_which_a_lossy_copy_is_left_is_counted(core: Core) -> None:
+    session = core.open_session()
+    core.put(session, prompt(14))
+    assert core.counters["lossy_victims"] == core.counters["evicted_chunks"] > 0
+    assert core.counters["dropped_victims"] == 0
+
+
+def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
+    with closing(make_core("raw", "coarse")) as core:
+        session = core.open_session()
+        (version,) = prompt(1)
+        core.put(session, [version])
+        core.copy_down(version, "redis")
+        forget(core, version)
+        read(core, session, [version], Fidelity.bounded)
+        assert core.copy_down(version) is True
+        assert fidelity_on(core, "disk", version.info.key) is Fidelity.bounded
+        assert parse_header(disk_frame(core, version)).flags == FLAG_RESTORED
+        assert core.put(session, [version], durable=True) == [PutResult(PutOutcome.stored)]
+        assert fidelity_on(core, "disk", version.info.key) is Fidelity.exact
+        assert fidelity_on(core, "redis", version.info.key) is Fidelity.bounded
+
+
+def disk_frame(core: Core, version: Version) -> Bytes:
+    info = core.catalog.copies(version.info.key)["disk"]
+    frame = as_bytes(bytearray(info.size_bytes))
+    assert core.shelf("disk").tier.read_into(info.key, frame)
+    return frame
+
+
+def test_a_durable_put_needs_a_disk_that_loses_nothing(core: Core, session: Session) -> None:
+    assert not core.manager.can_be_durable
+    with pytest.raises(InvalidRequestError, match="whose codec loses nothing"):
+        core.put(session, prompt(1), durable=True)
+
+
+def test_a_lossy_frame_is_not_encoded_with_loss_again() -> None:
+    with closing(make_core("coarse", "coarse")) as core:
+        session = core.open_session()
+        (version,) = lower_to_disk(core, session)
+        read(core, session, [version], Fidelity.bounded)
+        assert core.copy_down(version, "redis") is True
+        stored = core.catalog.copies(version.info.key)
+        assert stored["redis"].codec_id not in (0, CoarseCodec.codec_id)
+        assert stored["redis"].fidelity is Fidelity.bounded
+        assert core.counters["lossless_instead"] == 1
+
+
+def test_a_frame_that_lies_about_its_fidelity_in_the_index_is_damage(
+    core: Core, session: Session
+) -> None:
+    (version,) = lower_to_disk(core, session)
+    info = core.catalog.copies(version.info.key)["disk"]
+    exact = FrameHeader.info(parse_header(version.frame))
+    core.catalog.note_sealed("disk", type(info)(
+        info.key, info.parent, info.layout, info.codec_id, info.size_bytes, exact.fidelity,
+        info.prefill_flops,
+    ))  # fmt: skip
+    assert read(core, session, [version], Fidelity.exact) == []
+    assert core.counters["corrupt_chunks"] == 1
+    assert core.tiers_of(version) == []
+
+
+def test_through_a_write_each_tier_gets_what_its_codec_makes_of_an_original() -> None:
+    limits = LIMITS.__class__(load_headroom_percent=0, write_through=True)
+    with closing(make_core("raw", "coarse", limits=limits)) as core:
+        session = core.open_session()
+        (version,) = prompt(1)
+        core.put(session, [version])
+        core.settle()
+        copies = core.catalog.copies(version.info.key)
+        assert {tier: copy.fidelity for tier, copy in copies.items()} == {
+            "cpu": Fidelity.exact, "disk": Fidelity.exact, "redis": Fidelity.bounded,
+        }  # fmt: skip
+
+
+# --- schedules
+
+
+VERBS = [*("put", "copy", "drop", "read", "read") * 5, "tick", "tick", "crowd", "forget", "delete"]
+
+
+class Schedule:
+    """Random puts, copies, losses and reads, each answer checked against the originals."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        disk, redis = self.draw.choice(
+            [("coarse", "raw"), ("raw", "coarse"), ("coarse", "coarse"), ("zplane", "coarse")]
+        )
+        write_through = self.draw.random() < 0.5
+        limits = replace(LIMITS, write_through=write_through)
+        self.core = make_core(disk, redis, limits=limits, slabs=self.draw.choice([1, 4]))
+        self.session = self.core.open_session()
+        self.versions = prompt(3)
+        self.coarse = {v.info.key: coarse_of(v.frame).tobytes() for v in self.versions}
+
+    def run(self, steps: int) -> Counter[str]:
+        """Take *steps* steps; return what was done."""
+        core, done = self.core, Counter[str]()
+        with closing(core):
+            for _ in range(steps):
+                verb = self.draw.choice(VERBS)
+                done[verb] += 1
+                getattr(self, verb)()
+                if self.draw.random() < 0.5:
+                    core.settle()
+                self.check_catalog()
+            core.settle()
+            assert core.catalog.held_count() == core.catalog.in_flight.count() == 0
+            done.update({k: v for k, v in core.counters.snapshot().items() if v})
+            assert not core.counters["corrupt_chunks"]
+        return done
+
+    def put(self) -> None:
+        version = self.draw.choice(self.versions)
+        had_exact = bool(self.core.catalog.holders(version.info.key, Fidelity.exact))
+        (result,) = self.core.put(self.session, [version])
+        assert (result.outcome is PutOutcome.exists) == had_exact, "lossy copies are no reason"
+
+    def copy(self) -> None:
+        version, tier = self.draw.choice(self.versions), self.draw.choice(["disk", "redis"])
+        best = self.core.catalog.holders(version.info.key, Fidelity.exact)
+        if self.core.copy_down(version, tier) and best:
+            wanted = self.core.shelf(tier).fidelity_for("red")
+            assert fidelity_on(self.core, tier, version.info.key) >= wanted
+
+    def drop(self) -> None:
+        """Lose what is in memory, but for what a lower tier has."""
+        version = self.draw.choice(self.versions)
+        if self.core.catalog.holders(version.info.key)[:1] == ["cpu"]:
+            self.copy()
+            forget(self.core, version)
+
+    def forget(self) -> None:
+        version = self.draw.choice(self.versions)
+        holders = self.core.catalog.holders(version.info.key)
+        if holders:
+            forget(self.core, version, self.draw.choice(holders))
+
+    def read(self) -> None:
+        start = self.draw.randrange(len(self.versions))
+        versions = self.versions[start:]
+        least = self.draw.choice([Fidelity.exact, Fidelity.bounded, Fidelity.bounded])
+        expected = ready(self.core, self.session, versions, least)
+        frames = read(self.core, self.session, versions, least)
+        assert len(frames) == expected
+        for version, frame in zip(versions, frames, strict=False):
+            header = check_frame(frame, version.info.key)
+            assert header.fidelity >= least
+            raw = TierCodec(NamedCodec.of("raw")).encode(frame, "red").tobytes()
+            exact = header.fidelity is Fidelity.exact
+            assert raw == (version.frame.tobytes() if exact else self.coarse[version.info.key])
+
+    def tick(self) -> None:
+        self.core.clock.advance(1.0)  # type: ignore[attr-defined]
+        self.core.manager.tick()
+
+    def crowd(self) -> None:
+        """Put so many others that what is in memory has to go."""
+        self.core.put(self.session, prompt(self.core.slabs * 3, seed=self.draw.randrange(1, 9)))
+
+    def delete(self) -> None:
+        self.core.manager.delete([self.draw.choice(self.versions).info.key], self.core.later())
+
+    def check_catalog(self) -> None:
+        """What lies in memory is what the catalog says of it."""
+        for version in self.versions:
+            info = self.core.catalog.copies(version.info.key).get("cpu")
+            frame = self.core.cpu.peek(version.info.key)
+            if info is not None:
+                assert frame is not None
+                assert parse_header(frame).fidelity is info.fidelity
+
+
+def coarse_of(frame: Bytes) -> Bytes:
+    """Return what a raw frame is after it was coded with loss once."""
+    coarse = TierCodec(NamedCodec.of("coarse")).encode(frame, "red")
+    return TierCodec(NamedCodec.of("raw")).encode(coarse, "red")
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_schedules_never_give_a_lossy_copy_to_who_asked_for_an_exact_one(block: int) -> None:
+    for seed in range(50 * block, 50 * (block + 1)):
+        Schedule(seed).run(60)
+
+
+def test_the_schedules_of_lossy_copies_go_everywhere() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(60):
+        seen.update(Schedule(seed).run(60))
+    for name in ("replaced_copies", "lossless_instead", "lossy_victims", "read_throughs"):
+        assert seen[name], name

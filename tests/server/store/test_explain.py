@@ -1,0 +1,469 @@
+"""Explain, asked of real servers: the word and the sentence for each way of being a miss."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+
+import pytest
+from bare_wire import Wire, wire_to
+from coarse_codec import coarse_codec
+from conftest import ServerMaker
+from disk_damage import flip_a_bit
+from local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from prompts import (
+    MEDIUM,
+    SMALL,
+    assert_reads,
+    chunks_of,
+    frame_of,
+    keys_of,
+    other_revision,
+    store,
+)
+from simulation.clock import FakeClock
+
+from kvstore.client import ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    PermissionDeniedError,
+    TierUnavailableError,
+)
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChunkKey,
+    DType,
+    Fidelity,
+    Match,
+    Namespace,
+    PutOutcome,
+)
+from kvstore.proto.wire import REFUSED, fidelity_number
+from kvstore.server.api.explain_messages import ExplainDesk
+from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.index.queries import ChunkStatus
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.explain import Facts
+from kvstore.server.store.miss_log import (
+    MAX_COUNTS,
+    MAX_MISSES,
+    MAX_REASON_CHARS,
+    MAX_REASONS,
+    MAX_REPORTS,
+    MissLog,
+)
+
+BIG = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
+
+
+def explained(
+    server: LocalServer, keys: list[ChunkKey], least: Fidelity = Fidelity.exact
+) -> pb.ExplainResponse:
+    request = pb.ExplainRequest(
+        key_namespace=keys[0][:DIGEST_BYTES],
+        digests=b"".join(key[DIGEST_BYTES:] for key in keys),
+        min_fidelity=fidelity_number(least),
+    )
+    return server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+
+
+def states(reply: pb.ExplainResponse) -> list[str]:
+    return [one.state for one in reply.chunks]
+
+
+def evict_from_memory(server: LocalServer, keys: list[ChunkKey]) -> None:
+    manager = server.node.manager
+    server.settled()
+    for key in keys:
+        assert manager.catalog.cast_out("cpu", key)
+        manager.transfers.delete_from(manager.transfers.cpu, key)
+
+
+def test_what_is_there_is_told_with_its_copies(server: LocalServer) -> None:
+    keys = store(server.connect(), 1, 3)
+    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 3)
+    reply = explained(server, keys)
+    assert (reply.hit_chunks, states(reply)) == (3, ["ready"] * 3)
+    assert [copy.tier for copy in reply.chunks[0].copies] == ["cpu", "disk"]
+    assert reply.chunks[0].copies[0].codec == "raw"
+    assert [one.digest for one in reply.chunks] == [key[DIGEST_BYTES:] for key in keys]
+    evict_from_memory(server, keys)
+    assert {one.reason for one in explained(server, keys).chunks} == {"on disk"}
+
+
+def test_explaining_counts_as_no_use(server: LocalServer) -> None:
+    client = server.connect()
+    keys = store(client, 1, 2)
+    for _ in range(3):
+        explained(server, keys)
+    assert [stat.hits for stat in client.stat(keys)] == [0, 0]
+    assert server.counter("lookups") == 0
+
+
+def test_a_chunk_that_nobody_stored_is_unknown_and_hides_those_behind_it(
+    server: LocalServer,
+) -> None:
+    client = server.connect()
+    keys = keys_of(client, 1, 4)
+    chunks = chunks_of(client, keys)
+    client.put([chunks[0], chunks[1], chunks[3]])
+    reply = explained(server, keys)
+    assert states(reply) == ["ready", "ready", "unknown", "behind"]
+    assert reply.hit_chunks == 2
+    assert "chunk 2" in reply.chunks[3].reason
+    assert reply.chunks[3].copies
+
+
+def test_a_chunk_that_is_being_put_is_pending(server: LocalServer) -> None:
+    wire = wire_to(server)
+    wire.call("Reserve", wire.reserve(2304))
+    assert states(explained(server, [wire.key(1)])) == ["pending"]
+
+
+def test_a_chunk_that_was_promised_is_pending_and_says_so(server: LocalServer) -> None:
+    client = server.connect()
+    keys = keys_of(client, 1, 2)
+    assert client.promise(keys, 60_000) == 2
+    reply = explained(server, keys)
+    assert states(reply) == ["pending"] * 2
+    assert "promised" in reply.chunks[0].reason
+
+
+def test_an_evicted_chunk_says_from_where_and_that_nobody_took_a_copy(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--tiers", "cpu", "--cpu", "16MiB")
+    client = server.connect("auto", MEDIUM, BIG)
+    keys = store(client, 1, 4)
+    for seed in range(2, 9):
+        store(client, seed, 16)
+    reply = explained(server, keys)
+    assert states(reply) == ["evicted"] * 4
+    assert reply.chunks[0].reason.startswith("evicted from cpu ")
+    assert reply.hit_chunks == 0
+
+
+def test_a_ghost_whose_outcome_was_forgotten_is_still_known_to_be_evicted(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--tiers", "cpu", "--cpu", "16MiB")
+    keys = store(server.connect(), 1, 1)
+    evict_from_memory(server, keys)
+    (one,) = explained(server, keys).chunks
+    assert (one.state, "longer ago" in one.reason) == ("evicted", True)
+
+
+def test_a_refused_chunk_says_why(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu", "--cpu", "16MiB")
+    holder = server.connect("auto", MEDIUM, ClientOptions("auto", 64, DEADLINE_MS))
+    options = ClientOptions("auto", 64, deadline_ms=300, retry_after_ms=1)
+    client = server.connect("auto", MEDIUM, options)
+    leases, refused = [], []
+    for seed in range(2, 60):
+        keys = keys_of(holder, seed, 8)
+        try:
+            puts = client.put(chunks_of(holder, keys))
+        except (DeadlineError, TierUnavailableError):  # the machine is busy
+            continue
+        refused = [
+            key for key, put in zip(keys, puts, strict=True) if put.outcome is PutOutcome.refused
+        ]
+        if refused:
+            break
+        leases.append(holder.lease(keys))
+    (one,) = explained(server, refused[-1:]).chunks
+    assert one.state == "refused"
+    assert "cpu" in one.reason
+
+
+def test_a_frame_that_failed_a_check_says_which(server: LocalServer) -> None:
+    wire = wire_to(server)
+    frame = frame_of(wire.key(3), SMALL).copy()
+    frame[-1] ^= 1
+    with pytest.raises(KVStoreError):
+        wire.put_frame(frame)
+    (one,) = explained(server, [wire.key(3)]).chunks
+    assert one.state == "invalid"
+    assert "check" in one.reason
+
+
+def test_a_damaged_copy_says_on_which_tier(make_server: ServerMaker) -> None:
+    server = make_server()
+    client = server.connect("grpc")
+    keys = keys_of(client, 1, 2)
+    client.put(chunks_of(client, keys), durable=True)
+    client.close()
+    server.stop()
+    flip_a_bit(server.config.disk.path, keys[1])
+    server = make_server()
+    client = server.connect("grpc")
+    assert states(explained(server, keys)) == ["ready", "ready"]
+    assert len(client.get(keys)) == 1
+    reply = explained(server, keys)
+    assert states(reply) == ["ready", "corrupt"]
+    assert "disk" in reply.chunks[1].reason
+
+
+def test_deleted_and_expired_chunks_say_so(server: LocalServer) -> None:
+    client = server.connect()
+    keys = store(client, 1, 1)
+    assert client.delete(keys) == 1
+    assert states(explained(server, keys)) == ["deleted"]
+    short = store(client, 2, 1, Hints(ttl_ms=1))
+    assert eventually(lambda: states(explained(server, short)) == ["expired"])
+    assert eventually(lambda: not server.node.manager.catalog.holders(short[0]))
+    assert states(explained(server, short)) == ["expired"]
+
+
+def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) -> None:
+    with coarse_codec():
+        server = make_server("--disk-codec", "coarse")
+        keys = store(server.connect(), 1, 1)
+        assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 1)
+        evict_from_memory(server, keys)
+        (one,) = explained(server, keys).chunks
+        assert one.state == "lossy"
+        assert "bounded" in one.reason
+        assert states(explained(server, keys, Fidelity.bounded)) == ["ready"]
+        server.close()
+
+
+def test_a_tier_that_is_left_alone_is_named_with_the_reason(make_server: ServerMaker) -> None:
+    server = make_server("--breaker-retry-ms", "60000")
+    keys = store(server.connect(), 1, 2)
+    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 2)
+    evict_from_memory(server, keys)
+    assert states(explained(server, keys)) == ["ready"] * 2
+    for _ in range(3):
+        server.node.manager.transfers.shelves["disk"].breaker.fail("no answer")
+    reply = explained(server, keys)
+    assert states(reply) == ["tier_down"] * 2
+    assert reply.chunks[0].reason == "on disk, which is left alone: no answer"
+    assert reply.hit_chunks == 0
+
+
+def test_another_identity_of_the_same_tokens_is_named_field_by_field(
+    server: LocalServer,
+) -> None:
+    (group,) = SMALL.layer_groups
+    half = replace(SMALL, layer_groups=(replace(group, dtype=DType.float16),))
+    stored = server.connect("auto", half)
+    store(stored, 1, 3)
+    store(server.connect("auto", other_revision(SMALL)), 7, 2)
+    asker = server.connect()
+    reply = explained(server, keys_of(asker, 1, 3))
+    assert states(reply) == ["other_identity"] * 3
+    assert "layer_groups[0].dtype: float16 stored, bfloat16 asked" in reply.chunks[0].reason
+    first, second = reply.near
+    assert (first.key_namespace, first.same_tokens, first.chunks) == (stored.namespace, True, 3)
+    assert (second.same_tokens, second.chunks) == (False, 2)
+    assert [one.field for one in second.differences] == ["model_revision"]
+    assert explained(server, keys_of(stored, 1, 3)).near == []
+
+
+# --- who may ask what
+
+
+def test_a_session_asks_of_its_own_namespace_only(server: LocalServer) -> None:
+    keys = store(server.connect(), 1, 2)
+    other = open_session(server.dial(), other_revision(SMALL))
+    request = pb.ExplainRequest(
+        session_id=other.session_id,
+        key_namespace=keys[0][:DIGEST_BYTES],
+        digests=keys[0][DIGEST_BYTES:],
+    )
+    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    assert states(reply) == ["other_identity"]
+
+
+def test_a_question_that_makes_no_sense_is_refused(server: LocalServer) -> None:
+    space = bytes(16)
+    session = open_session(server.dial(), SMALL).session_id
+    for request, error in (
+        (pb.ExplainRequest(session_id=5, digests=bytes(16)), LeaseExpiredError),
+        (pb.ExplainRequest(session_id=session, recent=1), InvalidRequestError),
+        (pb.ExplainRequest(session_id=session, spaces=True), InvalidRequestError),
+        (pb.ExplainRequest(digests=bytes(16)), InvalidRequestError),
+        (pb.ExplainRequest(digests=bytes(16), key_namespace=bytes(7)), InvalidRequestError),
+        (pb.ExplainRequest(digests=bytes(15), key_namespace=space), InvalidRequestError),
+        (
+            pb.ExplainRequest(digests=bytes(16), min_fidelity=9, key_namespace=space),
+            InvalidRequestError,
+        ),
+        (pb.ExplainRequest(digests=bytes(16 * 5000), key_namespace=space), InvalidRequestError),
+    ):
+        with pytest.raises(error):
+            server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+
+
+def test_who_is_on_another_host_needs_a_session(server: LocalServer) -> None:
+    checks = Checks(ServiceLimits(4096, 1 << 28, 2000), time.monotonic)
+    desk = ExplainDesk(server.node.manager, server.node.sessions, checks)
+    for request in (pb.ExplainRequest(recent=1), pb.ExplainRequest(spaces=True)):
+        with pytest.raises(PermissionDeniedError, match="Explain"):
+            desk.answer(request, "ipv4:10.1.2.3:4567", pb.Server())
+
+
+# --- what missed lately
+
+
+def recent(server: LocalServer, count: int = 10) -> pb.ExplainResponse:
+    request = pb.ExplainRequest(recent=count)
+    return server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+
+
+def test_the_latest_misses_come_first_with_their_reasons(server: LocalServer) -> None:
+    client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
+    keys = store(client, 1, 2)
+    assert client.lookup(keys).ready == 2
+    assert recent(server).recent == []
+    longer = keys_of(client, 1, 4)
+    missing = keys_of(client, 2, 3)
+    client.lookup(missing)
+    client.lookup(longer)
+    client.delete(keys[:1])
+    client.lookup(keys)
+    rows = [(m.client, m.chunks, m.ready, m.state) for m in recent(server).recent]
+    assert rows == [
+        ("engine-7", 2, 0, "deleted"), ("engine-7", 4, 2, "unknown"), ("engine-7", 3, 0, "unknown")
+    ]  # fmt: skip
+    client.put(chunks_of(client, missing))
+    first = recent(server).recent[-1]
+    assert (first.state, first.reason) == (
+        "unknown", "never stored here, or forgotten since; stored since"
+    )  # fmt: skip
+    assert [m.state for m in recent(server, 1).recent] == ["deleted"]
+    assert_reads(client, missing)
+
+
+def test_a_miss_keeps_the_reason_that_it_had_when_its_engine_stored_the_prompt(
+    server: LocalServer,
+) -> None:
+    client = server.connect()
+    keys = store(client, 1, 2)
+    server.settled()
+    assert client.delete(keys) == 2
+    for _ in range(3):
+        assert client.lookup(keys).ready == 0
+        client.put(chunks_of(client, keys))
+        client.delete(keys)
+    client.put(chunks_of(client, keys))
+    misses = recent(server).recent
+    assert [miss.state for miss in misses] == ["deleted"] * 3
+    for miss in misses:
+        assert re.fullmatch(r"deleted [0-9]+ s before, .*; stored since", miss.reason)
+
+
+def test_a_miss_of_an_evicted_chunk_names_the_tier_and_when(make_server: ServerMaker) -> None:
+    server = make_server("--tiers", "cpu", "--cpu", "4MiB", "--cpu-slab-bytes", "4MiB")
+    client = server.connect(options=BIG, representation=MEDIUM)
+    keys = store(client, 1, 2)
+    for seed in range(2, 40):
+        store(client, seed, 2)
+    assert client.lookup(keys).ready == 0
+    store(client, 1, 2)
+    (miss,) = recent(server).recent
+    assert miss.state == "evicted"
+    assert re.match(r"evicted from cpu [0-9]+ s before", miss.reason)
+
+
+def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--breaker-retry-ms", "60000")
+    client = server.connect()
+    keys = store(client, 1, 1)
+    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 1)
+    evict_from_memory(server, keys)
+    breaker = server.node.manager.transfers.shelves["disk"].breaker
+    for _ in range(3):
+        breaker.fail("no answer")
+    assert client.lookup(keys).ready == 0
+    breaker.succeed()
+    (miss,) = recent(server).recent
+    assert miss.state == "tier_down"
+    assert miss.reason == "on disk, which is left alone: no answer; stored since"
+
+
+def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: LocalServer) -> None:
+    store(server.connect(), 1, 2)
+    other = server.connect(representation=other_revision(SMALL))
+    other.lookup(keys_of(other, 1, 2))
+    (miss,) = recent(server).recent
+    assert miss.state == "other_identity"
+    assert "model_revision: " in miss.reason
+
+
+def test_the_log_of_misses_and_reports_is_bounded() -> None:
+    log = MissLog(FakeClock())
+    seen = ChunkStatus({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
+    facts = Facts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
+    for number in range(MAX_MISSES + 20):
+        one = session_of(number)
+        log.note(one, 1, Match(0, 0, 1, (), b"", b""), facts)
+        log.report(one, {"miss_absent": number})
+    misses, reports = log.misses(5000), log.reports()
+    assert (len(misses), len(reports)) == (MAX_MISSES, MAX_REPORTS)
+    assert (misses[0].session.session_id, reports[0].session.session_id) == (1043, 1043)
+
+
+def session_of(number: int) -> Session:
+    space = Namespace(bytes(16))
+    return Session(number, "default", "", SMALL, space, bytes(16), b"", 0.0)
+
+
+def beat(wire: Wire, counts: dict[str, int]) -> None:
+    wire.call("Heartbeat", pb.HeartbeatRequest(counts=counts))
+
+
+def test_what_an_engine_counts_comes_with_a_heartbeat(server: LocalServer) -> None:
+    wire = wire_to(server)
+    beat(wire, {})
+    assert recent(server).engines == []
+    beat(wire, {"miss_absent": 1})
+    beat(wire, {"miss_absent": 3, "miss_late": 1})
+    (report,) = recent(server).engines
+    assert dict(report.counts) == {"miss_absent": 3, "miss_late": 1}
+    assert report.model_id == SMALL.model_id
+
+
+def test_counts_beyond_the_limits_are_left_out_and_the_session_lives(server: LocalServer) -> None:
+    wire = wire_to(server)
+    beat(wire, {f"count_{number:04}": 1 for number in range(500)} | {"x" * 65: 1})
+    (report,) = recent(server).engines
+    assert len(report.counts) == MAX_COUNTS
+    assert "x" * 65 not in report.counts
+    beat(wire, {"y" * 1000: 1})
+    assert len(recent(server).engines) == 1
+
+
+def test_reasons_of_engines_are_cut_cleaned_few_and_before_all_counts(server: LocalServer) -> None:
+    wire = wire_to(server)
+    counts = {f"count_{number:04}": 1 for number in range(500)}
+    beat(wire, counts | {"refused: \x1b[31m\nno\u202e pages " + "x" * 10_000: 1})
+    (report,) = recent(server).engines
+    assert len(report.counts) == MAX_COUNTS
+    (reason,) = [name for name in report.counts if name.startswith(REFUSED)]
+    assert reason.isprintable()
+    assert reason.startswith("refused:  [31m no  pages xx")
+    assert len(reason) == MAX_REASON_CHARS
+    beat(wire, counts | {f"refused: {number}": 1 for number in range(100)} | {"\x07bell": 1})
+    (report,) = recent(server).engines
+    assert sum(name.startswith(REFUSED) for name in report.counts) == MAX_REASONS
+    assert all(name.isprintable() for name in report.counts)
+
+
+def test_the_identities_that_are_known_are_listed(server: LocalServer) -> None:
+    client = server.connect()
+    store(client, 1, 3)
+    request = pb.ExplainRequest(spaces=True)
+    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    (space,) = reply.spaces
+    assert (space.key_namespace, space.chunks) == (client.namespace, 3)
+    assert space.representation.model_revision == SMALL.model_revision

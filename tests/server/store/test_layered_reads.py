@@ -1,0 +1,275 @@
+"""Layered gets: headers, then layer by layer, read from below as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from contracts.chunks import make_representation
+from simulation.clock import FakeClock
+from simulation.core import LIMITS, Core, frames_of, keys_of
+from simulation.tiers import GatedDisk, SimDisk, no_faults
+from simulation.universe import Version, salt, write_frame
+
+from kvstore.proto.frame import FrameTemplate, parse_header
+from kvstore.proto.keys import (
+    chain_digest,
+    chunk_key,
+    namespace,
+    representation_digest,
+    tokens_le32,
+)
+from kvstore.proto.types import (
+    ROOT,
+    ChainDigest,
+    ChunkInfo,
+    DType,
+    KVLayout,
+    LayerGroup,
+    LayerKind,
+    layer_order,
+)
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayeredGet, LayerPart
+
+TIER_BYTES = 1 << 20
+PATIENCE_S = 20.0
+
+
+MODEL = replace(
+    make_representation(),
+    layer_groups=(
+        LayerGroup(LayerKind.attention, DType.bfloat16, (0, 2), 1, 4),
+        LayerGroup(LayerKind.mla, DType.bfloat16, (1, 3), 1, 8),
+    ),
+)
+"""Frames of 1.5 KB: two fit a slab. Its layers do not lie in the order in which they are used."""
+
+
+def prompt(length: int) -> list[Version]:
+    """A chain of chunks of MODEL."""
+    versions: list[Version] = []
+    parent = ROOT
+    for seed in range(length):
+        template = FrameTemplate(
+            key=chunk_key(namespace(salt("red"), MODEL), chain_digest(parent, tokens_le32([seed]))),
+            parent=parent,
+            representation=representation_digest(MODEL),
+            content=bytes(16),
+            layout=KVLayout.of(MODEL, 16),
+        )
+        frame = write_frame(template, seed)
+        info = ChunkInfo(template.key, parent, template.layout, 0, len(frame))
+        versions.append(Version(info, frame, info, frame, frame))
+        parent = ChainDigest(template.key[16:])
+    return versions
+
+
+def open_session(core: Core) -> Session:
+    return core.sessions.open(MODEL, "a test", "red")
+
+
+class CountingDisk(SimDisk):
+    """Counts its reads, and can lose a chunk at one of them."""
+
+    reads = 0
+
+    def read_into(self, key, out, offset=0):  # type: ignore[no-untyped-def]
+        self.reads += 1
+        return super().read_into(key, out, offset)
+
+
+@pytest.fixture
+def disk() -> CountingDisk:
+    return CountingDisk(TIER_BYTES, no_faults())
+
+
+@pytest.fixture
+def core(disk: SimDisk) -> Iterator[Core]:
+    with closing(Core([disk], slabs=8, clock=FakeClock())) as core:
+        yield core
+
+
+@pytest.fixture
+def session(core: Core) -> Session:
+    return open_session(core)
+
+
+def put_low(core: Core, session: Session, versions: list[Version]) -> None:
+    """Put chunks so that only the disk has them."""
+    core.put(session, versions)
+    for version in versions:
+        ticket = core.transfers.copy_down(version.info.key, core.shelf("disk"), urgent=True)
+        assert ticket is not None
+        assert core.mover.wait(ticket, core.later())
+        assert core.catalog.cast_out("cpu", version.info.key)
+        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+        assert core.tiers_of(version) == ["disk"]
+
+
+def parts_of(
+    core: Core, session: Session, versions: list[Version], seconds: float = 60.0
+) -> Iterator[LayerPart]:
+    """A layered get under a lease of its own."""
+    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+    get = LayeredGet(core.transfers, session, keys_of(versions)[:known], core.later(seconds))
+    try:
+        yield from get.parts()
+    finally:
+        assert core.manager.release(session, lease_id)
+
+
+def whole(parts: list[LayerPart], versions: list[Version]) -> int:
+    """Return how many chunks came whole, all bytes of which must be right."""
+    missing = [np.ones(version.info.size_bytes, bool) for version in versions]
+    for part in parts:
+        frame = np.frombuffer(frames_of(versions)[part.chunk], np.uint8)
+        assert part.frame_bytes == len(frame)
+        stop = part.offset + len(part.data)
+        assert np.array_equal(part.data, frame[part.offset : stop])
+        missing[part.chunk][part.offset : stop] = False
+    for version, left in zip(versions, missing, strict=True):
+        header = parse_header(np.frombuffer(version.frame, np.uint8))
+        end = header.header_bytes
+        for row in header.segments:
+            left[end : int(row["offset"])] = False  # padding does not travel
+            end = int(row["offset"] + row["stored_bytes"])
+    return sum(not left.any() for left in missing)
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["memory", "disk"])
+def test_headers_come_first_then_each_layer_of_all_chunks(
+    core: Core, session: Session, low: bool
+) -> None:
+    versions = prompt(5)
+    if low:
+        put_low(core, session, versions)
+    else:
+        core.put(session, versions)
+    parts = [replace_data(part) for part in parts_of(core, session, versions)]
+    header = parse_header(np.frombuffer(versions[0].frame, np.uint8))
+    order = [segment for _, segment in layer_order(session.representation)]
+    offsets = [0, *(int(header.segments[segment]["offset"]) for segment in order)]
+    assert [(part.offset, part.chunk) for part in parts] == [
+        (offset, chunk) for offset in offsets for chunk in range(5)
+    ]
+    assert whole(parts, versions) == 5
+    assert {part.tier for part in parts} == {"disk" if low else "cpu"}
+    assert core.counters["get_chunks"] == 5
+    assert core.counters["promoted_chunks"] == (5 if low else 0)
+    assert core.catalog.held_count() == 0
+    assert core.cpu.stats().reservations == 0
+
+
+def replace_data(part: LayerPart) -> LayerPart:
+    """A part with a copy of its bytes: the get's own are gone when it is over."""
+    return part._replace(data=part.data.copy())
+
+
+def test_a_layer_is_sent_before_the_next_is_read(
+    core: Core, session: Session, disk: CountingDisk
+) -> None:
+    versions = prompt(3)
+    put_low(core, session, versions)
+    disk.reads = 0
+    parts = parts_of(core, session, versions)
+    with closing(parts):  # type: ignore[type-var]
+        for _ in range(3):
+            assert next(parts).offset == 0
+        assert disk.reads == 3
+        assert next(parts).chunk == 0
+        assert disk.reads == 4
+        assert core.mover.depth()["load-disk"] <= READ_AHEAD_SEGMENTS
+
+
+def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
+    core: Core, session: Session
+) -> None:
+    versions = prompt(3)
+    put_low(core, session, versions)
+    before = core.cpu.stats()
+    for read in (0, 1, 3, 5, 9):
+        parts = parts_of(core, session, versions)
+        with closing(parts):  # type: ignore[type-var]
+            for _ in range(read):
+                next(parts)
+        core.settle()
+        assert core.cpu.stats() == before
+        assert core.catalog.held_count() == 0
+    assert whole([replace_data(p) for p in parts_of(core, session, versions)], versions) == 3
+    assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 3
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+@pytest.mark.parametrize("what", ["header", "last layer", "lost"])
+def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
+    core: Core, session: Session, disk: CountingDisk, what: str
+) -> None:
+    versions = prompt(3)
+    put_low(core, session, versions)
+    key, size = versions[1].info.key, versions[1].info.size_bytes
+    if what == "lost":
+        disk.lose(key)
+    else:
+        disk.flip(key, 8 * (60 if what == "header" else size - 1))
+    parts = [replace_data(part) for part in parts_of(core, session, versions)]
+    assert whole(parts, versions) == 1
+    assert core.tiers_of(versions[1]) == []
+    assert core.cpu.stats().reservations == 0
+    assert core.put(session, [versions[1]])[0].reason == ""
+
+
+def test_a_disk_that_hangs_is_late_and_not_waited_for() -> None:
+    gated = GatedDisk(TIER_BYTES)
+    with closing(Core([gated], slabs=8, workers=2)) as core:
+        session = open_session(core)
+        versions = prompt(3)
+        put_low(core, session, versions)
+        gated.shut()
+        assert list(parts_of(core, session, versions, seconds=0.05)) == []
+        assert gated.reached.wait(PATIENCE_S)
+        gated.gate.set()
+        parts = [replace_data(part) for part in parts_of(core, session, versions)]
+        assert whole(parts, versions) == 3
+    assert core.catalog.held_count() == 0
+
+
+def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> None:
+    gated = GatedDisk(TIER_BYTES)
+    with closing(Core([gated], slabs=8, workers=1)) as core:
+        session = open_session(core)
+        versions = prompt(2)
+        put_low(core, session, versions)
+        parts = parts_of(core, session, versions)
+        assert next(parts).offset == 0
+        gated.shut()
+        parts.close()  # type: ignore[attr-defined]
+        gated.gate.set()
+        core.mover.close()
+        assert core.catalog.held_count() == 0
+        assert core.cpu.stats().reservations == 0
+
+
+def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
+    with closing(Core([disk], slabs=8, codec="zplane", clock=FakeClock())) as core:
+        session = open_session(core)
+        versions = prompt(3)
+        put_low(core, session, versions)
+        parts = [replace_data(part) for part in parts_of(core, session, versions)]
+        assert whole(parts, versions) == 3
+        assert core.counters["promoted_chunks"] == 3
+
+
+def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
+    limits = replace(LIMITS, loose_bytes=0)
+    with closing(Core([disk], slabs=1, limits=limits, clock=FakeClock())) as core:
+        session = open_session(core)
+        versions = prompt(5)
+        for version in versions:
+            put_low(core, session, [version])
+        parts = [replace_data(part) for part in parts_of(core, session, versions)]
+        assert whole(parts, versions) == 2, "as many as a slab holds"
+        assert core.cpu.stats().reservations == 0

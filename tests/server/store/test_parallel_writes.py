@@ -1,0 +1,331 @@
+"""Chunks that come portion by portion: invisible until whole, bounded, and nobody's for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from portions import WIDE, portion_frame, portion_of
+from prompts import frame_of
+from simulation.core import Core
+
+from kvstore.proto.buffers import Bytes, as_bytes, checksum
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    QuotaExceededError,
+)
+from kvstore.proto.frame import (
+    FLAG_RESTORED,
+    FrameTemplate,
+    pack_header,
+    parse_header,
+    raw_frame_bytes,
+)
+from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, Portion, PutOutcome
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.parallel_writes import Piece, PortionTicket
+from kvstore.server.store.store import ManagerLimits
+from kvstore.server.store.writes import PutResult
+
+LAYOUT = KVLayout.of(WIDE, 16)
+SIZE = raw_frame_bytes(LAYOUT)
+TOP, REST = portion_of(LAYOUT, (0, 1)), portion_of(LAYOUT, (1, 3))
+LEFT, RIGHT = portion_of(LAYOUT, (0, 3), (0, 2)), portion_of(LAYOUT, (0, 3), (2, 4))
+PENDING, STORED, EXISTS = PutOutcome.pending, PutOutcome.stored, PutOutcome.exists
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Writers:
+    """A manager with memory for a few chunks, and sessions that put portions of one model's."""
+
+    def __init__(self, **limits: float) -> None:
+        self.clock = Clock()
+        terms = {"max_reservations_per_session": 4, "write_through": False, **limits}
+        self.core = Core(
+            slab_bytes=1 << 15,
+            limits=ManagerLimits(**terms),  # type: ignore[arg-type]
+            clock=self.clock,
+        )
+        self.puts = self.core.manager.puts
+        self.one, self.other = self.open(), self.open()
+
+    def open(self) -> Session:
+        return self.core.sessions.open(WIDE, "a rank", "red")
+
+    def template(self, number: int = 0) -> FrameTemplate:
+        digest = chain_digest(ROOT, tokens_le32(range(number, number + 16)))
+        key = chunk_key(self.one.namespace, digest)
+        return FrameTemplate(
+            key, ROOT, self.one.representation_digest, digest, LAYOUT, prefill_flops=5.0
+        )
+
+    def key(self, number: int = 0) -> ChunkKey:
+        return self.template(number).key
+
+    def begin(
+        self,
+        session: Session,
+        portion: Portion,
+        number: int = 0,
+        *,
+        is_streamed: bool = False,
+        hints: Hints | None = None,
+    ) -> PortionTicket | PutResult:
+        info = ChunkInfo(self.key(number), ROOT, portion.whole, 0, raw_frame_bytes(portion.whole))
+        piece = Piece(portion, len(self.frame(portion, number)), is_streamed)
+        hints = hints or Hints()
+        begun = self.puts.begin_all(session, [info], self.core.later(), hints, [piece])[0]
+        assert isinstance(begun, PortionTicket | PutResult)
+        return begun
+
+    def frame(self, portion: Portion, number: int = 0, **changes: object) -> Bytes:
+        return portion_frame(replace(self.template(number), **changes), WIDE, portion)  # type: ignore[arg-type]
+
+    def finish(self, ticket: PortionTicket | PutResult, frame: Bytes) -> PutOutcome:
+        if isinstance(ticket, PutResult):
+            return ticket.outcome
+        claimed = self.puts.claim(ticket.session, ticket.ticket_id)
+        return self.puts.ingest([claimed], [frame])[0].outcome
+
+    def put(self, session: Session, portion: Portion, number: int = 0) -> PutOutcome:
+        return self.finish(self.begin(session, portion, number), self.frame(portion, number))
+
+    def found(self, number: int = 0) -> tuple[int, int]:
+        match = self.core.manager.lookup(
+            self.one, [self.key(number)], self.core.later(), lease=False
+        )
+        return match.ready, match.pending
+
+    def is_right(self, number: int = 0) -> bool:
+        """Whether the chunk is stored, and its frame is what one writer would have put."""
+        frame = as_bytes(self.core.get(self.one, [self.key(number)])[0])
+        header, right = parse_header(frame), frame_of(self.key(number), WIDE)
+        facts = (header.prefill_flops, header.content, header.position)
+        is_same = np.array_equal(frame[header.header_bytes :], right[header.header_bytes :])
+        return is_same and facts == (5.0, self.template(number).content, 0)
+
+    def assert_nothing_left(self) -> None:
+        assert len(self.puts) == len(self.puts.assembly) == self.puts.assembly.used_bytes == 0
+        assert self.core.catalog.in_flight.count() == self.core.cpu.stats().reservations == 0
+
+
+@pytest.fixture
+def writers() -> Iterator[Writers]:
+    made = Writers()
+    yield made
+    made.core.close()
+
+
+@pytest.mark.parametrize(
+    "portions",
+    [
+        (TOP, REST),
+        (RIGHT, LEFT),
+        (LEFT, TOP, RIGHT),
+        (portion_of(LAYOUT, (0, 2), (0, 3)), portion_of(LAYOUT, (1, 3), (1, 4)), LEFT, RIGHT),
+    ],
+    ids=["pipeline", "tensor", "overlap", "corners"],
+)
+def test_a_chunk_is_pending_until_its_last_portion_and_then_what_one_writer_puts(
+    writers: Writers, portions: tuple[Portion, ...]
+) -> None:
+    *first, last = portions
+    for portion in first:
+        assert writers.put(writers.one, portion) is PENDING
+        assert writers.found() == (0, 1)
+    assert writers.put(writers.other, last) is STORED
+    assert writers.found() == (1, 0)
+    assert writers.is_right()
+    assert writers.put(writers.one, TOP) is EXISTS
+    writers.assert_nothing_left()
+
+
+def test_the_same_portion_twice_changes_nothing(writers: Writers) -> None:
+    assert [writers.put(writers.one, TOP) for _ in range(3)] == [PENDING] * 3
+    assert writers.put(writers.one, REST) is STORED
+    assert writers.is_right()
+
+
+def test_a_later_portion_does_not_overwrite_what_another_writer_put(writers: Writers) -> None:
+    assert writers.put(writers.one, TOP) is PENDING
+    other = writers.frame(LEFT)
+    header = parse_header(other, takes_portions=True)
+    spoilt = portion_frame(writers.template(), WIDE, LEFT)
+    spoilt[int(header.segments[0]["offset"]) :][:64] = 7  # other bytes of layer 0
+    resummed = _resummed(spoilt)
+    assert writers.finish(writers.begin(writers.other, LEFT), resummed) is PENDING
+    assert writers.put(writers.one, RIGHT) is STORED
+    assert writers.is_right()
+
+
+def _resummed(frame: Bytes) -> Bytes:
+    header = parse_header(frame, takes_portions=True)
+    segments = header.segments.copy()
+    segments["checksum"] = [checksum(header.segment(frame, i)) for i in range(len(segments))]
+    fixed = pack_header(replace(header, segments=segments))
+    frame[: len(fixed)] = as_bytes(fixed)
+    return frame
+
+
+def test_a_damaged_portion_leaves_nothing_and_may_come_again(writers: Writers) -> None:
+    frame = writers.frame(TOP)
+    frame[-1] ^= 1
+    with pytest.raises(ChunkCorruptError):
+        writers.finish(writers.begin(writers.one, TOP), frame)
+    assert writers.put(writers.one, REST) is PENDING
+    assert writers.put(writers.one, TOP) is STORED
+    assert writers.is_right()
+
+
+@pytest.mark.parametrize(
+    ("named", "changes"),
+    [("content", {"content": bytes(16)}), ("position", {"position": 16})],
+    ids=["content", "position"],
+)
+def test_facts_that_contradict_another_writer_are_refused_by_name(
+    writers: Writers, named: str, changes: dict[str, Any]
+) -> None:
+    assert writers.put(writers.one, TOP) is PENDING
+    ticket = writers.begin(writers.other, REST)
+    with pytest.raises(InvalidRequestError, match=named):
+        writers.finish(ticket, writers.frame(REST, **changes))
+    assert writers.put(writers.other, REST) is STORED
+    assert writers.is_right()
+
+
+def test_a_portion_of_another_layout_is_refused_by_name(writers: Writers) -> None:
+    assert writers.put(writers.one, TOP) is PENDING
+    with pytest.raises(InvalidRequestError, match="layout"):
+        writers.begin(writers.other, portion_of(KVLayout.of(WIDE, 32), (1, 3)))
+
+
+def test_only_the_portion_that_was_announced_is_taken_raw_exact_and_original(
+    writers: Writers,
+) -> None:
+    wrong = (
+        (writers.frame(REST), InvalidRequestError),
+        (writers.frame(TOP, representation=bytes(16)), InvalidRequestError),
+        (writers.frame(TOP, flags=FLAG_RESTORED), InvalidRequestError),
+        (writers.frame(TOP, 1), ChunkCorruptError),
+        (frame_of(writers.key(), WIDE), InvalidRequestError),
+        (writers.frame(TOP)[:-1], ChunkCorruptError),
+        (np.zeros(10, np.uint8), InvalidFrameError),
+    )
+    for frame, error in wrong:
+        with pytest.raises(error):
+            writers.finish(writers.begin(writers.one, TOP), frame)
+    assert writers.found() == (0, 1)
+
+
+def test_unfinished_chunks_are_dropped_when_their_time_is_up(writers: Writers) -> None:
+    assert writers.put(writers.one, TOP) is PENDING
+    late = writers.begin(writers.other, REST)
+    writers.clock.now += 29
+    writers.core.manager.tick()
+    assert writers.found() == (0, 1)
+    writers.clock.now += 2
+    writers.core.manager.tick()
+    assert writers.found() == (0, 0)
+    assert writers.core.counters["dropped_unfinished_chunks"] == 1
+    assert writers.finish(late, writers.frame(REST)) is PutOutcome.refused
+    writers.assert_nothing_left()
+
+
+def test_an_unfinished_chunk_ends_with_the_last_session_that_has_a_part_in_it(
+    writers: Writers,
+) -> None:
+    assert writers.put(writers.one, TOP) is PENDING
+    assert isinstance(writers.begin(writers.other, REST), PortionTicket)
+    writers.core.sessions.close(writers.one.session_id)
+    writers.one = writers.open()
+    assert writers.found() == (0, 1)
+    writers.core.sessions.close(writers.other.session_id)
+    assert writers.found() == (0, 0)
+    writers.assert_nothing_left()
+
+
+def test_a_chunk_put_whole_meanwhile_needs_no_further_portion(writers: Writers) -> None:
+    assert writers.put(writers.one, TOP) is PENDING
+    late = writers.begin(writers.one, REST)
+    frame = frame_of(writers.key(), WIDE)
+    header = parse_header(frame)
+    header = replace(header, representation=writers.one.representation_digest)
+    info = replace(header.info(), key=writers.key())
+    begun = writers.puts.begin_all(writers.other, [info], writers.core.later())[0]
+    assert not isinstance(begun, PutResult)
+    writers.puts.ingest([writers.puts.claim(writers.other, begun.ticket_id)], [frame])
+    assert writers.found() == (1, 0)
+    assert writers.finish(late, writers.frame(REST)) is EXISTS
+    writers.assert_nothing_left()
+
+
+def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
+    writers: Writers,
+) -> None:
+    limit = writers.core.cpu.capacity_bytes // 4
+    count = limit // SIZE
+    assert [writers.put(writers.one, TOP, n) for n in range(count)] == [PENDING] * count
+    refused = writers.begin(writers.one, TOP, count)
+    assert isinstance(refused, PutResult)
+    assert refused.outcome is PutOutcome.refused
+    assert str(limit) in refused.reason
+    assert writers.found(count) == (0, 0)
+    assert writers.put(writers.one, REST, 0) is STORED
+    streamed = writers.begin(writers.one, TOP, count, is_streamed=True)
+    assert isinstance(streamed, PutResult)
+    assert writers.puts.assembly.used_bytes <= limit
+
+
+def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None:
+    tickets = [writers.begin(writers.one, TOP) for _ in range(4)]
+    with pytest.raises(QuotaExceededError):
+        writers.begin(writers.one, TOP)
+    for ticket in tickets:
+        assert isinstance(ticket, PortionTicket)
+        assert writers.puts.abort(writers.one, ticket.ticket_id)
+    assert len(writers.puts) == 0
+
+
+def test_many_writers_at_once_make_one_chunk() -> None:
+    writers = Writers(max_reservations_per_session=100)
+    corners = [
+        portion_of(LAYOUT, (layer, layer + 1), (head, head + 1))
+        for layer in range(3)
+        for head in range(4)
+    ]
+    portions = [*corners, LEFT, RIGHT, TOP, REST]
+    frames = [writers.frame(portion) for portion in portions]
+    barrier = threading.Barrier(4)
+    outcomes: list[PutOutcome] = []
+
+    def put(mine: int) -> None:
+        barrier.wait()
+        for number in range(mine, len(portions), 4):
+            ticket = writers.begin(writers.one, portions[number])
+            outcomes.append(writers.finish(ticket, frames[number]))
+
+    threads = [threading.Thread(target=put, args=(mine,)) for mine in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count(STORED) == 1
+    assert set(outcomes) <= {STORED, PENDING, EXISTS}
+    assert writers.is_right()
+    writers.assert_nothing_left()
+    writers.core.close()

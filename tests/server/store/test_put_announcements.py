@@ -1,0 +1,216 @@
+"""Hand-over: chunks that were promised, lookups that wait, and what is kept until it was read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from local_server import eventually
+from simulation.core import Core, prompt
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import ChunkKey, Match
+from kvstore.server.index.in_flight import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.store import ManagerLimits
+from kvstore.server.store.writes import PutTicket
+
+LONG_S = 30.0
+LIMITS = ManagerLimits(write_through=False, waiting_lookups=2)
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    core = Core(limits=LIMITS)
+    yield core
+    core.close()
+
+
+def look(core: Core, session: Session, keys: list[ChunkKey]) -> Match:
+    return core.manager.lookup(session, keys, core.later(), lease=False)
+
+
+class Waiting:
+    """A lookup that waits in a thread."""
+
+    def __init__(self, core: Core, session: Session, keys: list[ChunkKey], wait_s: float = LONG_S):
+        self.match: Match | None = None
+        self._thread = threading.Thread(target=self._run, args=(core, session, keys, wait_s))
+        self._thread.start()
+
+    def _run(self, core: Core, session: Session, keys: list[ChunkKey], wait_s: float) -> None:
+        core.manager.hand_over.wait(keys, core.later(wait_s))
+        self.match = look(core, session, keys)
+
+    def answer(self) -> tuple[int, int]:
+        self._thread.join(LONG_S)
+        assert self.match is not None
+        return self.match.ready, self.match.pending
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._thread.is_alive()
+
+
+def waits(core: Core, count: int = 1) -> bool:
+    return eventually(lambda: core.counters["waited_lookups"] == count)
+
+
+def test_promised_chunks_are_pending_until_they_come(core: Core) -> None:
+    writer, reader = core.open_session(), core.open_session()
+    versions = prompt(3)
+    keys = [version.info.key for version in versions]
+    assert core.manager.hand_over.promise(writer, keys, 60_000) == 3
+    assert core.manager.hand_over.promise(reader, keys, 60_000) == 0
+    core.put(writer, versions[:1])
+    match = look(core, reader, keys)
+    assert (match.ready, match.pending, match.missing) == (1, 2, 0)
+    core.put(writer, versions[1:])
+    assert look(core, reader, keys).ready == 3
+    assert core.counters["promised_chunks"] == 3
+
+
+def test_a_lookup_waits_for_all_that_is_promised(core: Core) -> None:
+    writer, reader = core.open_session(), core.open_session()
+    versions = prompt(3)
+    keys = [version.info.key for version in versions]
+    core.manager.hand_over.promise(writer, keys, 60_000)
+    waiting = Waiting(core, reader, keys)
+    assert waits(core)
+    core.put(writer, versions[:2])
+    assert waiting.is_waiting
+    core.put(writer, versions[2:])
+    assert waiting.answer() == (3, 0)
+
+
+def test_a_lookup_waits_for_an_ordinary_put_under_way(core: Core) -> None:
+    session = core.open_session()
+    (version,) = prompt(1)
+    begun = core.manager.puts.begin_all(session, [version.info], core.later())[0]
+    assert isinstance(begun, PutTicket)
+    waiting = Waiting(core, session, [version.info.key])
+    assert waits(core)
+    ticket = core.manager.puts.claim(session, begun.ticket_id)
+    core.manager.puts.ingest([ticket], [version.frame])
+    assert waiting.answer() == (1, 0)
+
+
+def die(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.sessions.close(writer.session_id)
+
+
+def change_its_mind(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.manager.hand_over.promise(writer, keys, 0)
+
+
+def drain(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
+    core.manager.drain(core.later())
+
+
+@pytest.mark.parametrize("end", [die, change_its_mind, drain])
+def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
+    core: Core, end: Callable[[Core, Session, list[ChunkKey]], None]
+) -> None:
+    writer, reader = core.open_session(), core.open_session()
+    versions = prompt(2)
+    keys = [version.info.key for version in versions]
+    core.manager.hand_over.promise(writer, keys, 60_000)
+    core.put(writer, versions[:1])
+    waiting = Waiting(core, reader, keys)
+    assert waits(core)
+    started = time.monotonic()
+    end(core, writer, keys)
+    assert waiting.answer()[0] == 1
+    assert time.monotonic() - started < LONG_S / 2
+
+
+def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
+    writer = core.open_session()
+    keys = [version.info.key for version in prompt(1)]
+    core.manager.hand_over.promise(writer, keys, 60_000)
+    core.manager.hand_over.wait(keys, core.later(0.05))
+    assert look(core, writer, keys).pending == 1
+    core.manager.hand_over.promise(writer, keys, 0)
+    core.manager.hand_over.promise(writer, keys, 1)
+    waiting = Waiting(core, writer, keys)
+
+    def is_over() -> bool:
+        core.manager.tick()
+        return not waiting.is_waiting
+
+    assert eventually(is_over)
+    assert waiting.answer() == (0, 0)
+
+
+def test_no_more_lookups_wait_than_may(core: Core) -> None:
+    writer = core.open_session()
+    keys = [version.info.key for version in prompt(1)]
+    core.manager.hand_over.promise(writer, keys, 60_000)
+    both = [Waiting(core, writer, keys) for _ in range(2)]
+    assert waits(core, 2)
+    core.manager.hand_over.wait(keys, core.later())
+    assert core.counters["refused_waits"] == 1
+    core.put(writer, prompt(1))
+    assert [waiting.answer() for waiting in both] == [(1, 0)] * 2
+
+
+def test_nobody_waits_for_what_nobody_puts(core: Core) -> None:
+    session = core.open_session()
+    versions = prompt(2)
+    keys = [version.info.key for version in versions]
+    core.put(session, versions[:1])
+    core.manager.hand_over.wait(keys, core.later())
+    assert core.counters["waited_lookups"] == 0
+
+
+def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
+    session = core.open_session()
+    with pytest.raises(InvalidRequestError, match="ttl_ms"):
+        core.manager.hand_over.promise(session, [], 600_001)
+    promises = Promises()
+    keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(MAX_PROMISED_CHUNKS + 5)]
+    assert promises.make(1, keys, 1.0) == len(promises) == MAX_PROMISED_CHUNKS
+    assert promises.end(1)
+    made = [promises.make(1, [key], 1.0) for key in keys[: MAX_PROMISES + 1]]
+    assert (sum(made), made[-1]) == (MAX_PROMISES, 0)
+    assert promises.over(keys[0])
+    assert promises.take_back(2, keys) == 0
+    assert promises.take_back(1, keys[:3]) == 2
+    assert promises.expire(1.0)
+    assert not promises.expire(2.0)
+    assert len(promises) == 0
+
+
+def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:
+    writer, reader = core.open_session("red"), core.open_session("red")
+    (handed,) = prompt(1)
+    core.put(writer, [handed], hints=Hints(handover_ms=60_000))
+    key = handed.info.key
+    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == []
+    core.get(reader, [key])
+    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == [key]
+    core.catalog.eviction.unclaim([key])
+
+
+def test_what_nobody_reads_is_kept_for_its_time_only(core: Core) -> None:
+    writer = core.open_session()
+    (handed,) = prompt(1)
+    core.put(writer, [handed], hints=Hints(handover_ms=1))
+    key = handed.info.key
+
+    def may_go() -> bool:
+        core.manager.tick()
+        victims = core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key])
+        core.catalog.eviction.unclaim(victims)
+        return victims == [key]
+
+    assert eventually(may_go)
+
+
+@pytest.mark.parametrize("handover_ms", [-1, 600_001, 1.5])
+def test_a_hand_over_has_its_bounds(handover_ms: float) -> None:
+    with pytest.raises(InvalidRequestError, match="handover_ms"):
+        Hints(handover_ms=handover_ms)  # type: ignore[arg-type]

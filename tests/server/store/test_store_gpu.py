@@ -1,0 +1,339 @@
+"""The manager with a gpu tier above CPU memory, its device being the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from simulation.clock import FakeClock
+from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, prompt
+from simulation.tiers import SimDisk, no_faults
+from simulation.universe import Version
+from slow_device import SlowDevice
+
+from kvstore.proto.device import HostDevice
+from kvstore.proto.places import Reach
+from kvstore.proto.shm import ARENA_SLAB
+from kvstore.proto.types import PutOutcome
+from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import Arrival
+from kvstore.tiers.gpu import GpuTier
+from kvstore.tiers.slab import SlabPlace
+
+DISK_BYTES = 1 << 20
+FRAMES = 4
+"""What the gpu tier of these tests holds, of a CPU tier of twelve."""
+
+
+def arena_bytes(frames: int) -> int:
+    (version,) = prompt(1)
+    return frames * (-(-version.info.size_bytes // 256) * 256 + 256)
+
+
+@pytest.fixture
+def device() -> SlowDevice:
+    return SlowDevice()
+
+
+@pytest.fixture
+def gpu(device: SlowDevice) -> Iterator[GpuTier]:
+    with closing(GpuTier(arena_bytes(FRAMES), device, 512)) as gpu:
+        yield gpu
+        device.fails = False
+
+
+@pytest.fixture
+def disk() -> SimDisk:
+    return SimDisk(DISK_BYTES, no_faults())
+
+
+@pytest.fixture
+def core(gpu: GpuTier, disk: SimDisk) -> Iterator[Core]:
+    with closing(Core([disk], [gpu], clock=FakeClock())) as core:
+        yield core
+
+
+@pytest.fixture
+def bare(gpu: GpuTier) -> Iterator[Core]:
+    """Nothing below CPU memory."""
+    with closing(Core([], [gpu], clock=FakeClock())) as core:
+        yield core
+
+
+def warm(core: Core, session: Session, versions: list[Version]) -> None:
+    """Put chunks and read them often enough for a place in GPU memory."""
+    core.put(session, versions)
+    for _ in range(2):
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+    core.settle()
+
+
+def drop_from_cpu(core: Core, versions: list[Version]) -> None:
+    for version in versions:
+        assert core.catalog.cast_out("cpu", version.info.key)
+        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+
+
+def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[Arrival]:
+    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+    arrivals = core.manager.gets.get(
+        session, keys_of(versions)[:known], core.later(), {Reach.memory, Reach.device}
+    )
+    found = list(arrivals)
+    assert core.manager.release(session, lease_id)
+    return found
+
+
+# --- up
+
+
+def test_the_second_read_promotes_and_the_first_does_not(core: Core, session: Session) -> None:
+    versions = prompt(3)
+    core.put(session, versions)
+    core.get(session, keys_of(versions))
+    core.settle()
+    assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 3
+    core.get(session, keys_of(versions[:2]))
+    core.settle()
+    expected = [["gpu", "cpu"], ["gpu", "cpu"], ["cpu"]]
+    assert [core.tiers_of(version) for version in versions] == expected
+    assert core.counters["promoted_chunks"] == 2
+
+
+def test_a_promotion_is_never_waited_for(core: Core, session: Session) -> None:
+    versions = prompt(2)
+    core.put(session, versions)
+    for _ in range(2):
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+    assert core.mover.depth()["store-gpu"] == 2
+    assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 2
+
+
+def test_frames_are_served_from_cpu_memory_when_both_have_them(
+    core: Core, session: Session, device: SlowDevice
+) -> None:
+    versions = prompt(2)
+    warm(core, session, versions)
+    device.fails = True
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+    assert match.tiers == ("cpu", "cpu")
+
+
+def test_a_promotion_keeps_the_chunks_tenant(core: Core, gpu: GpuTier) -> None:
+    blue = core.open_session("blue")
+    versions = prompt(1, tenant="blue")
+    warm(core, blue, versions)
+    assert gpu.tenant_of(versions[0].info.key) == "blue"
+
+
+# --- only there
+
+
+def test_a_chunk_only_in_gpu_memory_is_read_by_way_of_cpu_memory(
+    core: Core, session: Session
+) -> None:
+    versions = prompt(3)
+    warm(core, session, versions)
+    drop_from_cpu(core, versions)
+    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+    assert match.tiers == ("gpu",) * 3
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    assert [core.tiers_of(version) for version in versions] == [["gpu", "cpu"]] * 3
+
+
+def test_a_client_of_the_device_reads_gpu_memory_in_place(
+    core: Core, session: Session, gpu: GpuTier
+) -> None:
+    versions = prompt(3)
+    warm(core, session, versions[:2])
+    core.put(session, versions)
+    drop_from_cpu(core, versions[:1])
+    found = get_on_device(core, session, versions)
+    assert [arrival.tier for arrival in found] == ["gpu", "gpu", "cpu"]
+    places = [arrival.place for arrival in found]
+    assert places[:2] == [gpu.locate(version.info.key) for version in versions[:2]]
+    slabs = [place.slab_id for place in places if isinstance(place, SlabPlace)]
+    assert [slab == ARENA_SLAB for slab in slabs] == [True, True, False]
+    assert [arrival.size_bytes for arrival in found] == [v.info.size_bytes for v in versions]
+    assert core.tiers_of(versions[0]) == ["gpu"], "nothing was copied for it"
+
+
+def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(
+    core: Core, session: Session, gpu: GpuTier, device: SlowDevice
+) -> None:
+    versions = prompt(2)
+    warm(core, session, versions)
+    drop_from_cpu(core, versions)
+    with gpu.lend(versions[1].info.key, device.stream()) as frame:
+        assert frame is not None
+        frame[-1] ^= 1
+    assert core.get(session, keys_of(versions)) == frames_of(versions[:1])
+    core.settle()
+    assert core.counters["corrupt_chunks"] == 1
+    assert core.tiers_of(versions[1]) == []
+    assert gpu.stats().chunks == 1
+
+
+# --- down
+
+
+def test_a_victim_without_another_copy_goes_down_to_cpu_memory(
+    core: Core, session: Session, gpu: GpuTier
+) -> None:
+    old, new = prompt(FRAMES), prompt(FRAMES, seed=5)
+    warm(core, session, old)
+    drop_from_cpu(core, old)
+    warm(core, session, new)
+    assert [core.tiers_of(version) for version in new] == [["gpu", "cpu"]] * FRAMES
+    assert [core.tiers_of(version) for version in old] == [["cpu"]] * FRAMES
+    assert core.get(session, keys_of(old)) == frames_of(old)
+    assert core.counters["dropped_victims"] == 0
+    assert gpu.stats().chunks == FRAMES
+
+
+def test_a_victim_with_a_copy_in_cpu_memory_is_dropped(core: Core, session: Session) -> None:
+    old, new = prompt(FRAMES), prompt(FRAMES, seed=5)
+    warm(core, session, old)
+    warm(core, session, new)
+    assert [core.tiers_of(version) for version in old] == [["cpu"]] * FRAMES
+    assert core.counters["copied_chunks"] == 0
+
+
+def test_a_victim_goes_into_a_slab_of_its_own_tenant(core: Core) -> None:
+    blue = core.open_session("blue")
+    old = prompt(1, tenant="blue")
+    warm(core, blue, old)
+    drop_from_cpu(core, old)
+    red = core.open_session("red")
+    warm(core, red, prompt(FRAMES, seed=5))
+    place = core.cpu.locate(old[0].info.key)
+    assert place is not None
+    slab = core.cpu.slab_file(place.slab_id, "blue")  # refused unless it is blue's
+    with open(slab, "rb"):
+        assert core.get(blue, keys_of(old)) == frames_of(old)
+
+
+def test_a_victim_that_cpu_memory_has_no_room_for_pushes_others_further_down(
+    core: Core, session: Session
+) -> None:
+    old = prompt(FRAMES)
+    warm(core, session, old)
+    drop_from_cpu(core, old)
+    core.put(session, prompt(12, seed=9))
+    warm(core, session, prompt(FRAMES, seed=5))
+    everything = [*old, *prompt(12, seed=9), *prompt(FRAMES, seed=5)]
+    assert all(core.tiers_of(version) for version in everything), "nothing is lost"
+    for versions in (old, prompt(12, seed=9), prompt(FRAMES, seed=5)):
+        assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+def test_without_a_lower_tier_cpu_memory_drops_what_the_gpu_still_has(bare: Core) -> None:
+    session = bare.open_session()
+    kept = prompt(2)
+    warm(bare, session, kept)
+    results = bare.put(session, prompt(12, seed=9))
+    assert {result.outcome for result in results} == {PutOutcome.stored}
+    assert [bare.tiers_of(version) for version in kept] == [["gpu"]] * 2
+    assert bare.counters["dropped_victims"] == 0
+    assert bare.get(session, keys_of(kept)) == frames_of(kept)
+
+
+# --- a device that fails, and the end
+
+
+def test_a_device_that_fails_is_left_alone_and_tried_again(
+    core: Core, session: Session, gpu: GpuTier, device: SlowDevice
+) -> None:
+    versions = prompt(5)
+    device.fails = True
+    warm(core, session, versions[:FRAMES])
+    (status,) = [s for s in core.manager.shelf_statuses() if s.name == "gpu"]
+    assert "fails on purpose" in status.reason
+    assert core.counters["failed_copies"] == FRAMES
+    assert gpu.stats().used_bytes == 0
+    assert core.get(session, keys_of(versions[:1])) == frames_of(versions[:1])
+    device.fails = False
+    assert isinstance(core.clock, FakeClock)
+    core.clock.advance(BREAKER_RETRY_S)
+    warm(core, session, versions[4:])
+    assert core.tiers_of(versions[4]) == ["gpu", "cpu"]
+
+
+def test_what_a_failing_device_holds_alone_is_a_miss(
+    core: Core, session: Session, device: SlowDevice
+) -> None:
+    versions = prompt(2)
+    warm(core, session, versions)
+    drop_from_cpu(core, versions)
+    device.fails = True
+    assert core.get(session, keys_of(versions)) == []
+    assert core.catalog.held_count() == 0
+
+
+def test_a_drain_saves_what_only_gpu_memory_holds(
+    core: Core, session: Session, disk: SimDisk
+) -> None:
+    both, alone = prompt(2), prompt(1, seed=5)
+    warm(core, session, [*both, *alone])
+    drop_from_cpu(core, alone)
+    assert core.manager.drain(core.later())
+    assert {info.key for info in disk.scan()} == set(keys_of([*both, *alone]))
+
+
+def test_a_deleted_chunk_is_gone_from_gpu_memory_too(
+    core: Core, session: Session, gpu: GpuTier
+) -> None:
+    versions = prompt(2)
+    warm(core, session, versions)
+    assert core.manager.delete(keys_of(versions), core.later()) == (2, 0)
+    assert gpu.stats().chunks == gpu.stats().used_bytes == 0
+    assert core.get(session, keys_of(versions)) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    gpu = GpuTier(arena_bytes(draw.choice((1, 2, 5))), HostDevice(), 512)
+    disk = SimDisk(draw.choice((3_000, DISK_BYTES)), no_faults())
+    lower = draw.choice(([], [disk]))
+    slabs = draw.choice((1, 2, 4))
+    with closing(gpu), closing(Core(lower, [gpu], slabs=slabs, clock=FakeClock())) as core:
+        sessions = {tenant: core.open_session(tenant) for tenant in ("red", "blue")}
+        prompts = [(t, prompt(4, seed=s, tenant=t)) for s, t in enumerate(("red", "blue", "red"))]
+        for _ in range(150):
+            tenant, versions = draw.choice(prompts)
+            session, some = sessions[tenant], versions[: draw.randrange(1, 5)]
+            step = draw.choice(("put", "get", "get", "get", "device", "move", "delete"))
+            if step == "put":
+                core.put(session, some)
+            elif step == "get":
+                got = core.get(session, keys_of(some))
+                assert got == frames_of(some)[: len(got)]
+            elif step == "device":
+                check_in_place(core, gpu, session, some)
+            elif step == "move":
+                core.mover.step()
+            elif draw.random() < 0.2:
+                core.manager.delete(keys_of(some), core.later())
+        core.settle()
+        assert core.counters["corrupt_chunks"] == core.catalog.held_count() == 0
+        for name, shelf in core.transfers.shelves.items():
+            found = {info.key for info in shelf.tier.scan()}
+            known = {v.info.key for _, p in prompts for v in p if name in core.tiers_of(v)}
+            assert found - core.catalog.strays(name) == known
+            assert shelf.tier.stats().reservations == 0
+
+
+def check_in_place(core: Core, gpu: GpuTier, session: Session, versions: list[Version]) -> None:
+    """What a client of the device is pointed to is the frame."""
+    for arrival, version in zip(get_on_device(core, session, versions), versions, strict=False):
+        if arrival.tier == "gpu":
+            with gpu.lend(version.info.key, gpu.device.stream()) as frame:
+                assert frame is not None
+                assert np.array_equal(frame.numpy(), version.frame)
+        else:
+            assert np.array_equal(arrival.frame, version.frame)

@@ -1,0 +1,332 @@
+"""Tracing: whose spans are whose, what is in them, and that nothing is paid for none."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import ModuleType
+
+import grpc
+import pytest
+from conftest import ServerMaker
+from credentials import KeyRing
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from local_server import DEADLINE_MS, LocalServer, eventually
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prompts import assert_reads, keys_of, store, tokens
+from structlog.testing import capture_logs
+
+from kvstore.client import Access, ClientOptions
+from kvstore.client.tracing import traced
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import kvstore_pb2_grpc
+from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
+from kvstore.proto.types import DIGEST_BYTES
+from kvstore.server import node
+from kvstore.server.api import request_scope
+from kvstore.server.settings.settings import load_config
+from kvstore.server.telemetry import tracing as module
+from kvstore.server.telemetry.request_ids import HEADER
+from kvstore.server.telemetry.tracing import Tracing, open_tracing
+from kvstore.server.tiering.tier_slot import Shelf
+
+Spans = Callable[..., list[ReadableSpan]]
+SERVICE = "kvstore.v1.KVStore"
+
+
+class Traces:
+    """What a server traced."""
+
+    def __init__(self) -> None:
+        self._memory = InMemorySpanExporter()
+        self.tracing = Tracing(SimpleSpanProcessor(self._memory), share=1.0)
+
+    def all(self) -> list[ReadableSpan]:
+        return list(self._memory.get_finished_spans())
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.all() if span.name == name]
+
+    def one(self, name: str) -> ReadableSpan:
+        """Return the only span of that name, once it has ended."""
+        assert eventually(lambda: bool(self.named(name)))
+        (span,) = self.named(name)
+        return span
+
+    def forget(self) -> None:
+        self._memory.clear()
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Traces:
+    made = Traces()
+    monkeypatch.setattr(node, "open_tracing", lambda endpoint, share: made.tracing)
+    return made
+
+
+@pytest.fixture
+def provider() -> Iterator[TracerProvider]:
+    """What the program that calls traces with."""
+    made = TracerProvider(shutdown_on_exit=False)
+    yield made
+    made.shutdown()
+
+
+def ids(span: ReadableSpan) -> tuple[int, int]:
+    assert span.context is not None
+    return span.context.trace_id, span.context.span_id
+
+
+def parent(span: ReadableSpan) -> tuple[int, int] | None:
+    return None if span.parent is None else (span.parent.trace_id, span.parent.span_id)
+
+
+def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
+    traces: Traces, make_server: ServerMaker
+) -> None:
+    server = make_server("--cpu", "4MiB", "--cpu-slab-bytes", "4MiB")
+    client = server.connect("grpc")
+    keys = store(client, 1, 2)
+    put = traces.one(f"{SERVICE}/Put")
+    assert eventually(lambda: len(traces.named("disk write")) == 2)
+    server.settled()
+    writes = traces.named("disk write")
+    assert [parent(span) for span in writes] == [ids(put)] * 2
+    for key in keys:
+        server.node.manager.catalog.cast_out("cpu", key)
+        server.node.manager.transfers.cpu_tier.delete(key)
+        server.node.manager.catalog.swept("cpu", key)
+    traces.forget()
+    assert_reads(client, keys)
+    get = traces.one(f"{SERVICE}/Get")
+    reads = traces.named("disk read")
+    assert {parent(span) for span in reads} == {ids(get)}
+    assert dict(get.attributes or {}) == {
+        "rpc.system": "grpc",
+        "rpc.service": SERVICE,
+        "rpc.method": "Get",
+        "rpc.grpc.status_code": 0,
+        "kvstore.chunks": 2,
+        "kvstore.request_id": (get.attributes or {})["kvstore.request_id"],
+    }
+    said = {"kvstore.tier": "disk", "kvstore.done": True}
+    assert [dict(span.attributes or {}) for span in reads] == [said] * 2
+
+
+def test_calls_over_the_unix_socket_and_streams_have_spans_of_their_own(
+    traces: Traces, make_server: ServerMaker
+) -> None:
+    """Neither carries a trace, so each is a first; what it asks of tiers is in it."""
+    server = make_server("--cpu", "4MiB", "--cpu-slab-bytes", "4MiB", "--bulk", "127.0.0.1:0")
+    far = server.connect("tcp")
+    keys = store(far, 1, 2)
+    put = traces.one("tcp/Put")
+    assert parent(put) is None
+    server.settled()
+    assert {parent(span) for span in traces.named("disk write")} == {ids(put)}
+    near = server.connect("shm")
+    assert near.lookup(keys).ready == 2
+    looked_up = traces.one("unix/Lookup")
+    assert parent(looked_up) is None
+    assert dict(looked_up.attributes or {}) == {
+        "rpc.system": "kvstore",
+        "rpc.service": "unix",
+        "rpc.method": "Lookup",
+        "kvstore.chunks": 2,
+    }
+    traces.forget()
+    assert_reads(far, keys)
+    assert traces.one("tcp/Get").status.is_ok
+
+
+def test_the_callers_trace_goes_on_in_the_server(
+    traces: Traces, server: LocalServer, provider: TracerProvider
+) -> None:
+    client = server.connect("grpc")
+    keys = keys_of(client, 1, 2)
+    with provider.get_tracer("engine").start_as_current_span("prefill") as span:
+        client.lookup(keys)
+        context = span.get_span_context()
+    looked_up = traces.one(f"{SERVICE}/Lookup")
+    assert parent(looked_up) == (context.trace_id, context.span_id)
+    traces.forget()
+    client.lookup(keys)
+    assert parent(traces.one(f"{SERVICE}/Lookup")) is None
+
+
+def test_a_caller_that_does_not_trace_sends_what_it_always_sent(provider: TracerProvider) -> None:
+    own = (("authorization", "Bearer x"),)
+    assert traced(None) is None
+    assert traced(own) is own
+    with provider.get_tracer("engine").start_as_current_span("prefill") as span:
+        context = span.get_span_context()
+        text = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+        assert traced(own) == (*own, ("traceparent", text))
+        assert traced(None) == (("traceparent", text),)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", b"\xff"]
+)
+def test_a_trace_that_makes_no_sense_is_not_gone_on_with(
+    traces: Traces, server: LocalServer, header: str | bytes
+) -> None:
+    name = "traceparent-bin" if isinstance(header, bytes) else "traceparent"
+    with grpc.insecure_channel(server.address) as channel:
+        stub = kvstore_pb2_grpc.KVStoreStub(channel)
+        stub.Status(pb.StatusRequest(), metadata=((name, header),), timeout=20)
+    assert parent(traces.one(f"{SERVICE}/Status")) is None
+
+
+def test_a_refused_call_says_by_which_error_and_not_why(
+    traces: Traces, server: LocalServer
+) -> None:
+    connection = server.dial()
+    with pytest.raises(LeaseExpiredError):
+        connection.call("Lookup", pb.LookupRequest(session_id=77), DEADLINE_MS, pb.LookupResponse)
+    span = traces.one(f"{SERVICE}/Lookup")
+    attributes = dict(span.attributes or {})
+    assert attributes["kvstore.error"] == "LeaseExpiredError"
+    assert attributes["rpc.grpc.status_code"] == grpc.StatusCode.ABORTED.value[0]
+    assert not span.status.is_ok
+    assert "session_id" not in span.to_json()
+    assert span.events == ()
+
+
+def test_a_refusal_without_trailers_goes_out_as_it_does_untraced(
+    traces: Traces, server: LocalServer
+) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="unknown")
+        with pytest.raises(grpc.RpcError) as caught:
+            health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert not caught.value.details()
+    (span,) = traces.all()
+    assert (span.attributes or {})["kvstore.error"] == "NOT_FOUND"
+
+
+def test_no_span_has_a_token_a_prompt_a_key_or_a_salt(
+    traces: Traces, make_server: ServerMaker, tmp_path: Path
+) -> None:
+    ring, secret = KeyRing(tmp_path / "keys"), tmp_path / "secret"
+    secret.write_bytes(b"canary-in-the-salt" * 2)
+    proof = ring.make("canary-tenant")
+    server = make_server("--auth-keys", str(ring.path), "--secret-file", str(secret))
+    options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=20_000, access=Access(token=proof))
+    client = server.connect(options=options)
+    keys = store(client, 7, 3)
+    assert_reads(client, keys)
+    client.delete(keys)
+    with client.events() as pages:
+        next(pages)
+    traces.one(f"{SERVICE}/Events")
+    written = "".join(span.to_json() for span in traces.all())
+    prompt = ", ".join(map(str, tokens(7, 48)[:4]))
+    hidden = [proof, proof[17:], "canary", prompt, *(key[DIGEST_BYTES:].hex() for key in keys)]
+    assert f"{SERVICE}/Put" in written
+    assert [one for one in hidden if one in written] == []
+
+
+def test_the_request_id_is_in_the_span(traces: Traces, server: LocalServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        stub = kvstore_pb2_grpc.KVStoreStub(channel)
+        stub.Status(pb.StatusRequest(), metadata=((HEADER, "abc-1"),), timeout=20)
+    span = traces.one(f"{SERVICE}/Status")
+    assert (span.attributes or {})["kvstore.request_id"] == "abc-1"
+
+
+# --- when it is off
+
+
+def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
+    program = (
+        "import sys\n"
+        "from kvstore.server.settings.settings import ServerConfig\n"
+        "from kvstore.server.node import Node\n"
+        "import kvstore.client\n"
+        "Node(ServerConfig(tiers=('cpu',), listen='127.0.0.1:0', socket_path='off')).stop(1.0)\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_program_that_is_just_loading_it_calls_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    half = ModuleType("opentelemetry.trace")
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", half)
+    assert traced(None) is None
+
+
+def test_an_untraced_server_asks_nothing_of_tracing(server: LocalServer) -> None:
+    assert open_tracing(None, 1.0) is None
+    assert all(shelf.tracing is None for shelf in server.node.manager.transfers.shelves.values())
+    assert Shelf.__dataclass_fields__["tracing"].default is None
+    assert request_scope.RequestScope()._tracing is None
+
+
+def test_a_collector_that_is_not_there_costs_no_call_and_no_stop(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXPORT_TIMEOUT_S", 0.1)
+    server = make_server("--tracing-endpoint", "http://127.0.0.1:1", "--tracing-share", "1")
+    client = server.connect("grpc")
+    assert_reads(client, store(client, 1, 2))
+    client.close()
+    assert server.stop()
+
+
+def test_what_waits_at_the_end_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector that never answers would otherwise be waited for once a batch."""
+    sent: list[int] = []
+
+    def export(_: object, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        sent.append(len(spans))
+        return SpanExportResult.SUCCESS
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", export)
+    tracing = open_tracing("http://127.0.0.1:1", 1.0)
+    assert tracing is not None
+    for _ in range(1000):
+        tracing._tracer.start_span("call").end()
+    tracing.close()
+    assert sent == [1000]
+
+
+def test_what_opentelemetry_says_is_a_line_of_the_servers_log(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    tracing = open_tracing("http://127.0.0.1:1", 1.0)
+    assert tracing is not None
+    with closing(tracing), capture_logs() as lines:
+        logging.getLogger("opentelemetry.exporter").warning("the collector is away")
+    said = {"event": "tracing", "reason": "the collector is away", "log_level": "warning"}
+    assert said in lines
+    assert "away" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:4317", "ftp://h:1", "http://h", "http://h:1/path", "http://u:p@h:1"]
+)
+def test_an_endpoint_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match="tracing"):
+        load_config(["--tracing-endpoint", url])
+
+
+def test_without_opentelemetry_the_start_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(InvalidRequestError, match=r"kvstore-server\[tracing\]"):
+        open_tracing("http://127.0.0.1:1", 1.0)

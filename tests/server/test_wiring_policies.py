@@ -1,0 +1,126 @@
+"""The server under each policy: what the settings make of it, and input that is bad."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from simulation.clock import FakeClock
+from simulation.core import Core, keys_of, prompt
+from simulation.tiers import SimDisk, no_faults
+
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import PutOutcome
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.marconi import MarconiEviction
+from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.quotas import PartitionedEviction
+from kvstore.server.eviction.registry import POLICIES, make_policy
+from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.settings.settings import load_config
+from kvstore.server.settings.values import GIB, MIB
+from kvstore.server.wiring_policies import Policies
+from kvstore.tiers.base import Tier
+
+CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
+
+
+# --- settings
+
+
+def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
+    policies = Policies(load_config(["--policy", "marconi,disk=lru"]), CAPACITIES)
+    assert isinstance(policies.by_tier["cpu"], MarconiEviction)
+    assert isinstance(policies.by_tier["disk"], LruEviction)
+    assert policies.knowledge.policy_names == {"cpu": "marconi", "disk": "lru"}
+
+
+def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
+    flags = ["--tenant-quotas", "acme/disk=1MiB", "--category-terms", "batch=10s:2MiB,chat=5s"]
+    policies = Policies(load_config(flags), CAPACITIES)
+    cpu, disk = policies.by_tier["cpu"], policies.by_tier["disk"]
+    assert isinstance(cpu, PartitionedEviction)
+    assert isinstance(disk, PartitionedEviction)
+    assert [quota.limit_bytes for quota in cpu.quotas] == [0, 0, 2 * MIB]
+    assert [quota.limit_bytes for quota in disk.quotas] == [0, MIB, 2 * MIB]
+    assert policies.knowledge.category_ttls_s == {"batch": 10.0, "chat": 5.0}
+
+
+def test_more_than_a_tier_has_cannot_be_guaranteed() -> None:
+    flags = ["--tenant-quotas", "a=60MiB:40MiB,b=60MiB:40MiB"]
+    with pytest.raises(InvalidRequestError, match=r"tenant_quotas=.*64MiB of tier 'cpu'"):
+        Policies(load_config(flags), CAPACITIES)
+
+
+# --- bad input, under every policy
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def make_core(policy: str, clock: FakeClock) -> Core:
+    def make(tier: Tier, known: Knowledge) -> EvictionPolicy:
+        return make_policy(policy, known.history)
+
+    return Core([SimDisk(24_000, no_faults())], clock=clock, policy=make)
+
+
+def outcomes(core: Core, seed: int) -> set[PutOutcome]:
+    results = core.put(core.open_session(), prompt(2, seed=seed))
+    return {result.outcome for result in results}
+
+
+def test_clocks_that_jump_change_no_answer(policy: str) -> None:
+    clock = FakeClock()
+    with closing(make_core(policy, clock)) as core:
+        session = core.open_session()
+        for seed, jump_s in enumerate((5.0, -900.0, 0.0, 1e8, -1e8, 1e-9)):
+            versions = prompt(5, seed=seed)
+            core.put(session, versions)
+            clock.advance(jump_s)
+            keys = keys_of(versions)
+            match = core.manager.lookup(session, keys, core.later(), lease=False)
+            assert match.ready == 5
+            core.manager.tick()
+        assert core.catalog.held_count() == 0
+
+
+def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:
+    with closing(make_core(policy, FakeClock())) as core:
+        session, versions = core.open_session(), prompt(6)
+        core.put(session, versions[:2] + versions[3:])
+        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+        assert (match.ready, match.missing) == (2, 4)
+        for seed in range(1, 12):
+            results = core.put(session, prompt(3, seed=seed))
+            assert {result.outcome for result in results} == {PutOutcome.stored}
+        core.put(session, versions)
+        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+        assert match.ready == 6
+
+
+def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> None:
+    with closing(make_core(policy, FakeClock())) as core:
+        session, versions = core.open_session(), prompt(12)
+        core.put(session, versions)
+        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+        assert match.ready == 12
+        assert outcomes(core, 1) == {PutOutcome.refused}
+        assert (len(core.manager.puts), core.catalog.in_flight.count()) == (0, 0)
+        assert core.cpu.stats().reservations == 0
+        core.manager.release(session, match.lease_id)
+        assert outcomes(core, 1) == {PutOutcome.stored}
+
+
+def test_a_chunk_larger_than_its_tier_is_refused_by_name(policy: str) -> None:
+    with closing(make_core(policy, FakeClock())) as core:
+        session = core.open_session()
+        core.put(session, prompt(4))
+        (large,) = prompt(1, seed=5, tokens=2_000)
+        with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
+            core.put(session, [large])
+        assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (4, 0)
+        assert core.catalog.in_flight.count() == 0

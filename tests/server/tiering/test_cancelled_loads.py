@@ -1,0 +1,284 @@
+"""Loads that nobody waits for any more: they end between parts, and their room comes back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from local_server import eventually
+from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.tiers import SimDisk, SimRedis, no_faults
+from simulation.universe import Version
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import DeadlineError
+from kvstore.proto.types import ChunkKey
+from kvstore.server.security.sessions import Session
+from kvstore.server.tiering.work_queue import Mover
+
+PARTS = 8
+
+
+class Gate:
+    """Lets parts of loads through one by one, or all of them."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.opened = threading.Event()
+        self.parts = 0
+        self.hold_after = 1
+
+    def pass_through(self) -> None:
+        self.parts += 1
+        if self.parts >= self.hold_after:
+            self.begun.set()
+            assert self.opened.wait(20.0)
+
+
+class Held:
+    """Monotonic seconds, none of which pass until a load has begun.
+
+    So a get whose time is short has asked for all of its loads by then, on a busy machine too.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._stood_still_s = 0.0
+        self._stands_at_s = time.monotonic()
+
+    def __call__(self) -> float:
+        now_s = time.monotonic()
+        if not self._gate.begun.is_set():
+            self._stood_still_s = now_s - self._stands_at_s
+        return now_s - self._stood_still_s
+
+
+class _Slow:
+    """Comes in parts, each through a gate."""
+
+    gate: Gate
+
+    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
+        if not self.read_into(key, out):  # type: ignore[attr-defined]
+            return
+        size = len(out) // PARTS
+        for part in range(1, PARTS):
+            yield part * size
+            self.gate.pass_through()
+        yield len(out)
+
+
+class SlowDisk(_Slow, SimDisk):
+    pass
+
+
+class SlowRedis(_Slow, SimRedis):
+    pass
+
+
+@pytest.fixture(params=[SlowDisk, SlowRedis], ids=["disk", "redis"])
+def tier(request: pytest.FixtureRequest) -> SimDisk | SimRedis:
+    tier: SlowDisk | SlowRedis = request.param(4 << 20, no_faults())
+    tier.gate = Gate()
+    return tier
+
+
+@pytest.fixture
+def core(tier: SimDisk) -> Iterator[Core]:
+    gate: Gate = tier.gate  # type: ignore[attr-defined]
+    limits = replace(LIMITS, prefetch_bytes=1 << 20)
+    core = Core([tier], workers=1, limits=limits, clock=Held(gate))
+    yield core
+    gate.opened.set()
+    core.close()
+
+
+def put_below(core: Core, session: Session, count: int) -> list[Version]:
+    """Put a prompt and have it evicted from memory by another."""
+    versions = prompt(count)
+    core.put(session, versions)
+    core.put(session, prompt(12, seed=9))
+    assert eventually(core.mover.is_idle)
+    assert not any("cpu" in core.tiers_of(version) for version in versions)
+    return versions
+
+
+def assert_nothing_left(core: Core) -> None:
+    assert eventually(core.mover.is_idle)
+    assert core.cpu.stats().reservations == 0
+    held = sum(core.catalog.size_bytes("cpu", key) > 0 for key in keys_of(prompt(12, seed=9)))
+    assert core.cpu.stats().chunks >= held
+    assert core.catalog.lease_count() == core.catalog.held_count() == 0
+
+
+def test_a_load_ends_when_its_get_is_late(core: Core, tier: SlowDisk) -> None:
+    session = core.open_session()
+    versions = put_below(core, session, 4)
+    started = time.monotonic()
+    assert core.get(session, keys_of(versions), 0.2) == []
+    assert time.monotonic() - started < 15.0
+    assert core.counters["given_up_loads"] == 4, "one that runs and three that wait"
+    tier.gate.opened.set()
+    assert_nothing_left(core)
+    assert not any("cpu" in core.tiers_of(version) for version in versions)
+    assert tier.gate.parts == 1, "it ends before the next part"
+    assert core.get(session, keys_of(versions)) == frames_of(versions)
+
+
+def test_a_load_that_is_past_its_half_is_finished(core: Core, tier: SlowDisk) -> None:
+    session = core.open_session()
+    versions = put_below(core, session, 1)
+    tier.gate.hold_after = PARTS // 2
+    assert core.get(session, keys_of(versions), 0.2) == []
+    tier.gate.opened.set()
+    assert eventually(lambda: "cpu" in core.tiers_of(versions[0]))
+    assert_nothing_left(core)
+
+
+def test_a_load_goes_on_for_those_who_still_wait(core: Core, tier: SlowDisk) -> None:
+    session = core.open_session()
+    versions = put_below(core, session, 2)
+    frames: list[list[bytes]] = []
+    patient = threading.Thread(target=lambda: frames.append(core.get(session, keys_of(versions))))
+    patient.start()
+    assert tier.gate.begun.wait(20.0)
+    assert core.get(session, keys_of(versions), 0.2) == []
+    tier.gate.opened.set()
+    patient.join()
+    assert frames == [frames_of(versions)]
+    assert core.counters["given_up_loads"] == 0
+    assert_nothing_left(core)
+
+
+def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDisk) -> None:
+    session = core.open_session()
+    versions = put_below(core, session, 4)
+    tier.gate.hold_after = PARTS  # the first comes, the second stops at its first part
+    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+    arrivals = core.manager.gets.get(session, keys_of(versions)[:known], core.later())
+    assert next(arrivals).frame.tobytes() == versions[0].frame.tobytes()
+    assert tier.gate.begun.wait(20.0)
+    arrivals.close()  # type: ignore[attr-defined]
+    assert core.manager.release(session, lease_id)
+    tier.gate.opened.set()
+    assert_nothing_left(core)
+    assert core.counters["given_up_loads"] == 3
+    assert [len(core.tiers_of(version)) for version in versions] == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("ends", ["released", "expired", "session"])
+def test_a_prefetch_ends_with_its_lease(core: Core, tier: SlowDisk, ends: str) -> None:
+    session = core.open_session()
+    versions = put_below(core, session, 4)
+    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    assert core.counters["prefetched_chunks"] == 4
+    assert tier.gate.begun.wait(20.0)
+    if ends == "released":
+        core.manager.release(session, match.lease_id)
+    elif ends == "session":
+        core.sessions.close(session.session_id)
+        core.manager.tick()
+    else:
+        core.catalog.state.holds.leases.expire(core.later(1e9))
+        core.manager.tick()
+    assert core.counters["given_up_loads"] == 4
+    tier.gate.opened.set()
+    assert_nothing_left(core)
+    assert not any("cpu" in core.tiers_of(version) for version in versions)
+
+
+def _claims(core: Core, version: Version) -> int | None:
+    (ticket,) = core.mover.named(version.info.key)
+    return ticket.claims
+
+
+def test_a_prefetch_that_a_get_waits_for_goes_on(core: Core, tier: SlowDisk) -> None:
+    session = core.open_session()
+    versions = put_below(core, session, 2)
+    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    frames: list[list[bytes]] = []
+    getter = threading.Thread(target=lambda: frames.append(core.get(session, keys_of(versions))))
+    getter.start()
+    assert tier.gate.begun.wait(20.0)
+    assert eventually(lambda: core.catalog.lease_count() == 2)
+    assert eventually(lambda: (_claims(core, versions[0]) or 0) >= 2)
+    core.manager.release(session, match.lease_id)
+    tier.gate.opened.set()
+    getter.join()
+    assert frames == [frames_of(versions)]
+    assert_nothing_left(core)
+
+
+# --- the Mover by itself
+
+
+def stepped() -> Mover:
+    return Mover({"load": 0}, 10, time.monotonic)
+
+
+def test_what_waits_is_dropped_with_its_last_claim() -> None:
+    mover, done = stepped(), []
+    one = mover.submit("load", b"a", lambda: done.append(1), claimed=True)
+    same = mover.submit("load", b"a", lambda: done.append(2), claimed=True)
+    assert one is not None
+    assert one is same
+    assert not mover.let_go(one)
+    assert mover.let_go(one)
+    assert not mover.let_go(one), "there is nothing left to undo"
+    assert mover.is_idle()
+    assert not mover.step()
+    with pytest.raises(DeadlineError, match="nobody waits"):
+        mover.wait(one, time.monotonic() + 5)
+    assert mover.submit("load", b"a", lambda: done.append(3), claimed=True) is not one
+    assert mover.step()
+    assert done == [3]
+
+
+def test_what_somebody_submits_without_a_claim_is_done_in_any_case() -> None:
+    mover, done = stepped(), []
+    for claimed in (True, False, True):
+        ticket = mover.submit("load", b"a", lambda: done.append(1), claimed=claimed)
+    assert ticket is not None
+    for _ in range(3):
+        assert not mover.let_go(ticket)
+    assert mover.step()
+    assert done == [1]
+
+
+def test_who_comes_after_work_was_given_up_gets_work_of_its_own() -> None:
+    mover = stepped()
+    seen: list[bool] = []
+
+    def first() -> None:
+        assert ticket is not None
+        seen.append(mover.is_given_up())
+        mover.let_go(ticket)
+        seen.append(mover.is_given_up())
+        other = mover.submit("load", b"a", lambda: seen.append(mover.is_given_up()), claimed=True)
+        assert other is not ticket
+
+    ticket = mover.submit("load", b"a", first, claimed=True)
+    assert mover.step()
+    assert not mover.is_idle()
+    assert mover.step()
+    assert seen == [False, True, False]
+    assert mover.is_idle()
+    assert not mover.is_given_up(), "this thread does no work"
+
+
+def test_who_comes_before_it_is_noticed_keeps_the_work_going() -> None:
+    mover = stepped()
+    seen: list[bool] = []
+
+    def first() -> None:
+        assert ticket is not None
+        mover.let_go(ticket)
+        assert mover.submit("load", b"a", lambda: None, claimed=True) is ticket
+        seen.append(mover.is_given_up())
+
+    ticket = mover.submit("load", b"a", first, claimed=True)
+    assert mover.step()
+    assert seen == [False]

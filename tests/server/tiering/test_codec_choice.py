@@ -1,0 +1,148 @@
+"""The codec that a tier gets at the start when the operator leaves it to the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+from local_server import LocalServer, eventually
+from prompts import assert_reads, store
+from simulation.core import Core
+from simulation.tiers import SimDisk, no_faults
+
+from kvstore.codecs.speed import CodecSpeed, make_sample, measure
+from kvstore.proto.errors import UnknownCodecError
+from kvstore.proto.types import KEY_BYTES, ChunkKey, Fidelity
+from kvstore.server.tiering import codec_choice
+from kvstore.server.tiering.codec_choice import CALIBRATION_S, AutoCodec, candidates, measure_codecs
+from kvstore.server.tiering.tier_slot import Shelf
+
+ServerMaker = Callable[..., LocalServer]
+PROBE = ChunkKey(b"p" * KEY_BYTES)
+DISK_BYTES = 8 << 20
+
+
+def choice_for(shelf: Shelf, clock: Callable[[], float] = time.monotonic) -> AutoCodec:
+    return AutoCodec(shelf, Fidelity.exact, PROBE, clock)
+
+
+def say(patch: pytest.MonkeyPatch, *speeds: CodecSpeed) -> None:
+    patch.setattr(codec_choice, "measure_codecs", lambda *_: list(speeds))
+
+
+@pytest.mark.parametrize(("copied", "looked_at"), [(1e-3, False), (1e15, True)])
+def test_on_a_link_as_fast_as_memory_no_codec_is_looked_at(
+    copied: float, looked_at: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = CodecSpeed("raw", "numpy", Fidelity.exact, 1.0, 1e9, copied)
+    monkeypatch.setattr(codec_choice, "measure", lambda *_: raw)
+    asked: list[list[str]] = []
+
+    def measured(names: list[str], *_: object) -> list[CodecSpeed]:
+        asked.append(names)
+        return []
+
+    monkeypatch.setattr(codec_choice, "measure_codecs", measured)
+    with closing(Core([SimDisk(DISK_BYTES, no_faults())])) as core:
+        choice_for(core.shelf("disk")).run()
+        assert bool(asked[0]) == looked_at
+        assert core.shelf("disk").encoder.name == "raw (auto)"
+
+
+def zplane(ratio: float, decode_bytes_per_s: float) -> CodecSpeed:
+    return CodecSpeed("zplane", "numpy", Fidelity.exact, ratio, 1e9, decode_bytes_per_s)
+
+
+def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = SimDisk(DISK_BYTES, no_faults())
+    with closing(Core([disk])) as core:
+        say(monkeypatch, zplane(1.5, 1e15))
+        assert choice_for(core.shelf("disk")).run()
+        status = core.manager.shelf_statuses()[1]
+        assert (status.codec, status.codec_id) == ("zplane (auto)", 2)
+        assert core.shelf("disk").encoder.of_tenant("red").name == "zplane"
+        say(monkeypatch, zplane(1.5, 1.0))
+        choice_for(core.shelf("disk")).run()
+        assert core.manager.shelf_statuses()[1].codec == "raw (auto)"
+        assert (disk.stats().chunks, disk.stats().used_bytes) == (0, 0)
+        assert len(core.catalog) == 0
+
+
+@pytest.mark.parametrize("verb", ["reserve", "write", "seal", "read_into", "delete"])
+def test_a_medium_that_fails_is_judged_by_the_first_guess(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimDisk(DISK_BYTES, no_faults())
+    with closing(Core([disk])) as core:
+        usual = getattr(disk, verb)
+
+        def fail(*args: object, **named: object) -> object:
+            disk.faults.fail = 1.0
+            try:
+                return usual(*args, **named)
+            finally:
+                disk.faults.fail = 0.0
+
+        monkeypatch.setattr(disk, verb, fail)
+        say(monkeypatch, zplane(1.5, 1e15))
+        assert choice_for(core.shelf("disk")).run()
+        assert core.shelf("disk").encoder.name == "zplane (auto)"
+        assert disk.stats().reservations == 0
+
+
+def test_a_full_medium_is_judged_by_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Core([SimDisk(1 << 16, no_faults())])) as core:
+        say(monkeypatch, zplane(1.5, 1e15))
+        assert choice_for(core.shelf("disk")).run()
+        assert core.shelf("disk").encoder.name == "zplane (auto)"
+
+
+def test_measuring_ends_in_time_whatever_the_clock_says_of_one_codec() -> None:
+    ticks = iter(range(10_000))
+    speeds = measure_codecs(["raw", "zplane"], make_sample(), lambda: next(ticks) * 0.1, 0.5)
+    assert [one.name for one in speeds] == ["raw", "zplane"]
+    assert next(ticks) < 100
+    assert CALIBRATION_S <= 1
+
+
+def test_what_is_measured_is_what_the_codec_does() -> None:
+    sample = make_sample(3)
+    from kvstore.codecs.base import codec_by_name
+
+    raw = measure("raw", codec_by_name("raw"), sample, time.perf_counter, 0.0)
+    packed = measure("zplane", codec_by_name("zplane"), sample, time.perf_counter, 0.0)
+    assert (raw.fidelity, packed.fidelity) == (Fidelity.exact, Fidelity.exact)
+    assert 0.99 < raw.ratio < 1 < packed.ratio < 2
+
+
+def test_a_codec_that_cannot_be_used_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> object:
+        raise UnknownCodecError(name, "no tables for it")
+
+    monkeypatch.setattr(codec_choice, "codec_by_name", fail)
+    assert measure_codecs(["zplane"], make_sample(), time.monotonic, 0.1) == []
+
+
+def test_only_codecs_within_the_allowed_loss_are_candidates() -> None:
+    exact, every = candidates(Fidelity.exact), candidates(Fidelity.none)
+    assert "zplane" in exact
+    assert set(exact) <= set(every)
+    assert "raw" not in every, "it is what remains"
+
+
+def test_a_server_chooses_after_its_start_and_serves_meanwhile(make_server: ServerMaker) -> None:
+    server = make_server("--disk-codec", "auto")
+    client = server.connect()
+    keys = store(client, 1, 4)
+    assert_reads(client, keys)
+
+    def is_chosen() -> bool:
+        return server.node.manager.shelf_statuses()[1].codec.endswith(" (auto)")
+
+    assert eventually(is_chosen)
+    assert_reads(client, keys)
+    server.settled()

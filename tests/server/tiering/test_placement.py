@@ -1,0 +1,257 @@
+"""Placement in the server: what each admission writes, and what it costs when a tier is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from simulation.clock import FakeClock
+from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.tiers import SimDisk, no_faults
+from simulation.universe import Version
+from typing_extensions import override
+
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.plans import EngineTerms, PrefillModel
+from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.security.sessions import Session
+from kvstore.server.tiering.placement import MAX_ENGINES
+from kvstore.tiers.base import Reservation
+
+DISK_BYTES = 2 << 20
+SLOW_ENGINE = PrefillModel(0.0, 1.0)
+FAST_ENGINE = PrefillModel(0.0, 1e-12)
+
+
+class SlowDisk(SimDisk):
+    """A disk each of whose writes takes time."""
+
+    def __init__(self, clock: FakeClock, write_s: float) -> None:
+        super().__init__(DISK_BYTES, no_faults())
+        self._clock = clock
+        self._write_s = write_s
+
+    @override
+    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+        self._clock.advance(self._write_s)
+        super().write(reservation, offset, data)
+
+
+def make_core(
+    rule: str,
+    clock: FakeClock | None = None,
+    *,
+    exclusive: bool = False,
+    disk: SimDisk | None = None,
+) -> Core:
+    history = History()
+    knowledge = Knowledge(history, forecast=ReuseForecast(history))
+    return Core(
+        [disk or SimDisk(DISK_BYTES, no_faults())],
+        admissions={"disk": rule},
+        exclusive=("disk",) if exclusive else (),
+        knowledge=knowledge,
+        clock=clock or FakeClock(),
+    )
+
+
+@pytest.fixture(params=["through", "evict", "selective", "auto"])
+def core(request: pytest.FixtureRequest) -> Iterator[Core]:
+    with closing(make_core(request.param)) as core:
+        yield core
+
+
+def look(core: Core, session: Session, versions: list[Version]) -> int:
+    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+    return match.ready
+
+
+def on_disk(core: Core, versions: list[Version]) -> int:
+    return sum("disk" in core.tiers_of(version) for version in versions)
+
+
+def ask(core: Core, session: Session, versions: list[Version]) -> None:
+    """Look a prompt up and put what is missing of it."""
+    core.put(session, versions[look(core, session, versions) :])
+    core.settle()
+
+
+@pytest.mark.parametrize(
+    ("rule", "stored", "asked", "evicted"),
+    [("through", 3, 3, 3), ("evict", 0, 0, 3), ("selective", 0, 3, 3), ("auto", 0, 0, 3)],
+)
+def test_each_rule_writes_at_its_moment(rule: str, stored: int, asked: int, evicted: int) -> None:
+    with closing(make_core(rule)) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        ask(core, session, versions)
+        assert on_disk(core, versions) == stored
+        ask(core, session, versions)
+        assert on_disk(core, versions) == asked
+        core.put(session, prompt(12, seed=9))
+        assert on_disk(core, versions) == evicted
+
+
+def test_selective_writes_nothing_of_what_is_asked_for_once() -> None:
+    with closing(make_core("selective")) as core:
+        session = core.open_session()
+        for seed in range(4):
+            ask(core, session, prompt(6, seed=seed))
+        assert core.shelf("disk").tier.stats().chunks == 0
+        assert core.counters["unworthy_copies"] == core.counters["dropped_victims"] > 0
+
+
+def test_selective_stores_at_the_second_sighting_of_what_was_evicted() -> None:
+    with closing(make_core("selective")) as core:
+        session = core.open_session()
+        versions = prompt(6)
+        ask(core, session, versions)
+        ask(core, session, prompt(12, seed=5))
+        assert look(core, session, versions) == 0
+        core.put(session, versions)
+        core.settle()
+        assert on_disk(core, versions) == 6
+
+
+def test_auto_learns_to_write_what_comes_again_and_not_what_does_not() -> None:
+    clock = FakeClock()
+    with closing(make_core("auto", clock)) as core:
+        session = core.open_session()
+        for at in range(150):  # whole prompts come twice, and a third time never
+            clock.advance(10)
+            versions = prompt(6, seed=at)
+            ask(core, session, versions)
+            clock.advance(1)
+            ask(core, session, versions)
+        written = core.counters["copied_chunks"]
+        for at in range(150, 170):
+            clock.advance(10)
+            versions = prompt(6, seed=at)
+            ask(core, session, versions)
+            clock.advance(1)
+            ask(core, session, versions)
+        assert core.counters["copied_chunks"] - written < 20 * 6 / 4
+
+
+def test_a_clean_victim_is_not_written_again() -> None:
+    with closing(make_core("evict")) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        ask(core, session, versions)
+        ask(core, session, prompt(12, seed=8))
+        core.get(session, keys_of(versions))
+        copied = core.counters["copied_chunks"]
+        assert copied == 3 + 3, "the chunks, and what went for them to come up again"
+        ask(core, session, prompt(12, seed=9))
+        assert core.counters["copied_chunks"] == copied + 12 - 3
+        assert [core.tiers_of(version) for version in versions] == [["disk"]] * 3
+
+
+def test_what_is_found_is_read_back_whatever_was_written(core: Core) -> None:
+    session = core.open_session()
+    for seed in (1, 2, 1, 3, 2, 1, 4, 1):
+        versions = prompt(5, seed=seed)
+        ready = look(core, session, versions)
+        assert core.get(session, keys_of(versions)[:ready]) == frames_of(versions)[:ready]
+        ask(core, session, versions)
+
+
+def test_nothing_is_written_where_a_load_takes_as_long_as_computing(core: Core) -> None:
+    session = core.open_session()
+    fast = EngineTerms(FAST_ENGINE)
+    core.manager.lookup(session, keys_of(prompt(1)), core.later(), lease=False, engine=fast)
+    for seed in range(4):
+        ask(core, session, prompt(6, seed=seed))
+        ask(core, session, prompt(6, seed=seed))
+    assert core.shelf("disk").tier.stats().chunks == 0
+
+
+def test_a_slow_engine_is_no_reason_to_write_less() -> None:
+    counts = []
+    for engine in (None, EngineTerms(SLOW_ENGINE)):
+        with closing(make_core("through")) as core:
+            session = core.open_session()
+            core.manager.lookup(
+                session, keys_of(prompt(1)), core.later(), lease=False, engine=engine
+            )
+            ask(core, session, prompt(6))
+            counts.append(on_disk(core, prompt(6)))
+    assert counts == [6, 6]
+
+
+def test_a_tier_ten_times_slower_is_given_less_and_hits_in_memory_stay() -> None:
+    written, hits = [], []
+    for write_s in (0.02, 0.2):
+        clock = FakeClock()
+        with closing(make_core("auto", clock, disk=SlowDisk(clock, write_s))) as core:
+            session = core.open_session()
+            found = 0
+            for at in range(160):  # each prompt comes again once it has left memory
+                clock.advance(0.1)
+                versions = prompt(6, seed=at // 2 - at % 2 * 3 + 3)
+                ask(core, session, versions)
+                found += look(core, session, versions)
+            written.append(core.counters["copied_chunks"])
+            hits.append(found)
+    assert written[1] < written[0] * 2 / 3
+    assert hits[0] == hits[1] == 160 * 6
+
+
+def test_no_chunk_is_left_without_what_it_continues(core: Core) -> None:
+    session = core.open_session()
+    trunk = prompt(9)
+    for turn in range(24):
+        ask(core, session, trunk[: 1 + turn * 5 % 9])
+        ask(core, session, prompt(4, seed=30 + turn % 3))
+        here = set(keys_of([v for v in trunk if core.tiers_of(v)]))
+        for parent, child in zip(keys_of(trunk), keys_of(trunk)[1:], strict=False):
+            assert child not in here or parent in here
+
+
+def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
+    with closing(make_core("evict", exclusive=True)) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        ask(core, session, versions)
+        ask(core, session, prompt(12, seed=9))
+        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+        arrivals = core.manager.gets.get(session, keys_of(versions), core.later())
+        assert [a.frame.tobytes() for a in arrivals] == frames_of(versions)
+        core.manager.tick()
+        assert on_disk(core, versions) == 3, "it may be read where it is"
+        core.manager.release(session, match.lease_id)
+        core.manager.tick()
+        core.settle()
+        assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 3
+        assert core.counters["left_copies"] == 3
+        ask(core, session, prompt(12, seed=8))
+        assert on_disk(core, versions) == 3
+
+
+def test_an_exclusive_tier_takes_no_durable_puts() -> None:
+    with closing(make_core("evict", exclusive=True)) as core:
+        assert not core.manager.can_be_durable
+        with pytest.raises(InvalidRequestError, match="durable"):
+            core.put(core.open_session(), prompt(1), durable=True)
+
+
+def test_the_limits_decide_for_shelves_without_an_admission() -> None:
+    for write_through, count in ((True, 3), (False, 0)):
+        limits = replace(LIMITS, write_through=write_through)
+        with closing(Core([SimDisk(DISK_BYTES, no_faults())], limits=limits)) as core:
+            core.put(core.open_session(), prompt(3))
+            core.settle()
+            assert on_disk(core, prompt(3)) == count
+
+
+def test_engines_beyond_a_limit_are_forgotten() -> None:
+    with closing(make_core("auto")) as core:
+        placement = core.transfers.placement
+        for number in range(MAX_ENGINES + 5):
+            placement.note_engine(number.to_bytes(16, "big"), SLOW_ENGINE)  # type: ignore[arg-type]
+        assert len(placement._engines) == MAX_ENGINES

@@ -1,0 +1,194 @@
+"""Admission of recurrent states: which a server keeps when it is told to be judicious."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from conftest import ServerMaker
+from contracts.ends import HYBRID, TOKENS, chunk_of
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import equal, keys_of, tokens
+
+from kvstore.client import Client
+from kvstore.client.options import TransportName
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.frame import raw_frame_bytes
+from kvstore.proto.types import (
+    DIGEST_BYTES,
+    ChunkInfo,
+    ChunkKey,
+    KVLayout,
+    LayerKind,
+    PutOutcome,
+)
+from kvstore.server.store.reservations import WITHOUT_STATE, without_state
+from kvstore.server.tiering.state_admission import MAX_REMEMBERED, StateAdmission
+
+stored, exists = PutOutcome.stored, PutOutcome.exists
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(32, "little"))
+
+
+def test_a_state_is_kept_at_an_end_at_a_parting_and_the_second_time() -> None:
+    states = StateAdmission()
+    states.parted(key(3))
+    assert [states.admits(key(n), is_end=n == 4) for n in range(5)] == [False] * 3 + [True] * 2
+    assert states.has_turned_away(key(0))
+    assert not states.has_turned_away(key(3))
+    assert states.admits(key(0), is_end=False)
+    assert not states.has_turned_away(key(0))
+    assert not states.admits(key(0), is_end=False), "it was admitted for that one time"
+    states.forget(key(1))
+    assert not states.admits(key(1), is_end=False)
+
+
+def test_no_more_is_remembered_than_the_limit() -> None:
+    states = StateAdmission(limit=8)
+    for number in range(100):
+        states.parted(key(number))
+        states.admits(key(1000 + number), is_end=False)
+    assert len(states) == 16
+    assert states.admits(key(99), is_end=False), "the latest partings stay"
+    assert not states.admits(key(1000), is_end=False), "the oldest are forgotten"
+    assert MAX_REMEMBERED < 1 << 20
+
+
+def test_a_layout_of_states_alone_stays_as_it_is() -> None:
+    whole = KVLayout.of(HYBRID, TOKENS)
+    bare = without_state(whole)
+    assert bare == KVLayout.of(HYBRID, TOKENS, state=False)
+    assert without_state(bare) is None
+    states = KVLayout(tuple(c for c in whole.components if c.kind is LayerKind.state))
+    assert without_state(states) is None
+
+
+@pytest.fixture(params=["auto", "grpc"])
+def transport(request: pytest.FixtureRequest) -> TransportName:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def server(make_server: ServerMaker) -> LocalServer:
+    return make_server("--state-admission", "judicious")
+
+
+@pytest.fixture
+def client(server: LocalServer, transport: TransportName) -> Client:
+    return server.connect(transport, HYBRID)
+
+
+def put(client: Client, keys: Sequence[ChunkKey], first: int = 0) -> list[tuple[PutOutcome, bool]]:
+    """Put a chain with a state in every chunk; say what became of each, and if it lost its own."""
+    puts = client.put([chunk_of(client, keys, at, "ws") for at in range(first, len(keys))])
+    return [(one.outcome, one.reason == WITHOUT_STATE) for one in puts]
+
+
+def states_of(server: LocalServer, keys: Sequence[ChunkKey]) -> list[bool]:
+    copies = [server.node.manager.catalog.copies(key)["cpu"] for key in keys]
+    return [one.layout.has(LayerKind.state) for one in copies]
+
+
+def test_only_the_last_state_of_a_put_is_kept(server: LocalServer, client: Client) -> None:
+    keys = keys_of(client, 1, 4)
+    assert put(client, keys) == [(stored, True)] * 3 + [(stored, False)]
+    assert states_of(server, keys) == [False, False, False, True]
+    assert client.lookup(keys).ready == 4
+    found = client.get(keys)
+    for at, one in enumerate(found):
+        expected = chunk_of(client, keys, at, "ws" if at == 3 else "w")
+        assert equal(one, expected.tensors)  # type: ignore[arg-type]
+    assert server.counter("put_states_left_out") == 3
+    sizes = [server.node.manager.catalog.size_bytes("cpu", key) for key in keys]
+    assert len(set(sizes[:3])) == 1
+    assert sizes[0] < sizes[3]
+    assert server.node.manager.puts.is_draining is False
+    assert server.settled().pending_puts == 0
+
+
+def test_the_end_of_each_chain_of_one_put_is_an_end(server: LocalServer, client: Client) -> None:
+    ones, others = keys_of(client, 1, 2), keys_of(client, 2, 2)
+    chunks = [chunk_of(client, keys, at, "ws") for keys in (ones, others) for at in range(2)]
+    assert [one.outcome for one in client.put(chunks)] == [stored] * 4
+    assert states_of(server, [*ones, *others]) == [False, True, False, True]
+
+
+def test_where_prompts_part_a_state_is_kept_the_second_time(
+    server: LocalServer, client: Client
+) -> None:
+    keys = keys_of(client, 1, 4)
+    put(client, keys)
+    other = client.keys([*tokens(1, 4 * TOKENS)[: 2 * TOKENS], *tokens(9, 2 * TOKENS)])
+    assert other[:2] == keys[:2]
+    match = client.lookup(other)
+    assert (match.ready, match.shared) == (0, 2)
+
+    def is_gained() -> bool:  # refused while the first is being copied to a lower tier
+        return put(client, other)[1] == (stored, False) or states_of(server, [other[1]]) == [True]
+
+    assert eventually(is_gained)
+    assert states_of(server, other[1:]) == [True, False, True]
+    assert client.lookup(other[:3]).ready == 2
+
+
+def test_a_state_that_comes_a_second_time_is_kept(server: LocalServer, client: Client) -> None:
+    keys = keys_of(client, 3, 3)
+    assert put(client, keys)[0] == (stored, True)
+    server.settled()
+    assert put(client, keys)[:2] == [(stored, False)] * 2
+    assert states_of(server, keys) == [True] * 3
+    assert put(client, keys) == [(exists, False)] * 3
+
+
+def test_an_end_that_others_continue_later_keeps_its_state(
+    server: LocalServer, client: Client
+) -> None:
+    keys = keys_of(client, 4, 4)
+    put(client, keys[:2])
+    put(client, keys, first=2)
+    assert states_of(server, keys) == [False, True, False, True]
+
+
+def test_explain_says_that_the_state_was_not_kept(server: LocalServer, client: Client) -> None:
+    keys = keys_of(client, 5, 3)
+    put(client, keys)
+    request = pb.ExplainRequest(
+        key_namespace=keys[0][:DIGEST_BYTES], digests=b"".join(k[DIGEST_BYTES:] for k in keys[:2])
+    )
+    reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+    assert [one.state for one in reply.chunks] == ["no_end"] * 2
+    assert all("--state-admission" in one.reason for one in reply.chunks)
+
+
+def test_a_durable_put_has_what_was_kept_on_disk(server: LocalServer, client: Client) -> None:
+    keys = keys_of(client, 6, 3)
+    chunks = [chunk_of(client, keys, at, "ws") for at in range(3)]
+    puts = client.put(chunks, durable=True)
+    assert [one.outcome for one in puts] == [stored] * 3
+    layouts = [server.node.manager.catalog.copies(key)["disk"].layout for key in keys]
+    assert [one.has(LayerKind.state) for one in layouts] == [False, False, True]
+
+
+def test_what_is_aborted_is_put_anew_as_if_it_had_not_been(
+    server: LocalServer, client: Client
+) -> None:
+    keys = keys_of(client, 7, 3)
+    chunks = [chunk_of(client, keys, at, "ws") for at in range(3)]
+    layouts = [KVLayout.of(HYBRID, TOKENS)]
+    core = server.node.manager
+    (session,) = server.node.sessions._sessions.values()
+    size = raw_frame_bytes(layouts[0])
+    infos = [ChunkInfo(c.key, c.parent, layouts[0], 0, size) for c in chunks]
+    begun = core.puts.begin_all(session, infos, core.transfers.clock() + 5)
+    assert all(core.puts.abort(session, one.ticket_id) for one in begun)  # type: ignore[union-attr]
+    assert [one.reason == WITHOUT_STATE for one in client.put(chunks)] == [True, True, False]
+
+
+def test_by_default_every_state_is_kept(make_server: ServerMaker) -> None:
+    server = make_server()
+    client = server.connect("auto", HYBRID)
+    keys = keys_of(client, 1, 3)
+    assert put(client, keys) == [(stored, False)] * 3
+    assert states_of(server, keys) == [True] * 3

@@ -1,0 +1,124 @@
+"""ZeroMQ's sockets take so many connections and no more, whatever knocks at them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+from conftest import ServerMaker
+from local_server import LocalServer, eventually
+
+from kvstore.server.web import event_sockets
+from kvstore.server.web.event_connections import ConnectionCap
+from kvstore.server.web.event_sockets import bind_to
+
+MOST = 6
+
+
+def connected(address: str, stack: ExitStack) -> socket.socket:
+    """Return a connection that has nothing to say."""
+    url = urlsplit(address)
+    family = socket.AF_UNIX if url.scheme == "ipc" else socket.AF_INET
+    link = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    link.settimeout(20)
+    link.connect(url.path if url.scheme == "ipc" else (url.hostname, url.port))
+    link.setblocking(False)
+    return link
+
+
+def is_hung_up_on(link: socket.socket) -> bool:
+    """Whether the server has ended it, behind its greeting or without one."""
+    try:
+        while link.recv(64):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+class Router:
+    """A bound socket with a limit of ``MOST``, and what was refused."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.linger = self.socket.handshake_ivl = 0
+        self.refused = 0
+        self.cap = ConnectionCap(self.socket, MOST, self._count)
+        self.address = bind_to(self.socket, endpoint)
+
+    def _count(self) -> None:
+        self.refused += 1
+
+    def has(self, connections: int, refused: int) -> bool:
+        self.cap.hold()
+        return (len(self.cap), self.refused) == (connections, refused)
+
+    def close(self) -> None:
+        self.cap.close()
+        self.cap.close()
+        self.socket.close(0)
+        self.context.term()
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Router]:
+    one = Router("127.0.0.1:0" if request.param == "tcp" else f"ipc:{tmp_path / 'r'}")
+    yield one
+    one.close()
+
+
+def test_who_comes_beyond_the_limit_is_hung_up_on_and_room_comes_back(router: Router) -> None:
+    with ExitStack() as stack:
+        links = [connected(router.address, stack) for _ in range(MOST)]
+        assert eventually(lambda: router.has(MOST, 0))
+        more = [connected(router.address, stack) for _ in range(3)]
+        assert eventually(lambda: router.has(MOST, 3))
+        assert all(map(is_hung_up_on, more))
+        assert not any(map(is_hung_up_on, links))
+        links[0].close()
+        assert eventually(lambda: router.has(MOST - 1, 3))
+        connected(router.address, stack)
+        assert eventually(lambda: router.has(MOST, 3))
+    assert eventually(lambda: router.has(0, 3))
+
+
+def test_a_number_that_is_another_file_by_now_is_left_alone(router: Router, tmp_path: Path) -> None:
+    left, right = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    far = socket.create_connection(listener.getsockname())
+    near, _ = listener.accept()
+    with left, right, listener, far, near, (tmp_path / "file").open("wb") as file:
+        for one in (left, near, file):
+            router.cap._hang_up(one.fileno())
+        spare = os.dup(file.fileno())
+        os.close(spare)
+        router.cap._hang_up(spare)
+        left.sendall(b"a")
+        near.sendall(b"b")
+        assert (right.recv(1), far.recv(1)) == (b"a", b"b")
+
+
+@pytest.mark.parametrize("name", ["events", "events_replay"])
+def test_readers_of_events_are_so_many(
+    name: str, make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_sockets, "MAX_CONNECTIONS", MOST)
+    monkeypatch.setattr(event_sockets, "_HANDSHAKE_MS", 100_000)
+    folder = tmp_path / "p"
+    folder.mkdir(mode=0o700)
+    flag = f"--{name.replace('_', '-')}"
+    server: LocalServer = make_server(flag, f"ipc:{folder / 'e'}")
+    (address,) = server.node.events.addresses
+    with ExitStack() as stack:
+        links = [connected(address, stack) for _ in range(4 * MOST)]
+        assert eventually(lambda: server.counter("zmq_refused_connections") == 3 * MOST)
+        assert sum(not is_hung_up_on(link) for link in links) == MOST

@@ -1,0 +1,498 @@
+"""Published events: what vLLM's readers read, replays, and who may connect."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from conftest import ServerMaker
+from credentials import KeyRing
+from golden.samples import FOLDER
+from local_server import DEADLINE_MS, LocalServer, eventually
+from prompts import store, tokens
+
+from kvstore.client import Access, ClientOptions
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey, Fidelity
+from kvstore.server.node import tenant_salts
+from kvstore.server.settings.settings import load_config
+from kvstore.server.telemetry.event_ring import Event
+from kvstore.server.telemetry.events import PAGE_EVENTS, Page
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.web import event_publisher as module
+from kvstore.server.web.event_messages import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    encode,
+    words_of,
+)
+from kvstore.server.web.event_publisher import EventPublisher
+from kvstore.server.web.event_sockets import EventSockets, parse_readers
+
+OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)
+SPACE = bytes(range(DIGEST_BYTES))
+GOLDEN = FOLDER / "events-v1.msgpack"
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(SPACE + bytes([number]) * DIGEST_BYTES)
+
+
+def stored(number: int, tier: str = "cpu", fidelity: Fidelity = Fidelity.exact) -> Event:
+    parent = ChainDigest(key(number - 1)[DIGEST_BYTES:]) if number > 1 else ROOT
+    return Event(key(number), tier, 256, parent, fidelity)
+
+
+# --- words
+
+
+def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
+    first, second, third, gone = words_of(
+        [
+            stored(1),
+            stored(2),
+            stored(4),
+            stored(5, "disk"),
+            *(Event(key(n), "gpu") for n in (1, 2)),
+        ]
+    )
+    assert isinstance(first, BlockStored)
+    assert first.block_hashes == [key(1), key(2)]
+    assert (first.parent_block_hash, first.block_size, first.token_ids) == (None, 256, [])
+    assert isinstance(second, BlockStored)
+    assert (second.block_hashes, second.parent_block_hash) == ([key(4)], key(3))
+    assert isinstance(third, BlockStored)
+    assert (third.medium, third.locality, third.ownership) == ("STORAGE", "LOCAL", "kvstore")
+    assert gone == BlockRemoved([key(1), key(2)], "GPU", "LOCAL", "kvstore")
+
+
+def test_a_lossy_copy_counts_as_gone_for_who_asks_for_exact() -> None:
+    assert words_of([stored(1, "disk", Fidelity.bounded)]) == [
+        BlockRemoved([key(1)], "STORAGE", "LOCAL", "kvstore")
+    ]
+
+
+def test_a_batch_is_written_as_it_always_was() -> None:
+    """The file is what vLLM's own decoder reads in tests/real_vllm."""
+    words = [AllBlocksCleared(), *words_of([stored(1), stored(2), Event(key(3), "disk")])]
+    assert encode(1_700_000_000.5, words) == GOLDEN.read_bytes()
+    decoder = msgspec.msgpack.Decoder(EventBatch)
+    assert decoder.decode(GOLDEN.read_bytes()) == EventBatch(1_700_000_000.5, words)
+
+
+# --- sockets
+
+
+class Sockets:
+    """Of one test, closed in the end."""
+
+    def __init__(self) -> None:
+        self._context: Any = zmq.Context()
+        self._made: list[Any] = []
+
+    def socket(self, kind: int) -> Any:
+        self._made.append(self._context.socket(kind))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for socket in self._made:
+            socket.close(0)
+        self._context.term()
+
+
+class Subscriber:
+    """A reader as vLLM's examples are: it looks at numbers, and asks again for what it missed."""
+
+    def __init__(self, context: Sockets, server: LocalServer, **curve: bytes) -> None:
+        publish, replay = server.node.events.addresses
+        self.heard: dict[int, list[Any]] = {}
+        self._came: set[int] = set()
+        self.topics: set[bytes] = set()
+        self._decoder = msgspec.msgpack.Decoder(EventBatch)
+        self.sub, self.replay = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        for socket, address in ((self.sub, publish), (self.replay, replay)):
+            for name, value in curve.items():
+                setattr(socket, f"curve_{name}", value)
+            socket.linger = 0
+            socket.connect(address)
+        self.sub.subscribe(b"kvstore@")
+
+    def missed(self, number: int, within_ms: int = DEADLINE_MS) -> list[tuple[int, list[Any]]]:
+        """Ask for the batches from *number* on; none when nobody answers."""
+        self.replay.send_multipart((b"", number.to_bytes(8, "big")))
+        found: list[tuple[int, list[Any]]] = []
+        while self.replay.poll(within_ms):
+            empty, topic, at, batch = self.replay.recv_multipart()
+            assert empty == b""
+            if at == module.END:
+                assert (topic, batch) == (b"", b"")
+                return found
+            self.topics.add(topic)
+            found.append((int.from_bytes(at, "big"), self._decoder.decode(batch).events))
+        return found
+
+    def hear(self, within_ms: int = DEADLINE_MS) -> bool:
+        """Take in one batch; False when none comes."""
+        if not self.sub.poll(within_ms):
+            return False
+        topic, at, batch = self.sub.recv_multipart()
+        self.topics.add(topic)
+        number = int.from_bytes(at, "big")
+        assert number not in self._came
+        self._came.add(number)
+        words = self._decoder.decode(batch).events
+        assert self.heard.setdefault(number, words) == words  # it may have been asked for already
+        return True
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert self.hear(), self.heard
+
+    def hears(self, keys: list[ChunkKey]) -> None:
+        self.until(lambda: self.known() >= set(keys))
+
+    def known(self, medium: str = "CPU") -> set[bytes]:
+        """Return what one knows who took in all that was heard."""
+        return known_of(list(self.heard.items()), medium)
+
+
+def known_of(batches: list[tuple[int, list[Any]]], medium: str = "CPU") -> set[bytes]:
+    known: set[bytes] = set()
+    for _, words in sorted(batches, key=lambda batch: batch[0]):
+        for word in words:
+            if isinstance(word, AllBlocksCleared):
+                known.clear()
+            elif word.medium == medium:
+                (known.update if isinstance(word, BlockStored) else known.difference_update)(
+                    word.block_hashes
+                )
+    return known
+
+
+@pytest.fixture
+def context() -> Iterator[Sockets]:
+    made = Sockets()
+    yield made
+    made.close()
+
+
+def published(folder: Path) -> tuple[str, ...]:
+    """Return the flags of a server that publishes to this user's processes."""
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o700)
+    return "--events", f"ipc:{folder / 'e'}", "--events-replay", f"ipc:{folder / 'r'}"
+
+
+def connected(context: Sockets, server: LocalServer, **curve: bytes) -> Subscriber:
+    """Return a subscriber that hears what is published from now on, and knows what was."""
+    subscriber = Subscriber(context, server, **curve)
+    client = server.connect("grpc")
+    while not subscriber.hear(50):
+        store(client, 1000 + len(subscriber.missed(0)), 1)
+    for number, words in subscriber.missed(0):
+        subscriber.heard.setdefault(number, words)
+    return subscriber
+
+
+def test_a_subscriber_hears_what_comes_and_goes(
+    make_server: ServerMaker, context: Sockets, tmp_path: Path
+) -> None:
+    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
+    client, subscriber = server.connect("grpc"), connected(context, server)
+    keys = store(client, 1, 3)
+    subscriber.hears(keys)
+    client.delete(keys[2:])
+    subscriber.until(lambda: keys[2] not in subscriber.known())
+    assert subscriber.known() >= set(keys[:2])
+    assert subscriber.heard[0][0] == AllBlocksCleared()
+    assert sorted(subscriber.heard) == list(range(len(subscriber.heard)))
+    assert subscriber.topics == {b"kvstore@%016x" % client.boot_id}
+    assert server.counter("event_batches") == len(subscriber.heard)
+
+
+def test_batches_that_were_missed_are_asked_for_again(
+    make_server: ServerMaker, context: Sockets, tmp_path: Path
+) -> None:
+    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
+    client, subscriber = server.connect("grpc"), connected(context, server)
+    keys = store(client, 1, 3)
+    subscriber.hears(keys)
+    lost = sorted(subscriber.heard)[1:]
+    again = subscriber.missed(lost[0])
+    assert again == [(number, subscriber.heard[number]) for number in lost]
+    assert subscriber.missed(max(lost) + 1) == []
+    assert subscriber.missed(1 << 60) == []
+
+
+def test_who_asks_for_what_is_not_kept_any_more_begins_anew(
+    make_server: ServerMaker,
+    context: Sockets,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "KEPT_BATCHES", 2)
+    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
+    client, subscriber = server.connect("grpc"), connected(context, server)
+    keys = []
+    for seed in range(5):
+        keys += store(client, seed, 2)
+        subscriber.hears(keys)
+    client.delete(keys[:2])
+    subscriber.until(lambda: not subscriber.known() & set(keys[:2]))
+    again = subscriber.missed(1)
+    assert again[0][1][0] == AllBlocksCleared()
+    assert [number for number, _ in again][-2:] == sorted(subscriber.heard)[-2:]
+    assert all(1 <= number <= max(subscriber.heard) for number, _ in again)
+    assert known_of(again) == subscriber.known()
+
+
+def test_a_publisher_that_falls_behind_tells_readers_to_begin_anew(
+    make_server: ServerMaker, context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu", "--events-kept", "1")
+    client, subscriber = server.connect("grpc"), connected(context, server)
+    with monkeypatch.context() as patch:  # else it may take up one event as each comes
+        patch.setattr(server.node.events.publisher, "_publish", lambda: False)
+        keys = store(client, 1, 6)
+    subscriber.hears(keys)
+    assert server.counter("event_restarts") > 0
+    assert sum(words[0] == AllBlocksCleared() for words in subscriber.heard.values()) > 1
+
+
+@pytest.mark.parametrize("frames", [(b"",), (b"", b"123"), (b"x", bytes(8)), (b"", bytes(8), b"")])
+def test_requests_that_are_none_are_counted(
+    make_server: ServerMaker,
+    context: Sockets,
+    tmp_path: Path,
+    frames: tuple[bytes, ...],
+) -> None:
+    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
+    subscriber = Subscriber(context, server)
+    subscriber.replay.send_multipart(frames)
+    assert subscriber.missed(0)
+    assert server.counter("event_invalid_requests") == 1
+
+
+# --- readers that are slow
+
+PAGES = 150
+
+
+class ManyPages:
+    """Stands in for the desk: there is more to tell than any queue on the way holds."""
+
+    def __init__(self) -> None:
+        self._pages = iter(Page([stored(1)] * PAGE_EVENTS, 0) for _ in range(PAGES))
+
+    def reader(self) -> ManyPages:
+        return self
+
+    def poll(self) -> Page | None:
+        return next(self._pages, None)
+
+
+@contextmanager
+def publisher_of_many(folder: Path) -> Iterator[tuple[EventPublisher, Counters]]:
+    folder.mkdir(mode=0o700)
+    counters = Counters()
+    sockets = EventSockets("off", f"ipc:{folder / 'r'}", None, None)
+    desk: Any = ManyPages()
+    with closing(EventPublisher(sockets, desk, 1, counters, lambda: 0.0, time.monotonic)) as one:
+        assert eventually(lambda: counters["event_batches"] == PAGES)
+        yield one, counters
+
+
+def asking(context: Sockets, folder: Path, number: int) -> Any:
+    """Return a socket whose queue holds one batch, and that has asked for all from *number* on."""
+    reader = context.socket(zmq.DEALER)
+    reader.rcvhwm = 1
+    reader.connect(f"ipc://{folder / 'r'}")
+    reader.send_multipart((b"", number.to_bytes(8, "big")))
+    return reader
+
+
+def answer_of(reader: Any) -> tuple[list[int], bytes]:
+    """Return the numbers of an answer's batches, and how it ends."""
+    numbers: list[int] = []
+    while reader.poll(DEADLINE_MS):
+        _, _, at, _ = reader.recv_multipart()
+        if at in (module.END, module.CUT):
+            return numbers, at
+        numbers.append(int.from_bytes(at, "big"))
+    raise AssertionError(f"no end behind {numbers[-1:]}")
+
+
+def test_an_answer_waits_for_who_reads_it_slowly_and_holds_up_nobody(
+    context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 300.0)  # the machine is slow too
+    with publisher_of_many(tmp_path / "p"):
+        slow = asking(context, tmp_path / "p", 0)
+        assert slow.poll(DEADLINE_MS)  # its answer has begun, and reads nothing of it
+        every = (list(range(PAGES)), module.END)
+        assert answer_of(asking(context, tmp_path / "p", 0)) == every
+        assert answer_of(slow) == every
+
+
+def test_who_stops_reading_is_told_that_its_answer_was_cut_short(
+    context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 0.0)
+    with publisher_of_many(tmp_path / "p") as (_, counters):
+        slow = asking(context, tmp_path / "p", 0)
+        gone = asking(context, tmp_path / "p", 0)
+        assert eventually(lambda: counters["event_cut_replays"] == 2)
+        gone.close(0)
+        numbers, end = answer_of(slow)
+        assert end == module.CUT
+        assert numbers == list(range(len(numbers)))
+        assert 0 < len(numbers) < PAGES
+        monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 60.0)
+        slow.send_multipart((b"", len(numbers).to_bytes(8, "big")))
+        assert answer_of(slow) == (list(range(len(numbers), PAGES)), module.END)
+
+
+# --- who may connect
+
+
+@contextmanager
+def key_file(path: Path, *keys: bytes) -> Iterator[Path]:
+    path.write_bytes(b"; routers\n" + b"".join(key + b" ; one\n" for key in keys))
+    path.chmod(0o600)
+    yield path
+
+
+def test_beyond_this_user_only_known_keys_hear_anything(
+    make_server: ServerMaker, context: Sockets, tmp_path: Path
+) -> None:
+    (known, secret), (other, other_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    with key_file(tmp_path / "readers", known) as readers:
+        server = make_server(
+            *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
+            *("--events-readers", str(readers), "--events-keys", str(tmp_path / "keys")),
+        )
+    server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
+    ours = {"serverkey": server_key, "publickey": known, "secretkey": secret}
+    subscriber = connected(context, server, **ours)
+    assert subscriber.heard
+    stranger = ours | {"publickey": other, "secretkey": other_secret}
+    impostor = ours | {"serverkey": other}
+    refused = [Subscriber(context, server, **proof) for proof in (stranger, impostor, {})]
+    answers = zmq.Poller()
+    for one in refused:
+        one.replay.send_multipart((b"", bytes(8)))
+        answers.register(one.replay, zmq.POLLIN)
+    assert answers.poll(300) == []
+    with key_file(readers, known, other):
+        assert Subscriber(context, server, **stranger).missed(0)
+
+
+def test_a_deleted_file_of_readers_lets_nobody_in_a_second_later(
+    make_server: ServerMaker, context: Sockets, tmp_path: Path
+) -> None:
+    known, secret = zmq.curve_keypair()
+    with key_file(tmp_path / "readers", known) as readers:
+        server = make_server(
+            *("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0", "--tiers", "cpu"),
+            *("--events-readers", str(readers), "--events-keys", str(tmp_path / "keys")),
+        )
+    server_key = zmq.curve_public((tmp_path / "keys" / "server.secret").read_bytes().strip())
+    ours = {"serverkey": server_key, "publickey": known, "secretkey": secret}
+    store(server.connect(), 1, 1)
+    assert eventually(lambda: bool(Subscriber(context, server, **ours).missed(0)))
+    readers.unlink()
+    time.sleep(1.0)  # what operations.md promises
+    revoked = context.socket(zmq.DEALER)
+    for name, value in ours.items():
+        setattr(revoked, f"curve_{name}", value)
+    revoked.connect(server.node.events.addresses[1])
+    revoked.send_multipart((b"", bytes(8)))
+    assert not revoked.poll(500), "the first to connect after the deletion"
+    with key_file(readers, known):
+        assert Subscriber(context, server, **ours).missed(0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--events", "0.0.0.0:0"], "other hosts could read"),
+        (["--events-replay", "[::]:0"], "other hosts could read"),
+        (["--events", "127.0.0.1:0", "--auth-keys", "{keys}"], "every process of this host"),
+        (["--events", "ipc:relative"], "an absolute path"),
+        (["--events", "nonsense"], "host:port"),
+        (["--events", "127.0.0.1:0", "--events-kept", "0"], "nothing to publish"),
+        (["--events-readers", "{missing}"], "can read"),
+    ],
+)
+def test_what_would_let_others_read_is_refused(flags: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("")
+    names = {"keys": tmp_path / "keys", "missing": tmp_path / "missing"}
+    with pytest.raises(InvalidRequestError, match=said):
+        load_config([flag.format(**names) for flag in flags])
+    assert load_config(["--events", "0.0.0.0:0", "--insecure"]).events == "0.0.0.0:0"
+
+
+def test_a_folder_that_others_may_enter_and_a_taken_address_are_refused(tmp_path: Path) -> None:
+    def bind(endpoint: str) -> EventSockets:
+        return EventSockets(endpoint, "off", None, None)
+
+    folder = tmp_path / "p"
+    folder.mkdir()
+    folder.chmod(0o750)
+    with pytest.raises(InvalidRequestError, match=r"events=.*chmod 700"):
+        bind(f"ipc:{folder / 'e'}")
+    with closing(bind(f"ipc:{tmp_path / 'new' / 'deep' / 'e'}")):
+        assert stat.S_IMODE((tmp_path / "new" / "deep").stat().st_mode) == 0o700
+    with closing(bind("127.0.0.1:0")) as taken:
+        (address,) = taken.addresses
+        with pytest.raises(InvalidRequestError, match=r"events=.*choose another"):
+            bind(address.removeprefix("tcp://"))
+
+
+@pytest.mark.parametrize("line", [b"short", b"x" * 41, b"\xff" * 40, b"a" * 39 + b","])
+def test_a_file_that_holds_something_else_is_refused(line: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="40 characters"):
+        parse_readers(b"; fine\n" + line)
+
+
+def test_a_dead_publisher_is_no_healthy_server(make_server: ServerMaker, tmp_path: Path) -> None:
+    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
+    assert server.node.is_alive()
+    server.node.events.close()
+    assert not server.node.is_alive()
+
+
+def test_what_is_published_has_no_token_a_prompt_or_a_salt(
+    make_server: ServerMaker, context: Sockets, tmp_path: Path
+) -> None:
+    ring, secret = KeyRing(tmp_path / "ring"), tmp_path / "secret"
+    secret.write_bytes(b"canary-in-the-salt" * 2)
+    proof = ring.make("canary-tenant")
+    server = make_server(
+        *("--auth-keys", str(ring.path), "--secret-file", str(secret), "--tiers", "cpu"),
+        *published(tmp_path / "p"),
+    )
+    client = server.connect(options=replace(OPTIONS, access=Access(token=proof)))
+    keys = store(client, 7, 3)
+    subscriber = Subscriber(context, server)
+    assert eventually(lambda: known_of(subscriber.missed(0)) == set(keys))
+    subscriber.replay.send_multipart((b"", bytes(8)))
+    raw = b""
+    while not raw.endswith(module.END):
+        assert subscriber.replay.poll(DEADLINE_MS)
+        raw += b"".join(subscriber.replay.recv_multipart())
+    salt = tenant_salts(server.config)("canary-tenant")
+    ids = [one.to_bytes(4, "little") for one in tokens(7, 48)]
+    hidden = [proof.encode(), proof[17:].encode(), b"canary", salt, b"".join(ids[:4])]
+    assert [one for one in hidden if one in raw] == []
+    assert all(bytes(key) in raw for key in keys)
