@@ -1,12 +1,16 @@
-"""Runs of a file read and summed at once, where a loop for that can be compiled."""
+"""Runs of a file read and summed in one call: each step is summed while it is in cache.
+
+A thread that reads and sums step by step asks for the interpreter's lock twice a step, and
+threads that do so side by side wait for each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
-from kvstore.proto.background import improving
-from kvstore.proto.buffers import LOOP_UNIT_BYTES, Bytes
+from kvstore.proto.buffers import LOOP_UNIT_BYTES, Bytes, PieceRow, sums_of
+from kvstore.proto.native import Loops, address, loops
 
 FileGroups: TypeAlias = "Sequence[tuple[int, Sequence[Bytes]]]"
 """From where in the file, and what to fill, one piece behind the other."""
@@ -14,22 +18,14 @@ FileGroups: TypeAlias = "Sequence[tuple[int, Sequence[Bytes]]]"
 LOOP_FROM_BYTES = 1 << 18
 """Less is read as fast by single calls."""
 
-ReadGroups: TypeAlias = "Callable[[int, FileGroups], list[int] | None]"
-
-
-def can_sum() -> bool:
-    """Whether there is such a loop yet. The first who asks has it made."""
-    return _best_loop() is not None
-
 
 def read_summed(descriptor: int, groups: FileGroups) -> list[int] | None:
     """Fill the pieces of *groups* from the file; return xxh3_64 of what arrived for each group.
 
-    None where there is no such loop, it does not take pieces like these, or a read failed or was
-    short: read it all again by other means, which say what is wrong.
+    None where pieces are not of whole units or few bytes, or a read failed or was short: read it
+    all again by other means, which say what is wrong.
     """
-    loop = _best_loop() if _is_for_loop(groups) else None
-    return None if loop is None else loop(descriptor, groups)
+    return read_by_loop(descriptor, groups) if _is_for_loop(groups) else None
 
 
 def _is_for_loop(groups: FileGroups) -> bool:
@@ -42,17 +38,29 @@ def _is_for_loop(groups: FileGroups) -> bool:
     return total >= LOOP_FROM_BYTES
 
 
-def _no_loop() -> ReadGroups | None:
-    return None
+def read_by_loop(
+    descriptor: int, groups: FileGroups, native: Loops | None = None
+) -> list[int] | None:
+    """Do what ``read_summed`` does, by the compiled loop.
 
-
-@improving(_no_loop)
-def _best_loop() -> ReadGroups | None:
-    """Return the compiled loop, where the extra ``cpu-fast`` is there; while it is made, None."""
-    try:
-        from kvstore.proto.read_loop import ReadLoop, agrees
-
-        loop = ReadLoop()
-    except (ImportError, OSError, RuntimeError):  # not there, or not for this machine
+    None when a read failed or was short; what the pieces hold is then anything. Raises
+    ValueError for a piece that it cannot fill, and for a group of none.
+    """
+    rows = (PieceRow * sum(len(pieces) for _, pieces in groups))()
+    count = 0
+    for offset, pieces in groups:
+        at = offset
+        for out in pieces:
+            units, rest = divmod(out.nbytes, LOOP_UNIT_BYTES)
+            if rest or not units or not (out.flags.c_contiguous and out.flags.writeable):
+                raise ValueError(f"cannot fill {out.nbytes} bytes")
+            row = rows[count]
+            row.out, row.at, row.units = address(out), at, units
+            count += 1
+            at += out.nbytes
+        if at == offset:
+            raise ValueError("give at least one piece in each group")
+        rows[count - 1].size = at - offset
+    if (native or loops()).read_summed(rows, count, descriptor) != count:
         return None
-    return loop if agrees(loop) else None
+    return sums_of(rows)

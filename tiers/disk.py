@@ -307,7 +307,7 @@ class DiskTier(Tier):
                 return
             check_range(found.size_bytes, 0, len(out))
             done = 0
-            if len(out) >= LOOP_FROM_BYTES and self._files.io.can_sum():
+            if len(out) >= LOOP_FROM_BYTES and self._files.io.can_sum:
                 done = check.header_bytes
                 self._files.read(found.file, found.offset, [out[:done]])
                 yield done

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
-from kvstore.proto.file_sums import FileGroups, can_sum, read_summed
+from kvstore.proto.file_sums import FileGroups, read_summed
 
 _PROBE_BYTES = 1 << 20
 """More than LMDB writes at a time: where it was cut short there is less."""
@@ -111,9 +111,8 @@ class FileIO(ABC):
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
         """Fill *outs*, one after the other, from *offset*. False when the file ends early."""
 
-    def can_sum(self) -> bool:
-        """Whether ``read_summed`` is worth asking."""
-        return False
+    can_sum: ClassVar[bool] = False
+    """Whether ``read_summed`` can do it."""
 
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:
         """Fill *groups* and return their sums, as ``file_sums`` does; None: ``read`` them."""
@@ -137,6 +136,7 @@ class CachedIO(FileIO):
     """Through the page cache: what was written or read lately costs a copy."""
 
     open_flags = 0
+    can_sum = True
 
     @override
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
@@ -170,10 +170,6 @@ class CachedIO(FileIO):
         except OSError:  # not there, or a file system that does not say
             return False
         return True
-
-    @override
-    def can_sum(self) -> bool:
-        return can_sum()
 
     @override
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:

@@ -9,7 +9,6 @@ import pytest
 from contracts.chunks import make_frame, make_info, make_representation, payload
 from contracts.shelf import assert_holds, bytes_of, put
 
-from kvstore.proto import file_sums
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -74,13 +73,10 @@ class TierReads:
         assert list(tier.read_steps(make_info(1, 64).key, out)) == []
         assert (out == 7).all()
 
-    @pytest.mark.parametrize("has_loop", [True, False])
     @pytest.mark.parametrize("flipped", [None, 0, 100, 300_000, -1])
     def test_a_checked_read_gets_the_frame_or_finds_what_is_wrong(
-        self, tier: Tier, monkeypatch: pytest.MonkeyPatch, flipped: int | None, has_loop: bool
+        self, tier: Tier, flipped: int | None
     ) -> None:
-        loop = file_sums._best_loop.wait() if has_loop else None
-        monkeypatch.setattr(file_sums, "_best_loop", lambda: loop)
         info, frame = make_frame(1, 256, representation=make_representation(3, 2, 128))
         if info.size_bytes > tier.max_frame_bytes():
             pytest.skip("larger than its frames")
