@@ -132,7 +132,7 @@ class RangedRead:
     def _fill(self, shelf: Shelf, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         transfers, started = self._transfers, self._transfers.clock()
         try:
-            found = shelf.guarded(lambda: shelf.tier.read_ranges(info.key, ranges), "read")
+            found = shelf.guarded(lambda: shelf.tier.read_batch(info.key, ranges), "read")
         except InvalidRequestError:
             found = False  # others have put a frame of another size in its place
         if not found:

@@ -40,7 +40,7 @@ def nothing(*_: object, **__: object) -> None:
 
 def reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
     def read(shelf: Shelf, info: ChunkInfo, out: Bytes, *_: object) -> FrameHeader | None:
-        found = shelf.guarded(lambda: shelf.tier.read_into(info.key, out))
+        found = shelf.guarded(lambda: shelf.tier.read(info.key, out))
         return _any_header(info) if found else None
 
     patch.setattr(Shelf, "read_verified", read)
