@@ -84,7 +84,7 @@ def build_manager(
         lease_ttl_ms=config.lease_ttl_ms,
         max_reservations_per_session=config.max_reservations_per_session,
         load_headroom_percent=config.load_headroom_percent,
-        loose_bytes=config.max_frame_bytes,
+        bypass_bytes=config.max_frame_bytes,
         prefetch_bytes=config.prefetch_bytes,
         waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
         blend=config.blend_terms,

@@ -13,7 +13,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespa
 from kvstore.server.api.validation import Checks, fidelity, fitting
 from kvstore.server.index.model_registry import Space
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.explain import Explainer, Near, Reason
+from kvstore.server.store.explain import Explainer, Reason, SimilarModel
 from kvstore.server.store.miss_log import LoggedMiss, MissLog, Report
 from kvstore.server.store.store import TierManager
 from kvstore.server.telemetry.request_trace import check_local
@@ -61,8 +61,8 @@ class ExplainDesk:
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
             reply.chunks.extend(fitting(map(_reason, found.reasons), wire.MESSAGE_BYTES))
-            reply.near.extend(fitting(map(_near, found.near), LIST_BYTES))
-            reply.left_out += len(found.reasons) + len(found.near)
+            reply.near.extend(fitting(map(_similar, found.similar), LIST_BYTES))
+            reply.left_out += len(found.reasons) + len(found.similar)
             reply.left_out -= len(reply.chunks) + len(reply.near)
         if request.recent:
             self._add_recent(request.recent, reply)
@@ -137,11 +137,12 @@ def _reason(reason: Reason) -> pb.ChunkReason:
     )
 
 
-def _near(near: Near) -> pb.KnownSpace:
-    message = _space_message(near.space, near.chunks)
-    message.same_tokens = near.has_tokens
+def _similar(similar: SimilarModel) -> pb.KnownSpace:
+    message = _space_message(similar.space, similar.chunks)
+    message.same_tokens = similar.has_tokens
     message.differences.extend(
-        pb.Difference(field=one.field, stored=one.stored, asked=one.asked) for one in near.differing
+        pb.Difference(field=one.field, stored=one.stored, asked=one.asked)
+        for one in similar.differing
     )
     return message
 

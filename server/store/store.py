@@ -23,10 +23,10 @@ from kvstore.server.index.prefix_ends import EndNeeds
 from kvstore.server.index.results import Holding, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
-from kvstore.server.store.lookup import Finder
+from kvstore.server.store.lookup import Lookup
 from kvstore.server.store.parallel_writes import UNFINISHED_S, Assembly, AssemblyLimits
 from kvstore.server.store.put_announcements import HandOver
-from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import Landing
 from kvstore.server.store.writes import Intake, PutResult
 from kvstore.server.telemetry.outcomes import Fate
@@ -50,7 +50,7 @@ class ManagerLimits:
     lease_ttl_ms: int = 30_000
     max_reservations_per_session: int = 4096
     load_headroom_percent: int = 5
-    loose_bytes: int = 256 << 20
+    bypass_bytes: int = 256 << 20
     write_through: bool = True
     """What shelves do that have no admission of their own."""
     prefetch_bytes: int = 0
@@ -97,7 +97,7 @@ class TierManager:
             new_id,
         )
         self._prefetch = prefetch = Prefetch(transfers, limits.prefetch_bytes)
-        self.gets = Delivery(transfers, limits.loose_bytes, prefetch.was_read)
+        self.reads = Reads(transfers, limits.bypass_bytes, prefetch.was_read)
         otherwise = WriteThrough() if limits.write_through else WriteBack()
         transfers.placement = Placement(
             list(transfers.shelves.values()),
@@ -121,10 +121,10 @@ class TierManager:
             shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
         ]
         self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
-        self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
-        self._finder.states = self.states
+        self._lookup = Lookup(transfers, limits.lease_ttl_ms, prefetch)
+        self._lookup.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
-        self.blends = Blending(transfers, self._finder, limits.lease_ttl_ms, gates)
+        self.blends = Blending(transfers, self._lookup, limits.lease_ttl_ms, gates)
 
     @property
     def can_be_durable(self) -> bool:
@@ -217,7 +217,7 @@ class TierManager:
 
         With *engine* the answer has a plan.
         """
-        return self._finder.lookup(
+        return self._lookup.lookup(
             session, keys, deadline, lease=lease, min_fidelity=min_fidelity, engine=engine
         )
 
@@ -275,7 +275,7 @@ class TierManager:
     def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
         """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
         deleted = leased = 0
-        self._finder.ask_shared(keys, deadline)
+        self._lookup.query_shared(keys, deadline)
         for key in keys:
             self._settle(key, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
@@ -283,7 +283,7 @@ class TierManager:
             if gone and not tier:
                 self.transfers.outcomes.note(key, Fate.deleted)
             self._sweep(key, deadline)
-            self.gets.forget(key)
+            self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
@@ -323,7 +323,7 @@ class TierManager:
                 origin = Origin(shelf.tier.tenant_of(info.key))
                 self.catalog.note_sealed(shelf.name, info, origin)
                 count += 1
-        self._finder.learn_in_background()
+        self._lookup.learn_in_background()
         return count
 
     def shelf_statuses(self) -> list[ShelfStatus]:
@@ -361,8 +361,8 @@ class TierManager:
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
         self.puts.expire()
         self._drop_expired()
-        self.gets.promote_due()
-        self._finder.forget_hearsay()
+        self.reads.promote_due()
+        self._lookup.drop_remote_hints()
         self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
         self.landing.tick()
@@ -385,7 +385,9 @@ class TierManager:
         """
         self.puts.drain()
         self.hand_over.end()
-        self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
+        self._lookup.drop_remote_hints(
+            everything=True
+        )  # what others have is no reason not to keep it
         volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:

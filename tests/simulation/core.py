@@ -146,8 +146,8 @@ class Core:
     ) -> list[bytes]:
         """Return the frames that a get under a lease of its own delivers."""
         lease_id, known = self.manager.open_get(session, keys, 0)
-        arrivals = self.manager.gets.get(session, keys[:known], self.later(seconds))
-        frames = [arrival.frame.tobytes() for arrival in arrivals]
+        results = self.manager.reads.get(session, keys[:known], self.later(seconds))
+        frames = [result.frame.tobytes() for result in results]
         assert self.manager.release(session, lease_id)
         return frames
 

@@ -217,9 +217,9 @@ class Schedule:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
             lease_id, count = world.manager.open_get(session, [key], 0)
             assert count == 1
-            arrivals = list(world.manager.gets.get(session, [key], world.clock() + 1))
-            assert len(arrivals) == 1, "a sound chunk that the catalog names did not arrive"
-            self.oracle.check_frame(key, arrivals[0].frame)
+            results = list(world.manager.reads.get(session, [key], world.clock() + 1))
+            assert len(results) == 1, "a sound chunk that the catalog names did not arrive"
+            self.oracle.check_frame(key, results[0].frame)
             assert world.manager.release(session, lease_id)
             assert world.sessions.close(session.session_id)
 

@@ -18,7 +18,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Holds
 from kvstore.server.index.leases import LeaseTable
 from kvstore.server.store import writes
-from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import Landing
 from kvstore.server.store.store import TierManager
 from kvstore.server.store.writes import Intake
@@ -165,18 +165,18 @@ def work_begins_after_the_deadline(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_full_cpu_tier_is_a_miss(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Delivery, "_loose", nothing)
+    patch.setattr(Reads, "_read_bypass", nothing)
 
 
 def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
-    in_cpu = Delivery._in_cpu
+    in_cpu = Reads._in_cpu
 
-    def other(self: Delivery, index: int, key: ChunkKey) -> object:
+    def other(self: Reads, index: int, key: ChunkKey) -> object:
         first = next(self._transfers.cpu_tier.scan()).key
-        arrival = in_cpu(self, index, first)
-        return arrival and replace(arrival, index=index)
+        result = in_cpu(self, index, first)
+        return result and replace(result, index=index)
 
-    patch.setattr(Delivery, "_in_cpu", other)
+    patch.setattr(Reads, "_in_cpu", other)
 
 
 def lookups_stop_one_short(patch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class Plan:
     redis_bytes: int
     disk_codec: str
     lane_limit: int
-    loose_bytes: int
+    bypass_bytes: int
     headroom_percent: int
     write_through: bool
     fail: float
@@ -71,7 +71,7 @@ class Plan:
             redis_bytes=draw.randrange(3_000, 24_000) if tiers in ("redis", "both") else 0,
             disk_codec=draw.choice(("raw", "raw", "zplane")),
             lane_limit=1000 if quiet else draw.choice((2, 8, 1000)),
-            loose_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
+            bypass_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
             headroom_percent=draw.choice((0, 5, 40)),
             write_through=draw.random() < 0.7,
             fail=0.0 if quiet else draw.choice((0.0, 0.02, 0.1, 0.4)),
@@ -90,7 +90,7 @@ class Plan:
     def is_quiet(self) -> bool:
         """Whether nothing goes wrong, so that every answer can be told beforehand."""
         troubled = self.fail or self.slow or self.full or self.spoils
-        return not troubled and self.lane_limit == 1000 and self.loose_bytes == 1 << 20
+        return not troubled and self.lane_limit == 1000 and self.bypass_bytes == 1 << 20
 
 
 class WatchedMover(Mover):
@@ -190,7 +190,7 @@ class World:
         )  # fmt: skip
         limits = ManagerLimits(
             round(1000 * LEASE_TTL_S), PUTS_PER_SESSION, plan.headroom_percent,
-            plan.loose_bytes, plan.write_through,
+            plan.bypass_bytes, plan.write_through,
         )  # fmt: skip
         self.manager = TierManager(transfers, limits, self.new_id)
         self.sessions = SessionTable(

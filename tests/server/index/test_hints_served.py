@@ -86,8 +86,8 @@ def test_a_lease_taken_in_time_is_read_to_its_end(
     clock.advance(11)
     core.manager.tick()
     assert here(core, versions) == [True, True]
-    arrivals = core.manager.gets.get(session, keys_of(versions), core.later())
-    assert len(list(arrivals)) == 2
+    results = core.manager.reads.get(session, keys_of(versions), core.later())
+    assert len(list(results)) == 2
     core.manager.release(session, match.lease_id)
     core.manager.tick()
     assert here(core, versions) == [False, False]

@@ -20,7 +20,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import LayeredGet
+from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.writes import PutResult, PutTicket
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
 
@@ -74,8 +74,8 @@ def ready(core: Core, session: Session, versions: list[Version], least: Fidelity
 def read(core: Core, session: Session, versions: list[Version], least: Fidelity) -> list[Bytes]:
     """Return the frames that a get delivers."""
     lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
-    arrivals = core.manager.gets.get(session, keys_of(versions)[:known], core.later(), least=least)
-    frames = [arrival.frame.copy() for arrival in arrivals]
+    results = core.manager.reads.get(session, keys_of(versions)[:known], core.later(), least=least)
+    frames = [result.frame.copy() for result in results]
     assert core.manager.release(session, lease_id)
     return frames
 
@@ -173,7 +173,7 @@ def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -
     def parts(least: Fidelity) -> list[int]:
         lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
         keys = keys_of(versions)[:known]
-        get = LayeredGet(core.transfers, session, keys, core.later(), least)
+        get = LayerwiseRead(core.transfers, session, keys, core.later(), least)
         found = [part.chunk for part in get.parts() if not part.offset]
         core.manager.release(session, lease_id)
         return found

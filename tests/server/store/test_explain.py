@@ -49,7 +49,7 @@ from kvstore.server.api.explain_messages import ExplainDesk
 from kvstore.server.api.validation import Checks, ServiceLimits
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.explain import Facts
+from kvstore.server.store.explain import ChunkFacts
 from kvstore.server.store.miss_log import (
     MAX_COUNTS,
     MAX_MISSES,
@@ -403,7 +403,7 @@ def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: Local
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log = MissLog(FakeClock())
     seen = ChunkStatus({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
-    facts = Facts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
+    facts = ChunkFacts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
     for number in range(MAX_MISSES + 20):
         one = session_of(number)
         log.note(one, 1, Match(0, 0, 1, (), b"", b""), facts)

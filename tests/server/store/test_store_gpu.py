@@ -19,7 +19,7 @@ from kvstore.proto.places import Reach
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import Arrival
+from kvstore.server.store.reads import ReadResult
 from kvstore.tiers.gpu import GpuTier
 from kvstore.tiers.slab import SlabPlace
 
@@ -77,12 +77,12 @@ def drop_from_cpu(core: Core, versions: list[Version]) -> None:
         core.transfers.delete_from(core.transfers.cpu, version.info.key)
 
 
-def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[Arrival]:
+def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[ReadResult]:
     lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
-    arrivals = core.manager.gets.get(
+    results = core.manager.reads.get(
         session, keys_of(versions)[:known], core.later(), {Reach.memory, Reach.device}
     )
-    found = list(arrivals)
+    found = list(results)
     assert core.manager.release(session, lease_id)
     return found
 
@@ -153,12 +153,12 @@ def test_a_client_of_the_device_reads_gpu_memory_in_place(
     core.put(session, versions)
     drop_from_cpu(core, versions[:1])
     found = get_on_device(core, session, versions)
-    assert [arrival.tier for arrival in found] == ["gpu", "gpu", "cpu"]
-    places = [arrival.place for arrival in found]
+    assert [result.tier for result in found] == ["gpu", "gpu", "cpu"]
+    places = [result.place for result in found]
     assert places[:2] == [gpu.locate(version.info.key) for version in versions[:2]]
     slabs = [place.slab_id for place in places if isinstance(place, SlabPlace)]
     assert [slab == ARENA_SLAB for slab in slabs] == [True, True, False]
-    assert [arrival.size_bytes for arrival in found] == [v.info.size_bytes for v in versions]
+    assert [result.size_bytes for result in found] == [v.info.size_bytes for v in versions]
     assert core.tiers_of(versions[0]) == ["gpu"], "nothing was copied for it"
 
 
@@ -330,10 +330,10 @@ def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
 
 def check_in_place(core: Core, gpu: GpuTier, session: Session, versions: list[Version]) -> None:
     """What a client of the device is pointed to is the frame."""
-    for arrival, version in zip(get_on_device(core, session, versions), versions, strict=False):
-        if arrival.tier == "gpu":
+    for result, version in zip(get_on_device(core, session, versions), versions, strict=False):
+        if result.tier == "gpu":
             with gpu.lend(version.info.key, gpu.device.stream()) as frame:
                 assert frame is not None
                 assert np.array_equal(frame.numpy(), version.frame)
         else:
-            assert np.array_equal(arrival.frame, version.frame)
+            assert np.array_equal(result.frame, version.frame)

@@ -158,10 +158,10 @@ def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDis
     versions = put_below(core, session, 4)
     tier.gate.hold_after = PARTS  # the first comes, the second stops at its first part
     lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
-    arrivals = core.manager.gets.get(session, keys_of(versions)[:known], core.later())
-    assert next(arrivals).frame.tobytes() == versions[0].frame.tobytes()
+    results = core.manager.reads.get(session, keys_of(versions)[:known], core.later())
+    assert next(results).frame.tobytes() == versions[0].frame.tobytes()
     assert tier.gate.begun.wait(20.0)
-    arrivals.close()  # type: ignore[attr-defined]
+    results.close()  # type: ignore[attr-defined]
     assert core.manager.release(session, lease_id)
     tier.gate.opened.set()
     assert_nothing_left(core)

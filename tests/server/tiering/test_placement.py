@@ -220,8 +220,8 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
         ask(core, session, versions)
         ask(core, session, prompt(12, seed=9))
         match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
-        arrivals = core.manager.gets.get(session, keys_of(versions), core.later())
-        assert [a.frame.tobytes() for a in arrivals] == frames_of(versions)
+        results = core.manager.reads.get(session, keys_of(versions), core.later())
+        assert [a.frame.tobytes() for a in results] == frames_of(versions)
         core.manager.tick()
         assert on_disk(core, versions) == 3, "it may be read where it is"
         core.manager.release(session, match.lease_id)
