@@ -18,7 +18,7 @@ from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.reservations import Said
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.server.store.writes import AnyTicket, PutResult, PutTicket
 
 
@@ -40,8 +40,8 @@ class PutStream:
     Leave its ``with`` to give back the room of a frame that did not become whole.
     """
 
-    def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
-        self._manager = manager
+    def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
+        self._store = store
         self._sessions = sessions
         self._checks = checks
         self._results: list[PutResult] = []
@@ -76,7 +76,7 @@ class PutStream:
 
     def open(self, *, durable: bool, deadline_ms: int, hints: Hints = NO_HINTS) -> None:
         """Begin. Raises InvalidRequestError for what this server cannot promise."""
-        self._checks.durable(durable, is_possible=self._manager.can_be_durable)
+        self._checks.durable(durable, is_possible=self._store.can_be_durable)
         self._durable, self._deadline_ms, self._hints = durable, deadline_ms, hints
         self._deadline = self._checks.deadline(deadline_ms)
 
@@ -137,7 +137,7 @@ class PutStream:
         self._incoming = None
         if incoming.ticket is not None:
             self._held = incoming
-            if not self._manager.puts.may_lose_state(incoming.ticket):
+            if not self._store.puts.may_lose_state(incoming.ticket):
                 self._commit_held(is_end=False)
 
     def finish(self) -> list[PutResult]:
@@ -149,7 +149,7 @@ class PutStream:
         self._commit_held(is_end=True)
         if self._durable:
             deadline = self._checks.deadline(self._deadline_ms)
-            return self._manager.harden(self._keys, self._results, deadline)
+            return self._store.harden(self._keys, self._results, deadline)
         return self._results
 
     def __enter__(self) -> PutStream:
@@ -164,13 +164,13 @@ class PutStream:
         with suppress(KVStoreError):  # the frames before a bad one stay
             self._commit_held(is_end=True)
         if self._incoming is not None and self._incoming.ticket is not None:
-            self._manager.puts.discard(self._incoming.ticket)
+            self._store.puts.discard(self._incoming.ticket)
         self._incoming = None
 
     def _commit_held(self, *, is_end: bool) -> None:
         held, self._held = self._held, None
         if held is not None and held.ticket is not None:
-            puts = self._manager.puts
+            puts = self._store.puts
             self._results.append(puts.commit(held.ticket, held.check, is_end=is_end))
 
     def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
@@ -182,14 +182,14 @@ class PutStream:
         if self._held is not None and self._held.ticket is not None:
             self._commit_held(is_end=info.parent_key != self._held.ticket.key)
         said = Said(self._hints, is_end=None)
-        begun = self._manager.puts.open(session, info, self._deadline, said, piece)
+        begun = self._store.puts.open(session, info, self._deadline, said, piece)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
             self._incoming = _Incoming(None, frame_bytes)
         else:
             # Ours: the end of the session must not free what we write into.
-            room = self._manager.puts.view(begun)
+            room = self._store.puts.view(begun)
             is_whole = isinstance(begun, PutTicket)
             check = FrameCheck(room, info.key, header.header_bytes) if is_whole else None
             self._incoming = _Incoming(begun, frame_bytes, room, check)

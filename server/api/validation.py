@@ -1,4 +1,4 @@
-"""Checks: from messages to values that hold, and back. Nothing is asked of the manager here."""
+"""Checks: from messages to values that hold, and back. Nothing is asked of the store here."""
 
 from __future__ import annotations
 

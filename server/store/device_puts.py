@@ -35,7 +35,7 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.slab import SlabPlace
 
@@ -79,12 +79,12 @@ class DevicePuts:
     A ring stays mapped until its session has ended and nothing is copied out of it any more.
     """
 
-    def __init__(self, manager: TierManager, kernels: FrameKernels) -> None:
-        transfers = manager.transfers
+    def __init__(self, store: Store, kernels: FrameKernels) -> None:
+        transfers = store.transfers
         assert transfers.gpu is not None
         assert transfers.gpu_tier is not None
-        self._manager = manager
-        self._landing = manager.landing
+        self._store = store
+        self._landing = store.landing
         self._shelf, self._tier = transfers.gpu, transfers.gpu_tier
         self._clock = transfers.clock
         self._kernels = kernels
@@ -166,7 +166,7 @@ class DevicePuts:
         Nothing is reserved, and nothing waits on the device, before the client's event is over:
         one that never is holds up nobody else. Raises DeadlineError when it is late.
         """
-        if self._manager.puts.is_draining:
+        if self._store.puts.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
         with self._using(session) as ring:
             for header, offset in frames:
@@ -258,14 +258,14 @@ class DevicePuts:
         return self._landing.seal_on(self._shelf, one.reservation, header, session.tenant, hints)
 
 
-def open_device_puts(manager: TierManager) -> DevicePuts | None:
+def open_device_puts(store: Store) -> DevicePuts | None:
     """Return what takes puts on the device of the gpu tier; None, after a warning, where the
     kernels that sum them cannot be had.
     """
-    tier = manager.transfers.gpu_tier
+    tier = store.transfers.gpu_tier
     assert tier is not None
     try:
-        return DevicePuts(manager, open_kernels(tier.memory.device))
+        return DevicePuts(store, open_kernels(tier.memory.device))
     except TierUnavailableError as error:
         logger.warning("puts out of device memory are off", reason=str(error))
         return None

@@ -1,4 +1,4 @@
-"""The TierManager: owns placement. Every question that crosses rooms lands here."""
+"""The Store: owns placement. Every question that crosses rooms lands here."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # its file loads redis
 
 
 @dataclass(frozen=True, slots=True)
-class ManagerLimits:
-    """The manager's bounds; server/settings/settings.py says what each is for."""
+class StoreLimits:
+    """The store's bounds; server/settings/settings.py says what each is for."""
 
     lease_ttl_ms: int = 30_000
     max_reservations_per_session: int = 4096
@@ -74,7 +74,7 @@ class ShelfStatus:
     reason: str
 
 
-class TierManager:
+class Store:
     """Put, lookup, get and forget over all tiers. Thread-safe.
 
     *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
@@ -82,7 +82,7 @@ class TierManager:
     """
 
     def __init__(
-        self, transfers: Transfers, limits: ManagerLimits, new_id: Callable[[], int]
+        self, transfers: Transfers, limits: StoreLimits, new_id: Callable[[], int]
     ) -> None:
         self.transfers = transfers
         self.catalog = transfers.catalog

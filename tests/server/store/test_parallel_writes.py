@@ -32,7 +32,7 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import Piece, PortionTicket
-from kvstore.server.store.store import ManagerLimits
+from kvstore.server.store.store import StoreLimits
 from kvstore.server.store.writes import PutResult
 
 LAYOUT = KVLayout.of(WIDE, 16)
@@ -51,17 +51,17 @@ class Clock:
 
 
 class Writers:
-    """A manager with memory for a few chunks, and sessions that put portions of one model's."""
+    """A store with memory for a few chunks, and sessions that put portions of one model's."""
 
     def __init__(self, **limits: float) -> None:
         self.clock = Clock()
         terms = {"max_reservations_per_session": 4, "write_through": False, **limits}
         self.core = Core(
             slab_bytes=1 << 15,
-            limits=ManagerLimits(**terms),  # type: ignore[arg-type]
+            limits=StoreLimits(**terms),  # type: ignore[arg-type]
             clock=self.clock,
         )
-        self.puts = self.core.manager.puts
+        self.puts = self.core.store.puts
         self.one, self.other = self.open(), self.open()
 
     def open(self) -> Session:
@@ -106,9 +106,7 @@ class Writers:
         return self.finish(self.begin(session, portion, number), self.frame(portion, number))
 
     def found(self, number: int = 0) -> tuple[int, int]:
-        match = self.core.manager.lookup(
-            self.one, [self.key(number)], self.core.later(), lease=False
-        )
+        match = self.core.store.lookup(self.one, [self.key(number)], self.core.later(), lease=False)
         return match.ready, match.pending
 
     def is_right(self, number: int = 0) -> bool:
@@ -236,10 +234,10 @@ def test_unfinished_chunks_are_dropped_when_their_time_is_up(writers: Writers) -
     assert writers.put(writers.one, TOP) is PENDING
     late = writers.begin(writers.other, REST)
     writers.clock.now += 29
-    writers.core.manager.tick()
+    writers.core.store.tick()
     assert writers.found() == (0, 1)
     writers.clock.now += 2
-    writers.core.manager.tick()
+    writers.core.store.tick()
     assert writers.found() == (0, 0)
     assert writers.core.counters["dropped_unfinished_chunks"] == 1
     assert writers.finish(late, writers.frame(REST)) is PutOutcome.refused
