@@ -117,7 +117,7 @@ class LocalServer:
             store.catalog.lease_count(),
             store.catalog.held_count(),
             store.catalog.in_flight.count(),
-            len(store.puts),
+            len(store.writes),
         )
 
     def settled(self) -> Usage:

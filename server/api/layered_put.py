@@ -65,7 +65,7 @@ class LayeredPutStream:
         finally:
             for frame in self._frames:
                 if frame.ticket is not None:
-                    self._store.puts.discard(frame.ticket)
+                    self._store.writes.discard(frame.ticket)
 
     def _begin(self, session: Session, message: pb.PutRequest, deadline: float) -> None:
         self._checks.batch("frames", len(self._frames) + 1)
@@ -73,13 +73,13 @@ class LayeredPutStream:
         if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
             raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
         info, _ = self._checks.header(session, header, message.frame_bytes)
-        begun = self._store.puts.open(session, info, deadline, Said(self._hints))
+        begun = self._store.writes.open(session, info, deadline, Said(self._hints))
         if isinstance(begun, PutResult):
             self._frames.append(_Incoming(begun, None, header))
             return
         # Ours: the end of the session must not free what we write into.
         self._frames.append(_Incoming(None, begun, header))
-        view = self._store.puts.view(begun)
+        view = self._store.writes.view(begun)
         end = header.header_bytes
         for row in header.segments:  # what no segment covers, and no checksum
             view[end : int(row["offset"])] = 0
@@ -98,7 +98,7 @@ class LayeredPutStream:
             raise InvalidFrameError("data", stop, f"the frame has {frame.header.frame_bytes} bytes")
         frame.is_whole = is_header
         if frame.ticket is not None:
-            view: Bytes = self._store.puts.view(frame.ticket)
+            view: Bytes = self._store.writes.view(frame.ticket)
             copy_bytes(view[start:stop], as_bytes(message.data))
 
     def _finish(self, first: pb.PutRequest) -> list[PutResult]:
@@ -109,7 +109,7 @@ class LayeredPutStream:
         for frame in self._frames:
             if frame.ticket is not None:
                 ticket, frame.ticket = frame.ticket, None
-                frame.result = self._store.puts.commit(ticket)
+                frame.result = self._store.writes.commit(ticket)
             assert frame.result is not None
             results.append(frame.result)
         if not first.durable:

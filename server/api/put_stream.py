@@ -137,7 +137,7 @@ class PutStream:
         self._incoming = None
         if incoming.ticket is not None:
             self._held = incoming
-            if not self._store.puts.may_lose_state(incoming.ticket):
+            if not self._store.writes.may_lose_state(incoming.ticket):
                 self._commit_held(is_end=False)
 
     def finish(self) -> list[PutResult]:
@@ -164,14 +164,14 @@ class PutStream:
         with suppress(KVStoreError):  # the frames before a bad one stay
             self._commit_held(is_end=True)
         if self._incoming is not None and self._incoming.ticket is not None:
-            self._store.puts.discard(self._incoming.ticket)
+            self._store.writes.discard(self._incoming.ticket)
         self._incoming = None
 
     def _commit_held(self, *, is_end: bool) -> None:
         held, self._held = self._held, None
         if held is not None and held.ticket is not None:
-            puts = self._store.puts
-            self._results.append(puts.commit(held.ticket, held.check, is_end=is_end))
+            writes = self._store.writes
+            self._results.append(writes.commit(held.ticket, held.check, is_end=is_end))
 
     def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
         if not frame_bytes:
@@ -182,14 +182,14 @@ class PutStream:
         if self._held is not None and self._held.ticket is not None:
             self._commit_held(is_end=info.parent_key != self._held.ticket.key)
         said = Said(self._hints, is_end=None)
-        begun = self._store.puts.open(session, info, self._deadline, said, piece)
+        begun = self._store.writes.open(session, info, self._deadline, said, piece)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
             self._incoming = _Incoming(None, frame_bytes)
         else:
             # Ours: the end of the session must not free what we write into.
-            room = self._store.puts.view(begun)
+            room = self._store.writes.view(begun)
             is_whole = isinstance(begun, PutTicket)
             check = FrameCheck(room, info.key, header.header_bytes) if is_whole else None
             self._incoming = _Incoming(begun, frame_bytes, room, check)

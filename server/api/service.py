@@ -284,7 +284,7 @@ class KVStoreService(
         infos, pieces = [info for info, _ in asked], [piece for _, piece in asked]
         deadline = self._checks.deadline(request.deadline_ms)
         hints = wire.hints_from_message(request.hints)
-        begun = self._store.puts.begin_all(session, infos, deadline, hints, pieces)
+        begun = self._store.writes.begin_all(session, infos, deadline, hints, pieces)
         tickets = [0 if isinstance(r, PutResult) else r.ticket_id for r in begun]
         answers = [r if isinstance(r, PutResult) else PutResult(PutOutcome.stored) for r in begun]
         if request.durable:
@@ -309,19 +309,19 @@ class KVStoreService(
         if self._data_plane is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
         staging = self._data_plane.staging(session.session_id)
-        puts, keys, results = self._store.puts, [], []
+        writes, keys, results = self._store.writes, [], []
         try:
             for reservation_id, offset in zip(
                 request.reservation_ids, request.offsets, strict=True
             ):
-                ticket = puts.claim(session, reservation_id)
+                ticket = writes.claim(session, reservation_id)
                 self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
-                results += puts.ingest([ticket], [frame])
+                results += writes.ingest([ticket], [frame])
                 keys.append(ticket.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:
-                puts.abort(session, reservation_id)
+                writes.abort(session, reservation_id)
             raise
         if request.durable:
             results = self._store.harden(keys, results, self._checks.deadline(request.deadline_ms))
@@ -331,7 +331,7 @@ class KVStoreService(
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
         session = self._sessions.get(request.session_id)
         self._checks.batch("reservation_ids", len(request.reservation_ids))
-        aborted = sum(self._store.puts.abort(session, i) for i in request.reservation_ids)
+        aborted = sum(self._store.writes.abort(session, i) for i in request.reservation_ids)
         return pb.AbortResponse(server=self._stamp, aborted=aborted)
 
     # --- keeping and forgetting

@@ -26,7 +26,7 @@ from kvstore.proto.frame import (
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.partial_chunks import Claim, Unfinished
-from kvstore.server.store.reservations import NOTHING_SAID, Landing, PutResult, Said
+from kvstore.server.store.reservations import NOTHING_SAID, PutResult, Reservations, Said
 from kvstore.tiers.cpu import CpuTier
 
 UNFINISHED_PERCENT = 25
@@ -88,11 +88,11 @@ class PortionTicket:
 class Assembly:
     """Unfinished chunks, by key. Thread-safe."""
 
-    def __init__(self, landing: Landing, limits: AssemblyLimits) -> None:
-        self._landing = landing
+    def __init__(self, reservations: Reservations, limits: AssemblyLimits) -> None:
+        self._reservations = reservations
         self._limits = limits
-        self._counters = landing.counters
-        self._clock = landing.clock
+        self._counters = reservations.counters
+        self._clock = reservations.clock
         self._chunks: dict[ChunkKey, Unfinished] = {}
         self._used_bytes = 0
         # Guards the two above, and all of a chunk but the copying of its bytes.
@@ -155,7 +155,7 @@ class Assembly:
         if is_full:
             return self._refused(self._full())
         try:
-            reserved = self._landing.reserve(ticket.session, info, deadline, ticket.said)
+            reserved = self._reservations.reserve(ticket.session, info, deadline, ticket.said)
         except KVStoreError:
             self._release(need_bytes)
             raise
@@ -163,14 +163,14 @@ class Assembly:
             self._release(need_bytes)
             return reserved
         until = self._clock() + self._limits.unfinished_s
-        room = self._landing.view(reserved)
+        room = self._reservations.view(reserved)
         chunk = Unfinished(reserved, room, ticket.session.tenant, until)
         with self._lock:
             first = self._chunks.setdefault(info.key, chunk)
         if first is not chunk:  # another writer was quicker
-            self._landing.give_back(reserved)
+            self._reservations.give_back(reserved)
             self._release(need_bytes)
-        elif self._landing.has(info.key):  # others were, and have made it whole since
+        elif self._reservations.has(info.key):  # others were, and have made it whole since
             self._let_go(lambda one: one is chunk)
             return PutResult(PutOutcome.exists)
         return self._join(ticket) or self._too_late(ticket)
@@ -206,10 +206,10 @@ class Assembly:
             self.discard(ticket)
 
     def _too_late(self, ticket: PortionTicket) -> PutResult:
-        if self._landing.has(ticket.key):
+        if self._reservations.has(ticket.key):
             return PutResult(PutOutcome.exists)
         reason = "its other portions did not come in time"
-        self._landing.note_refused(ticket.key, reason)
+        self._reservations.note_refused(ticket.key, reason)
         return self._refused(reason)
 
     def _fill(
@@ -233,7 +233,7 @@ class Assembly:
                 is_gone = chunk.is_dropped and not chunk.writers
                 chunk.is_sealing = chunk.is_sealing or (is_whole and not chunk.is_dropped)
             if is_gone:
-                self._landing.give_back(chunk.reservation)
+                self._reservations.give_back(chunk.reservation)
         if chunk.is_dropped:
             return self._too_late(ticket)
         self._counters.add("put_portions")
@@ -241,7 +241,7 @@ class Assembly:
             return PutResult(PutOutcome.pending, "waits for the chunk's other portions")
         try:
             whole = chunk.sum_up()
-            return self._landing.seal(chunk.reservation, whole, chunk.tenant, chunk.hints)
+            return self._reservations.seal(chunk.reservation, whole, chunk.tenant, chunk.hints)
         finally:  # not before it is visible: it is known all the time
             with self._lock:
                 self._forget(chunk)
@@ -278,7 +278,7 @@ class Assembly:
                 self._forget(chunk)
             free = [chunk for chunk in over if not chunk.writers]
         for chunk in free:
-            self._landing.give_back(chunk.reservation)
+            self._reservations.give_back(chunk.reservation)
         return len(over)
 
     @property

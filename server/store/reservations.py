@@ -1,4 +1,4 @@
-"""Landing: room in memory for what is put, and what follows when a frame there is whole."""
+"""Reservations: room in memory for what is put, and what follows when a frame there is whole."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Said:
 NOTHING_SAID = Said()
 
 
-class Landing:
+class Reservations:
     """Where puts land. Thread-safe.
 
     ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says

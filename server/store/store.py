@@ -27,8 +27,8 @@ from kvstore.server.store.lookup import Finder
 from kvstore.server.store.parallel_writes import UNFINISHED_S, Assembly, AssemblyLimits
 from kvstore.server.store.put_announcements import HandOver
 from kvstore.server.store.reads import Delivery
-from kvstore.server.store.reservations import Landing
-from kvstore.server.store.writes import Intake, PutResult
+from kvstore.server.store.reservations import Reservations
+from kvstore.server.store.writes import PutResult, Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Transfers
@@ -89,10 +89,10 @@ class Store:
         self.counters = transfers.counters
         self.spaces = KnownSpaces()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
-        self.landing = Landing(transfers, limits.load_headroom_percent, self.states)
-        self.puts = Intake(
-            self.landing,
-            Assembly(self.landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
+        self.reservations = Reservations(transfers, limits.load_headroom_percent, self.states)
+        self.writes = Writes(
+            self.reservations,
+            Assembly(self.reservations, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
             limits.max_reservations_per_session,
             new_id,
         )
@@ -353,19 +353,19 @@ class Store:
     def end_session(self, session: Session) -> None:
         """Release every lease and put of a session that ended."""
         self.catalog.release_session(session.session_id)
-        self.puts.abort_session(session)
+        self.writes.abort_session(session)
 
     def tick(self) -> None:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
-        self.puts.expire()
+        self.writes.expire()
         self._drop_expired()
         self.gets.promote_due()
         self._finder.forget_hearsay()
         self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
-        self.landing.tick()
+        self.reservations.tick()
 
     def _drop_expired(self) -> None:
         """Free chunks whose time to live is up, but those that somebody reads."""
@@ -383,7 +383,7 @@ class Store:
         Return whether nothing is in memory alone: all of it was copied by the deadline, or is
         elsewhere, or nothing is there.
         """
-        self.puts.drain()
+        self.writes.drain()
         self.hand_over.end()
         self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
         volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]

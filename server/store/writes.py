@@ -1,4 +1,4 @@
-"""Intake: chunks on their way in. Reserved, written by the caller, verified, then visible."""
+"""Writes: chunks on their way in. Reserved, written by the caller, verified, then visible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import Assembly, Piece, PortionTicket
-from kvstore.server.store.reservations import NOTHING_SAID, Landing, Said
+from kvstore.server.store.reservations import NOTHING_SAID, Reservations, Said
 from kvstore.server.store.reservations import PutResult as PutResult
 from kvstore.tiers.base import Reservation
 
@@ -59,7 +59,7 @@ AnyTicket: TypeAlias = PutTicket | PortionTicket
 """A chunk that is being put, or a portion of one."""
 
 
-class Intake:
+class Writes:
     """Puts at work, by ticket, each owned by a session. Thread-safe.
 
     *new_id* returns unpredictable numbers below 2^64. Portions go to the *assembly*.
@@ -67,14 +67,14 @@ class Intake:
 
     def __init__(
         self,
-        landing: Landing,
+        reservations: Reservations,
         assembly: Assembly,
         limit_per_session: int,
         new_id: Callable[[], int],
     ) -> None:
-        self._landing = landing
+        self._reservations = reservations
         self.assembly = assembly
-        self._counters = landing.counters
+        self._counters = reservations.counters
         self._limit = limit_per_session
         self._new_id = new_id
         self._tickets: dict[int, AnyTicket] = {}
@@ -107,7 +107,7 @@ class Intake:
             if answer is not None:
                 return answer
         else:
-            reserved = self._landing.reserve(session, info, deadline, said)
+            reserved = self._reservations.reserve(session, info, deadline, said)
             if isinstance(reserved, PutResult):
                 return reserved
             ticket = PutTicket(self._new_id(), session, reserved, said.hints, until)
@@ -137,7 +137,7 @@ class Intake:
 
         All of its room is given back when one of it is invalid.
         """
-        until = self._landing.clock() + RESERVED_S
+        until = self._reservations.clock() + RESERVED_S
         begun: list[AnyTicket | PutResult] = []
         continued = {info.parent_key for info in infos}
         try:
@@ -170,7 +170,7 @@ class Intake:
     def view(self, ticket: AnyTicket) -> Bytes:
         """Return the memory to write the frame into."""
         if isinstance(ticket, PutTicket):
-            return self._landing.view(ticket.reservation)
+            return self._reservations.view(ticket.reservation)
         assert ticket.frame is not None
         return ticket.frame
 
@@ -196,7 +196,7 @@ class Intake:
     def discard(self, ticket: AnyTicket) -> None:
         """Give back the room of a put that is the caller's."""
         if isinstance(ticket, PutTicket):
-            self._landing.give_back(ticket.reservation)
+            self._reservations.give_back(ticket.reservation)
         else:
             self.assembly.discard(ticket)
 
@@ -211,7 +211,9 @@ class Intake:
 
     def may_lose_state(self, ticket: AnyTicket) -> bool:
         """Whether the chunk will be kept without its state, unless it ends its put."""
-        return isinstance(ticket, PutTicket) and self._landing.may_lose_state(ticket.reservation)
+        return isinstance(ticket, PutTicket) and self._reservations.may_lose_state(
+            ticket.reservation
+        )
 
     def commit(
         self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_end: bool = False
@@ -225,7 +227,7 @@ class Intake:
         """
         if isinstance(ticket, PutTicket):
             if is_end:
-                self._landing.keep_state(ticket.reservation)
+                self._reservations.keep_state(ticket.reservation)
             return self._finish(ticket, check_frame if check is None else partial(_found, check))
         return self.assembly.take(ticket, self.view(ticket))
 
@@ -238,11 +240,11 @@ class Intake:
             check_put(header, info, ticket.session)
         except KVStoreError as error:
             self._counters.add("put_invalid_chunks")
-            self._landing.note_invalid(info.key, error)
+            self._reservations.note_invalid(info.key, error)
             self.discard(ticket)
             raise
         session = ticket.session
-        return self._landing.seal(ticket.reservation, header, session.tenant, ticket.hints)
+        return self._reservations.seal(ticket.reservation, header, session.tenant, ticket.hints)
 
     def ingest(self, tickets: Sequence[AnyTicket], frames: Sequence[Bytes]) -> list[PutResult]:
         """Copy frames into puts of the caller's and commit them, in order.
@@ -264,7 +266,7 @@ class Intake:
 
     def expire(self) -> int:
         """Give back room that nobody came to write to in time; return of how many chunks."""
-        now = self._landing.clock()
+        now = self._reservations.clock()
         with self._lock:
             late = [one for one in self._tickets.values() if isinstance(one, PutTicket)]
             late = [one for one in late if one.until <= now]

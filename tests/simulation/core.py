@@ -132,10 +132,10 @@ class Core:
         """Put frames one after another; return what became of each."""
         results = []
         for version in versions:
-            begun = self.store.puts.begin_all(session, [version.info], self.later(), hints)[0]
+            begun = self.store.writes.begin_all(session, [version.info], self.later(), hints)[0]
             if not isinstance(begun, PutResult):
-                ticket = self.store.puts.claim(session, begun.ticket_id)
-                begun = self.store.puts.ingest([ticket], [version.frame])[0]
+                ticket = self.store.writes.claim(session, begun.ticket_id)
+                begun = self.store.writes.ingest([ticket], [version.frame])[0]
             results.append(begun)
         if durable:
             return self.store.harden(keys_of(versions), results, self.later())

@@ -309,7 +309,7 @@ class NetworkSchedule:
             world.settle()
         assert len(world.sessions) == 0
         assert world.catalog.held_count() == world.catalog.lease_count() == 0
-        assert world.catalog.in_flight.count() == len(world.store.puts) == 0
+        assert world.catalog.in_flight.count() == len(world.store.writes) == 0
         assert world.cpu.stats().reservations == 0
         client = Client()
         self.open(client, arrives=1.0)

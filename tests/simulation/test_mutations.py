@@ -19,9 +19,9 @@ from kvstore.server.index.holds import Holds
 from kvstore.server.index.leases import LeaseTable
 from kvstore.server.store import writes
 from kvstore.server.store.reads import Delivery
-from kvstore.server.store.reservations import Landing
+from kvstore.server.store.reservations import Reservations
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import Intake
+from kvstore.server.store.writes import Writes
 from kvstore.server.tiering.moves import Transfers
 from kvstore.server.tiering.tier_slot import Shelf
 from kvstore.server.tiering.work_queue import Mover
@@ -81,7 +81,7 @@ def a_dead_session_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_dead_session_keeps_its_puts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Intake, "abort_session", nothing)
+    patch.setattr(Writes, "abort_session", nothing)
 
 
 def leases_do_not_pin(patch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,10 @@ def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: Landing, reservation: Reservation) -> None:
+    def drop(self: Reservations, reservation: Reservation) -> None:
         self._transfers.cpu_tier.abort(reservation)
 
-    patch.setattr(Landing, "give_back", drop)
+    patch.setattr(Reservations, "give_back", drop)
 
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:

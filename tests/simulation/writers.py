@@ -48,7 +48,9 @@ class Writers:
         with bounded(self.world, deadline):
             try:
                 hints = self.world.next_hints()
-                begun = self.world.store.puts.begin_all(session, [version.info], deadline, hints)[0]
+                begun = self.world.store.writes.begin_all(session, [version.info], deadline, hints)[
+                    0
+                ]
             except (QuotaExceededError, ShuttingDownError):
                 return
         if isinstance(begun, PutTicket):
@@ -62,18 +64,18 @@ class Writers:
             return
         ticket_id = self.draw.choice(list(self.oracle.puts))
         put = self.oracle.puts.pop(ticket_id)
-        puts = self.world.store.puts
-        frame = puts.view(put.ticket)
+        writes = self.world.store.writes
+        frame = writes.view(put.ticket)
         frame[:] = put.version.frame
         spoilt = self.draw.random() < 0.25
         if spoilt:
             self._spoil(frame, put)
-        ticket = puts.claim(put.ticket.session, ticket_id)
+        ticket = writes.claim(put.ticket.session, ticket_id)
         if not spoilt:
-            self.note(put.version, puts.commit(ticket))
+            self.note(put.version, writes.commit(ticket))
             return
         try:
-            puts.commit(ticket)
+            writes.commit(ticket)
         except (InvalidFrameError, ChunkCorruptError, InvalidRequestError):
             return
         raise AssertionError("a frame that is not what was reserved was committed")
@@ -107,16 +109,16 @@ class Writers:
         infos = [v.packed_info if packed else v.info for v in versions]
         frames = [v.packed if packed else v.frame for v in versions]
         deadline = self.deadline()
-        puts = self.world.store.puts
+        writes = self.world.store.writes
         with bounded(self.world, deadline):
             try:
-                begun = puts.begin_all(session, infos, deadline, self.world.next_hints())
+                begun = writes.begin_all(session, infos, deadline, self.world.next_hints())
             except (QuotaExceededError, ShuttingDownError):
                 return
         tickets = [b for b in begun if isinstance(b, PutTicket)]
         taken = [at for at, b in enumerate(begun) if isinstance(b, PutTicket)]
         for ticket in tickets:
-            puts.claim(session, ticket.ticket_id)
+            writes.claim(session, ticket.ticket_id)
         chosen = [frames[at] for at in taken]
         bad = self.draw.randrange(len(taken)) if taken and self.draw.random() < 0.1 else None
         if bad is not None:
@@ -126,7 +128,7 @@ class Writers:
         for at in taken[:bad]:
             self.oracle.note_stored(versions[at])
         try:
-            results = puts.ingest(tickets, chosen)
+            results = writes.ingest(tickets, chosen)
         except (ChunkCorruptError, InvalidFrameError, InvalidRequestError):
             assert bad is not None
             return
@@ -138,10 +140,10 @@ class Writers:
 
     def put_one(self, session: Session, key: ChunkKey) -> None:
         """Put one chunk where nothing is in the way."""
-        puts, version = self.world.store.puts, universe().chunks[key].versions[0]
-        begun = puts.begin_all(session, [version.info], self.world.clock() + 1)[0]
+        writes, version = self.world.store.writes, universe().chunks[key].versions[0]
+        begun = writes.begin_all(session, [version.info], self.world.clock() + 1)[0]
         assert isinstance(begun, PutTicket)
-        (result,) = puts.ingest([puts.claim(session, begun.ticket_id)], [version.frame])
+        (result,) = writes.ingest([writes.claim(session, begun.ticket_id)], [version.frame])
         assert result.outcome is PutOutcome.stored
         self.note(version, result)
 
@@ -149,8 +151,8 @@ class Writers:
         if self.oracle.puts:
             ticket_id = self.draw.choice(list(self.oracle.puts))
             session = self.oracle.puts.pop(ticket_id).ticket.session
-            assert self.world.store.puts.abort(session, ticket_id)
-            assert not self.world.store.puts.abort(session, ticket_id)
+            assert self.world.store.writes.abort(session, ticket_id)
+            assert not self.world.store.writes.abort(session, ticket_id)
 
     def harden_known(self, session: Session) -> None:
         keys = self.keys_of(session.tenant)
@@ -255,7 +257,7 @@ class Writers:
             self.oracle.durable |= self.oracle.named()["disk"] - self.world.disk.lost
         chunk = self.draw.choice(list(universe().chunks.values()))
         try:
-            self.world.store.puts.begin_all(session, [chunk.versions[0].info], deadline)
+            self.world.store.writes.begin_all(session, [chunk.versions[0].info], deadline)
         except ShuttingDownError:
             return
         raise AssertionError("a put began after the drain")

@@ -302,7 +302,7 @@ def test_a_tenant_that_leases_all_it_may_have_is_refused_and_nobody_else(clock: 
         assert core.put(blue, prompt(1, seed=2, tenant="blue"))[0].outcome is PutOutcome.stored
         core.store.release(red, match.lease_id)
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.stored
-        assert len(core.store.puts) == 0
+        assert len(core.store.writes) == 0
 
 
 def test_a_category_has_its_quota_too(clock: FakeClock) -> None:
@@ -321,17 +321,17 @@ def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(
     with closing(with_quotas(clock)) as core:
         red, blue = core.open_session("red"), core.open_session("blue")
         mine = prompt(6)
-        puts = core.store.puts
-        begun = puts.begin_all(red, [v.info for v in mine], core.later())
+        writes = core.store.writes
+        begun = writes.begin_all(red, [v.info for v in mine], core.later())
         assert [isinstance(one, PutResult) for one in begun] == [False] * 3 + [True] * 3
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.refused
         assert core.put(blue, prompt(1, seed=2, tenant="blue"))[0].outcome is PutOutcome.stored
         first, second, third = (one.ticket_id for one in begun[:3])  # type: ignore[union-attr]
-        puts.ingest([puts.claim(red, first)], [mine[0].frame])
-        assert puts.abort(red, second)
+        writes.ingest([writes.claim(red, first)], [mine[0].frame])
+        assert writes.abort(red, second)
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.stored
         assert here(core, mine[:1]) == [True], "two are there and one has room: that is the quota"
-        puts.ingest([puts.claim(red, third)], [mine[2].frame])
+        writes.ingest([writes.claim(red, third)], [mine[2].frame])
         assert core.put(red, prompt(3, seed=3))[2].outcome is PutOutcome.stored
         assert sum(here(core, [*mine, *prompt(1, seed=1), *prompt(3, seed=3)])) == 3
 
@@ -340,19 +340,19 @@ def test_room_that_nobody_comes_to_fill_is_given_back(clock: FakeClock) -> None:
     with closing(with_quotas(clock)) as core:
         red = core.open_session("red")
         mine = prompt(3)
-        puts = core.store.puts
-        begun = puts.begin_all(red, [v.info for v in mine], core.later())
+        writes = core.store.writes
+        begun = writes.begin_all(red, [v.info for v in mine], core.later())
         clock.advance(RESERVED_S - 1)
         core.store.tick()
-        assert len(puts) == 3
-        claimed = puts.claim(red, begun[0].ticket_id)  # type: ignore[union-attr]
+        assert len(writes) == 3
+        claimed = writes.claim(red, begun[0].ticket_id)  # type: ignore[union-attr]
         clock.advance(1)
         core.store.tick()
-        assert len(puts) == 0
+        assert len(writes) == 0
         assert core.counters["dropped_unfinished_chunks"] == 2
         with pytest.raises(LeaseExpiredError, match="reserve again"):
-            puts.claim(red, begun[1].ticket_id)  # type: ignore[union-attr]
-        puts.ingest([claimed], [mine[0].frame])
+            writes.claim(red, begun[1].ticket_id)  # type: ignore[union-attr]
+        writes.ingest([claimed], [mine[0].frame])
         assert here(core, mine) == [True, False, False], "who had begun to fill it was let"
         assert core.put(red, prompt(2, seed=1))[1].outcome is PutOutcome.stored
 

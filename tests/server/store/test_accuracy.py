@@ -111,11 +111,11 @@ def test_restored_kv_is_never_taken_for_an_original(core: Core, session: Session
     (frame,) = read(core, session, [version], Fidelity.bounded)
     core.store.delete([version.info.key], core.later())
     info = parse_header(frame).info()
-    ticket = core.store.puts.begin_all(session, [info], core.later())[0]
+    ticket = core.store.writes.begin_all(session, [info], core.later())[0]
     assert isinstance(ticket, PutTicket)
-    core.store.puts.claim(session, ticket.ticket_id)
+    core.store.writes.claim(session, ticket.ticket_id)
     with pytest.raises(InvalidRequestError, match="restored or lossy KV is never stored"):
-        core.store.puts.ingest([ticket], [frame])
+        core.store.writes.ingest([ticket], [frame])
     assert core.tiers_of(version) == []
 
 

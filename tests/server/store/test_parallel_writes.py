@@ -61,7 +61,7 @@ class Writers:
             limits=StoreLimits(**terms),  # type: ignore[arg-type]
             clock=self.clock,
         )
-        self.puts = self.core.store.puts
+        self.writes = self.core.store.writes
         self.one, self.other = self.open(), self.open()
 
     def open(self) -> Session:
@@ -89,7 +89,7 @@ class Writers:
         info = ChunkInfo(self.key(number), ROOT, portion.whole, 0, raw_frame_bytes(portion.whole))
         piece = Piece(portion, len(self.frame(portion, number)), is_streamed)
         hints = hints or Hints()
-        begun = self.puts.begin_all(session, [info], self.core.later(), hints, [piece])[0]
+        begun = self.writes.begin_all(session, [info], self.core.later(), hints, [piece])[0]
         assert isinstance(begun, PortionTicket | PutResult)
         return begun
 
@@ -99,8 +99,8 @@ class Writers:
     def finish(self, ticket: PortionTicket | PutResult, frame: Bytes) -> PutOutcome:
         if isinstance(ticket, PutResult):
             return ticket.outcome
-        claimed = self.puts.claim(ticket.session, ticket.ticket_id)
-        return self.puts.ingest([claimed], [frame])[0].outcome
+        claimed = self.writes.claim(ticket.session, ticket.ticket_id)
+        return self.writes.ingest([claimed], [frame])[0].outcome
 
     def put(self, session: Session, portion: Portion, number: int = 0) -> PutOutcome:
         return self.finish(self.begin(session, portion, number), self.frame(portion, number))
@@ -118,7 +118,7 @@ class Writers:
         return is_same and facts == (5.0, self.template(number).content, 0)
 
     def assert_nothing_left(self) -> None:
-        assert len(self.puts) == len(self.puts.assembly) == self.puts.assembly.used_bytes == 0
+        assert len(self.writes) == len(self.writes.assembly) == self.writes.assembly.used_bytes == 0
         assert self.core.catalog.in_flight.count() == self.core.cpu.stats().reservations == 0
 
 
@@ -264,9 +264,9 @@ def test_a_chunk_put_whole_meanwhile_needs_no_further_portion(writers: Writers) 
     header = parse_header(frame)
     header = replace(header, representation=writers.one.representation_digest)
     info = replace(header.info(), key=writers.key())
-    begun = writers.puts.begin_all(writers.other, [info], writers.core.later())[0]
+    begun = writers.writes.begin_all(writers.other, [info], writers.core.later())[0]
     assert not isinstance(begun, PutResult)
-    writers.puts.ingest([writers.puts.claim(writers.other, begun.ticket_id)], [frame])
+    writers.writes.ingest([writers.writes.claim(writers.other, begun.ticket_id)], [frame])
     assert writers.found() == (1, 0)
     assert writers.finish(late, writers.frame(REST)) is EXISTS
     writers.assert_nothing_left()
@@ -286,7 +286,7 @@ def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
     assert writers.put(writers.one, REST, 0) is STORED
     streamed = writers.begin(writers.one, TOP, count, is_streamed=True)
     assert isinstance(streamed, PutResult)
-    assert writers.puts.assembly.used_bytes <= limit
+    assert writers.writes.assembly.used_bytes <= limit
 
 
 def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None:
@@ -295,8 +295,8 @@ def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None
         writers.begin(writers.one, TOP)
     for ticket in tickets:
         assert isinstance(ticket, PortionTicket)
-        assert writers.puts.abort(writers.one, ticket.ticket_id)
-    assert len(writers.puts) == 0
+        assert writers.writes.abort(writers.one, ticket.ticket_id)
+    assert len(writers.writes) == 0
 
 
 def test_many_writers_at_once_make_one_chunk() -> None:

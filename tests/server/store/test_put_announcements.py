@@ -89,12 +89,12 @@ def test_a_lookup_waits_for_all_that_is_promised(core: Core) -> None:
 def test_a_lookup_waits_for_an_ordinary_put_under_way(core: Core) -> None:
     session = core.open_session()
     (version,) = prompt(1)
-    begun = core.store.puts.begin_all(session, [version.info], core.later())[0]
+    begun = core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert isinstance(begun, PutTicket)
     waiting = Waiting(core, session, [version.info.key])
     assert waits(core)
-    ticket = core.store.puts.claim(session, begun.ticket_id)
-    core.store.puts.ingest([ticket], [version.frame])
+    ticket = core.store.writes.claim(session, begun.ticket_id)
+    core.store.writes.ingest([ticket], [version.frame])
     assert waiting.answer() == (1, 0)
 
 

@@ -41,21 +41,21 @@ def core() -> Iterator[Core]:
 
 
 def begin(core: Core, session: Session, version: Version) -> PutTicket:
-    ticket = core.store.puts.begin_all(session, [version.info], core.later())[0]
+    ticket = core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert isinstance(ticket, PutTicket)
     return ticket
 
 
 def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
-    puts = core.store.puts
-    claimed = puts.claim(ticket.session, ticket.ticket_id)
-    puts.view(claimed)[:] = frame
-    return puts.commit(claimed).outcome
+    writes = core.store.writes
+    claimed = writes.claim(ticket.session, ticket.ticket_id)
+    writes.view(claimed)[:] = frame
+    return writes.commit(claimed).outcome
 
 
 def assert_nothing_left(core: Core) -> None:
     """No writer, no reservation, no chunk: as if nothing had been put."""
-    assert len(core.store.puts) == core.catalog.in_flight.count() == len(core.catalog) == 0
+    assert len(core.store.writes) == core.catalog.in_flight.count() == len(core.catalog) == 0
     assert core.cpu.stats().used_bytes == core.cpu.stats().reservations == 0
 
 
@@ -84,7 +84,7 @@ def test_of_two_writers_the_first_to_commit_wins_whole(core: Core, session: Sess
     tickets = [begin(core, session, version) for version in (late, early, third)]
     assert finish(core, tickets[1], early.frame) is STORED
     assert finish(core, tickets[0], late.frame) is EXISTS
-    assert core.store.puts.abort(session, tickets[2].ticket_id)
+    assert core.store.writes.abort(session, tickets[2].ticket_id)
     assert core.get(session, [chunk.key]) == [early.frame.tobytes()]
     assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (1, 0)
     assert core.catalog.in_flight.count() == 0
@@ -165,7 +165,7 @@ def test_a_frame_of_another_layout_than_reserved_is_refused(core: Core, session:
     wide = KVLayout.of(make_representation(1, 2, 2), 64)
     assert wide.raw_bytes == version.info.layout.raw_bytes
     info = replace(version.info, layout=wide)
-    begun = core.store.puts.begin_all(session, [info], core.later())[0]
+    begun = core.store.writes.begin_all(session, [info], core.later())[0]
     assert isinstance(begun, PutTicket)
     with pytest.raises(InvalidRequestError, match="layout"):
         finish(core, begun, version.frame)
@@ -177,11 +177,11 @@ def test_the_first_bad_frame_of_a_batch_takes_the_rest_with_it(
 ) -> None:
     versions = prompt(3)
     tickets = [begin(core, session, version) for version in versions]
-    claimed = [core.store.puts.claim(session, ticket.ticket_id) for ticket in tickets]
+    claimed = [core.store.writes.claim(session, ticket.ticket_id) for ticket in tickets]
     frames = [version.frame for version in versions]
     frames[1] = flipped(frames[1], len(frames[1]) - 1)
     with pytest.raises(ChunkCorruptError):
-        core.store.puts.ingest(claimed, frames)
+        core.store.writes.ingest(claimed, frames)
     assert [core.tiers_of(version) for version in versions] == [["cpu"], [], []]
     assert core.catalog.in_flight.count() == core.cpu.stats().reservations == 0
 
@@ -192,18 +192,18 @@ def test_a_frame_that_ends_early_leaves_nothing(
 ) -> None:
     (version,) = prompt(1)
     ticket = begin(core, session, version)
-    claimed = core.store.puts.claim(session, ticket.ticket_id)
+    claimed = core.store.writes.claim(session, ticket.ticket_id)
     with pytest.raises(InvalidFrameError):
-        core.store.puts.ingest([claimed], [version.frame[:size_bytes]])
+        core.store.writes.ingest([claimed], [version.frame[:size_bytes]])
     assert_nothing_left(core)
 
 
 def test_a_batch_that_cannot_begin_whole_does_not_begin(core: Core, session: Session) -> None:
     infos = [version.info for version in prompt(4)]
     with pytest.raises(QuotaExceededError, match="max_reservations_per_session=3"):
-        core.store.puts.begin_all(session, infos, core.later())
+        core.store.writes.begin_all(session, infos, core.later())
     assert_nothing_left(core)
-    assert len(core.store.puts.begin_all(session, infos[:3], core.later())) == 3
+    assert len(core.store.writes.begin_all(session, infos[:3], core.later())) == 3
 
 
 def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
@@ -212,7 +212,7 @@ def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
     info, _ = make_frame(1, 250, representation=REPRESENTATION)
     assert info.size_bytes > core.cpu.max_frame_bytes()
     with pytest.raises(InvalidRequestError, match="frame_bytes"):
-        core.store.puts.begin_all(session, [info], core.later())[0]
+        core.store.writes.begin_all(session, [info], core.later())[0]
     assert_nothing_left(core)
 
 
@@ -222,12 +222,12 @@ def test_a_put_belongs_to_its_session_alone_and_is_finished_once(
     (version,) = prompt(1)
     ticket = begin(core, session, version)
     with pytest.raises(LeaseExpiredError, match=f"reservation_id={ticket.ticket_id}"):
-        core.store.puts.claim(core.open_session(), ticket.ticket_id)
-    assert not core.store.puts.abort(core.open_session(), ticket.ticket_id)
-    assert core.store.puts.abort(session, ticket.ticket_id)
-    assert not core.store.puts.abort(session, ticket.ticket_id)
+        core.store.writes.claim(core.open_session(), ticket.ticket_id)
+    assert not core.store.writes.abort(core.open_session(), ticket.ticket_id)
+    assert core.store.writes.abort(session, ticket.ticket_id)
+    assert not core.store.writes.abort(session, ticket.ticket_id)
     with pytest.raises(LeaseExpiredError):
-        core.store.puts.claim(session, ticket.ticket_id)
+        core.store.writes.claim(session, ticket.ticket_id)
     assert_nothing_left(core)
 
 
@@ -237,18 +237,18 @@ def test_a_session_that_ends_leaves_no_put_behind(core: Core, session: Session) 
         begin(core, session, version)
     kept = begin(core, other, prompt(1, seed=1)[0])
     core.sessions.close(session.session_id)
-    assert len(core.store.puts) == core.cpu.stats().reservations == 1
-    core.store.puts.abort(other, kept.ticket_id)
+    assert len(core.store.writes) == core.cpu.stats().reservations == 1
+    core.store.writes.abort(other, kept.ticket_id)
     assert_nothing_left(core)
 
 
 def test_no_put_begins_after_the_drain_and_begun_ones_end(core: Core, session: Session) -> None:
     first, second = prompt(2)
     ticket = begin(core, session, first)
-    core.store.puts.drain()
-    assert core.store.puts.is_draining
+    core.store.writes.drain()
+    assert core.store.writes.is_draining
     with pytest.raises(ShuttingDownError):
-        core.store.puts.begin_all(session, [second.info], core.later())[0]
+        core.store.writes.begin_all(session, [second.info], core.later())[0]
     assert finish(core, ticket, first.frame) is STORED
 
 
@@ -301,6 +301,6 @@ def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
     core.sessions.close(session.session_id)
     (version,) = prompt(1)
     with pytest.raises(LeaseExpiredError, match="open a session"):
-        core.store.puts.begin_all(session, [version.info], core.later())[0]
+        core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert core.cpu.stats().used_bytes == 0
     assert core.catalog.in_flight.count() == 0

@@ -121,7 +121,7 @@ def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(
         core.put(session, versions)
         gated.shut()
         (late,) = prompt(1, seed=1)
-        begun = core.store.puts.begin_all(session, [late.info], core.later(0.01))[0]
+        begun = core.store.writes.begin_all(session, [late.info], core.later(0.01))[0]
         assert isinstance(begun, PutResult)
         assert begun.outcome is PutOutcome.refused
         assert core.cpu.stats().chunks == 12

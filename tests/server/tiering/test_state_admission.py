@@ -104,7 +104,7 @@ def test_only_the_last_state_of_a_put_is_kept(server: LocalServer, client: Clien
     sizes = [server.node.store.catalog.size_bytes("cpu", key) for key in keys]
     assert len(set(sizes[:3])) == 1
     assert sizes[0] < sizes[3]
-    assert server.node.store.puts.is_draining is False
+    assert server.node.store.writes.is_draining is False
     assert server.settled().pending_puts == 0
 
 
@@ -181,8 +181,8 @@ def test_what_is_aborted_is_put_anew_as_if_it_had_not_been(
     (session,) = server.node.sessions._sessions.values()
     size = raw_frame_bytes(layouts[0])
     infos = [ChunkInfo(c.key, c.parent, layouts[0], 0, size) for c in chunks]
-    begun = core.puts.begin_all(session, infos, core.transfers.clock() + 5)
-    assert all(core.puts.abort(session, one.ticket_id) for one in begun)  # type: ignore[union-attr]
+    begun = core.writes.begin_all(session, infos, core.transfers.clock() + 5)
+    assert all(core.writes.abort(session, one.ticket_id) for one in begun)  # type: ignore[union-attr]
     assert [one.reason == WITHOUT_STATE for one in client.put(chunks)] == [True, True, False]
 
 
