@@ -178,11 +178,11 @@ class PutStream:
             raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
         self._checks.batch("frames", len(self._keys) + 1)
         header = parse_header(data, takes_portions=True)
-        info, piece = self._checks.header(session, header, frame_bytes)
+        info, part = self._checks.header(session, header, frame_bytes)
         if self._held is not None and self._held.ticket is not None:
             self._commit_held(is_end=info.parent_key != self._held.ticket.key)
         said = Said(self._hints, is_end=None)
-        begun = self._store.writes.open(session, info, self._deadline, said, piece)
+        begun = self._store.writes.open(session, info, self._deadline, said, part)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)

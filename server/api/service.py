@@ -281,10 +281,10 @@ class KVStoreService(
         session = self._sessions.get(request.session_id)
         self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
         asked = self._checks.reserved(session, request)
-        infos, pieces = [info for info, _ in asked], [piece for _, piece in asked]
+        infos, parts = [info for info, _ in asked], [part for _, part in asked]
         deadline = self._checks.deadline(request.deadline_ms)
         hints = wire.hints_from_message(request.hints)
-        begun = self._store.writes.begin_all(session, infos, deadline, hints, pieces)
+        begun = self._store.writes.begin_all(session, infos, deadline, hints, parts)
         tickets = [0 if isinstance(r, PutResult) else r.ticket_id for r in begun]
         answers = [r if isinstance(r, PutResult) else PutResult(PutOutcome.stored) for r in begun]
         if request.durable:

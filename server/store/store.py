@@ -24,7 +24,7 @@ from kvstore.server.index.results import Holding, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
 from kvstore.server.store.lookup import Finder
-from kvstore.server.store.parallel_writes import UNFINISHED_S, Assembly, AssemblyLimits
+from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
 from kvstore.server.store.put_announcements import HandOver
 from kvstore.server.store.reads import Delivery
 from kvstore.server.store.reservations import Reservations
@@ -92,7 +92,9 @@ class Store:
         self.reservations = Reservations(transfers, limits.load_headroom_percent, self.states)
         self.writes = Writes(
             self.reservations,
-            Assembly(self.reservations, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
+            ParallelWrites(
+                self.reservations, PartialChunkLimits.of(transfers.cpu_tier, limits.unfinished_s)
+            ),
             limits.max_reservations_per_session,
             new_id,
         )

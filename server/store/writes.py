@@ -23,7 +23,7 @@ from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.parallel_writes import Assembly, Piece, PortionTicket
+from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
 from kvstore.server.store.reservations import NOTHING_SAID, Reservations, Said
 from kvstore.server.store.reservations import PutResult as PutResult
 from kvstore.tiers.base import Reservation
@@ -55,25 +55,25 @@ class PutTicket:
         return self.reservation.info.size_bytes
 
 
-AnyTicket: TypeAlias = PutTicket | PortionTicket
+AnyTicket: TypeAlias = PutTicket | PartTicket
 """A chunk that is being put, or a portion of one."""
 
 
 class Writes:
     """Puts at work, by ticket, each owned by a session. Thread-safe.
 
-    *new_id* returns unpredictable numbers below 2^64. Portions go to the *assembly*.
+    *new_id* returns unpredictable numbers below 2^64. Portions go to *parallel*.
     """
 
     def __init__(
         self,
         reservations: Reservations,
-        assembly: Assembly,
+        parallel: ParallelWrites,
         limit_per_session: int,
         new_id: Callable[[], int],
     ) -> None:
         self._reservations = reservations
-        self.assembly = assembly
+        self.parallel = parallel
         self._counters = reservations.counters
         self._limit = limit_per_session
         self._new_id = new_id
@@ -89,21 +89,21 @@ class Writes:
         info: ChunkInfo,
         deadline: float,
         said: Said = NOTHING_SAID,
-        piece: Piece | None = None,
+        part: ChunkPart | None = None,
         until: float = math.inf,
     ) -> AnyTicket | PutResult:
         """Reserve room for a frame, or say why there is nothing to write.
 
         The caller commits or discards the put. *info* is that of the whole chunk, also where only
-        a *piece* of it is put. Raises ShuttingDownError, QuotaExceededError, InvalidRequestError,
+        a *part* of it is put. Raises ShuttingDownError, QuotaExceededError, InvalidRequestError,
         and LeaseExpiredError for a session that has ended.
         """
         if self._draining:
             raise ShuttingDownError("the server drains; no new puts")
         ticket: AnyTicket
-        if piece is not None:
-            ticket = PortionTicket(self._new_id(), session, info, piece, said)
-            answer = self.assembly.begin(ticket, deadline)
+        if part is not None:
+            ticket = PartTicket(self._new_id(), session, info, part, said)
+            answer = self.parallel.begin(ticket, deadline)
             if answer is not None:
                 return answer
         else:
@@ -131,7 +131,7 @@ class Writes:
         infos: Sequence[ChunkInfo],
         deadline: float,
         hints: Hints = NO_HINTS,
-        pieces: Sequence[Piece | None] | None = None,
+        parts: Sequence[ChunkPart | None] | None = None,
     ) -> list[AnyTicket | PutResult]:
         """Begin a batch, to be claimed within RESERVED_S.
 
@@ -141,9 +141,9 @@ class Writes:
         begun: list[AnyTicket | PutResult] = []
         continued = {info.parent_key for info in infos}
         try:
-            for info, piece in zip(infos, pieces or [None] * len(infos), strict=True):
+            for info, part in zip(infos, parts or [None] * len(infos), strict=True):
                 said = Said(hints, info.key not in continued)
-                ticket = self.open(session, info, deadline, said, piece, until)
+                ticket = self.open(session, info, deadline, said, part, until)
                 begun.append(self._owned(ticket))
         except KVStoreError:
             for result in begun:
@@ -198,7 +198,7 @@ class Writes:
         if isinstance(ticket, PutTicket):
             self._reservations.give_back(ticket.reservation)
         else:
-            self.assembly.discard(ticket)
+            self.parallel.discard(ticket)
 
     def abort(self, session: Session, ticket_id: int) -> bool:
         """Give up a put. Return whether the session had it."""
@@ -229,7 +229,7 @@ class Writes:
             if is_end:
                 self._reservations.keep_state(ticket.reservation)
             return self._finish(ticket, check_frame if check is None else partial(_found, check))
-        return self.assembly.take(ticket, self.view(ticket))
+        return self.parallel.take(ticket, self.view(ticket))
 
     def _finish(
         self, ticket: PutTicket, receive: Callable[[Bytes, ChunkKey], FrameHeader]
@@ -257,7 +257,7 @@ class Writes:
                 if isinstance(ticket, PutTicket):
                     results.append(self._finish(ticket, partial(_copy_from, frame)))
                 else:
-                    results.append(self.assembly.take(ticket, frame))
+                    results.append(self.parallel.take(ticket, frame))
         except KVStoreError:
             for ticket in tickets[len(results) + 1 :]:
                 self.discard(ticket)
@@ -272,7 +272,7 @@ class Writes:
             late = [one for one in late if one.until <= now]
         count = sum(self.abort(one.session, one.ticket_id) for one in late)
         self._counters.add("dropped_unfinished_chunks", count)
-        return count + self.assembly.expire()
+        return count + self.parallel.expire()
 
     def abort_session(self, session: Session) -> None:
         """Give up every put of a session that ended."""
@@ -280,7 +280,7 @@ class Writes:
             owned = list(self._by_session.get(session.session_id, ()))
         for ticket_id in owned:
             self.abort(session, ticket_id)
-        self.assembly.end_session(session.session_id)
+        self.parallel.end_session(session.session_id)
 
     def drain(self) -> None:
         """Refuse new puts from now on."""

@@ -31,7 +31,7 @@ from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.parallel_writes import Piece, PortionTicket
+from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
 from kvstore.server.store.store import StoreLimits
 from kvstore.server.store.writes import PutResult
 
@@ -85,18 +85,18 @@ class Writers:
         *,
         is_streamed: bool = False,
         hints: Hints | None = None,
-    ) -> PortionTicket | PutResult:
+    ) -> PartTicket | PutResult:
         info = ChunkInfo(self.key(number), ROOT, portion.whole, 0, raw_frame_bytes(portion.whole))
-        piece = Piece(portion, len(self.frame(portion, number)), is_streamed)
+        part = ChunkPart(portion, len(self.frame(portion, number)), is_streamed)
         hints = hints or Hints()
-        begun = self.writes.begin_all(session, [info], self.core.later(), hints, [piece])[0]
-        assert isinstance(begun, PortionTicket | PutResult)
+        begun = self.writes.begin_all(session, [info], self.core.later(), hints, [part])[0]
+        assert isinstance(begun, PartTicket | PutResult)
         return begun
 
     def frame(self, portion: Portion, number: int = 0, **changes: object) -> Bytes:
         return portion_frame(replace(self.template(number), **changes), WIDE, portion)  # type: ignore[arg-type]
 
-    def finish(self, ticket: PortionTicket | PutResult, frame: Bytes) -> PutOutcome:
+    def finish(self, ticket: PartTicket | PutResult, frame: Bytes) -> PutOutcome:
         if isinstance(ticket, PutResult):
             return ticket.outcome
         claimed = self.writes.claim(ticket.session, ticket.ticket_id)
@@ -118,7 +118,7 @@ class Writers:
         return is_same and facts == (5.0, self.template(number).content, 0)
 
     def assert_nothing_left(self) -> None:
-        assert len(self.writes) == len(self.writes.assembly) == self.writes.assembly.used_bytes == 0
+        assert len(self.writes) == len(self.writes.parallel) == self.writes.parallel.used_bytes == 0
         assert self.core.catalog.in_flight.count() == self.core.cpu.stats().reservations == 0
 
 
@@ -248,7 +248,7 @@ def test_an_unfinished_chunk_ends_with_the_last_session_that_has_a_part_in_it(
     writers: Writers,
 ) -> None:
     assert writers.put(writers.one, TOP) is PENDING
-    assert isinstance(writers.begin(writers.other, REST), PortionTicket)
+    assert isinstance(writers.begin(writers.other, REST), PartTicket)
     writers.core.sessions.close(writers.one.session_id)
     writers.one = writers.open()
     assert writers.found() == (0, 1)
@@ -286,7 +286,7 @@ def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
     assert writers.put(writers.one, REST, 0) is STORED
     streamed = writers.begin(writers.one, TOP, count, is_streamed=True)
     assert isinstance(streamed, PutResult)
-    assert writers.writes.assembly.used_bytes <= limit
+    assert writers.writes.parallel.used_bytes <= limit
 
 
 def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None:
@@ -294,7 +294,7 @@ def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None
     with pytest.raises(QuotaExceededError):
         writers.begin(writers.one, TOP)
     for ticket in tickets:
-        assert isinstance(ticket, PortionTicket)
+        assert isinstance(ticket, PartTicket)
         assert writers.writes.abort(writers.one, ticket.ticket_id)
     assert len(writers.writes) == 0
 
