@@ -28,5 +28,5 @@ class HandOverCalls:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        pending = self._store.hand_over.promise(session, keys, request.ttl_ms)
+        pending = self._store.announcements.announce(session, keys, request.ttl_ms)
         return pb.PromiseResponse(server=self._stamp, pending=pending)

@@ -13,7 +13,7 @@ from kvstore.proto.plans import NO_HINTS
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.reservations import Said
+from kvstore.server.store.reservations import PutOptions
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import AnyTicket, PutResult
 
@@ -73,7 +73,7 @@ class LayeredPutStream:
         if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
             raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
         info, _ = self._checks.header(session, header, message.frame_bytes)
-        begun = self._store.writes.open(session, info, deadline, Said(self._hints))
+        begun = self._store.writes.open(session, info, deadline, PutOptions(self._hints))
         if isinstance(begun, PutResult):
             self._frames.append(_Incoming(begun, None, header))
             return

@@ -17,7 +17,7 @@ from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.reservations import Said
+from kvstore.server.store.reservations import PutOptions
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import AnyTicket, PutResult, PutTicket
 
@@ -138,7 +138,7 @@ class PutStream:
         if incoming.ticket is not None:
             self._held = incoming
             if not self._store.writes.may_lose_state(incoming.ticket):
-                self._commit_held(is_end=False)
+                self._commit_held(is_last=False)
 
     def finish(self) -> list[PutResult]:
         """Return what became of each frame, durable where that was asked for."""
@@ -146,7 +146,7 @@ class PutStream:
             raise InvalidFrameError(
                 "frame", self._incoming.received_bytes, "the stream ended inside it"
             )
-        self._commit_held(is_end=True)
+        self._commit_held(is_last=True)
         if self._durable:
             deadline = self._checks.deadline(self._deadline_ms)
             return self._store.harden(self._keys, self._results, deadline)
@@ -162,16 +162,16 @@ class PutStream:
         trace: TracebackType | None,
     ) -> None:
         with suppress(KVStoreError):  # the frames before a bad one stay
-            self._commit_held(is_end=True)
+            self._commit_held(is_last=True)
         if self._incoming is not None and self._incoming.ticket is not None:
             self._store.writes.discard(self._incoming.ticket)
         self._incoming = None
 
-    def _commit_held(self, *, is_end: bool) -> None:
+    def _commit_held(self, *, is_last: bool) -> None:
         held, self._held = self._held, None
         if held is not None and held.ticket is not None:
             writes = self._store.writes
-            self._results.append(writes.commit(held.ticket, held.check, is_end=is_end))
+            self._results.append(writes.commit(held.ticket, held.check, is_last=is_last))
 
     def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
         if not frame_bytes:
@@ -180,9 +180,9 @@ class PutStream:
         header = parse_header(data, takes_portions=True)
         info, part = self._checks.header(session, header, frame_bytes)
         if self._held is not None and self._held.ticket is not None:
-            self._commit_held(is_end=info.parent_key != self._held.ticket.key)
-        said = Said(self._hints, is_end=None)
-        begun = self._store.writes.open(session, info, self._deadline, said, part)
+            self._commit_held(is_last=info.parent_key != self._held.ticket.key)
+        options = PutOptions(self._hints, is_last=None)
+        begun = self._store.writes.open(session, info, self._deadline, options, part)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)

@@ -164,7 +164,7 @@ class KVStoreService(
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
-            self._store.hand_over.wait(keys, min(deadline, started + request.wait_ms / 1000))
+            self._store.announcements.wait(keys, min(deadline, started + request.wait_ms / 1000))
         least = fidelity(request.min_fidelity)
         match = self._store.lookup(
             session,

@@ -252,7 +252,7 @@ class DevicePuts:
             check_sums(header, found)
         except ChunkCorruptError as error:
             self._reservations.counters.add("put_invalid_chunks")
-            self._reservations.note_invalid(header.key, error)
+            self._reservations.record_invalid(header.key, error)
             self._reservations.give_back_on(self._shelf, one.reservation)
             return PutResult(PutOutcome.refused, str(error))
         return self._reservations.seal_on(

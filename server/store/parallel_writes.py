@@ -26,7 +26,7 @@ from kvstore.proto.frame import (
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.partial_chunks import Claim, PartialChunk
-from kvstore.server.store.reservations import NOTHING_SAID, PutResult, Reservations, Said
+from kvstore.server.store.reservations import NO_OPTIONS, PutOptions, PutResult, Reservations
 from kvstore.tiers.cpu import CpuTier
 
 UNFINISHED_PERCENT = 25
@@ -70,7 +70,7 @@ class PartTicket:
     session: Session
     info: ChunkInfo
     part: ChunkPart
-    said: Said = NOTHING_SAID
+    options: PutOptions = NO_OPTIONS
     frame: Bytes | None = None
     """Memory for a streamed one."""
 
@@ -155,7 +155,7 @@ class ParallelWrites:
         if is_full:
             return self._refused(self._full())
         try:
-            reserved = self._reservations.reserve(ticket.session, info, deadline, ticket.said)
+            reserved = self._reservations.reserve(ticket.session, info, deadline, ticket.options)
         except KVStoreError:
             self._release(need_bytes)
             raise
@@ -209,7 +209,7 @@ class ParallelWrites:
         if self._reservations.has(ticket.key):
             return PutResult(PutOutcome.exists)
         reason = "its other portions did not come in time"
-        self._reservations.note_refused(ticket.key, reason)
+        self._reservations.record_refused(ticket.key, reason)
         return self._refused(reason)
 
     def _fill(
@@ -225,7 +225,7 @@ class ParallelWrites:
         try:
             chunk.fill(header, frame, portion, claim)
             with self._lock:
-                chunk.agree(header, ticket.said.hints)
+                chunk.agree(header, ticket.options.hints)
             is_right = True
         finally:
             with self._lock:

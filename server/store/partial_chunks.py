@@ -1,4 +1,4 @@
-"""An PartialChunk chunk: its room, and which layers and heads of it have come."""
+"""A partial chunk: its room, and which layers and heads of it have come."""
 
 from __future__ import annotations
 

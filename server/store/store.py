@@ -25,7 +25,7 @@ from kvstore.server.security.sessions import Session
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
 from kvstore.server.store.lookup import Finder
 from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
-from kvstore.server.store.put_announcements import HandOver
+from kvstore.server.store.put_announcements import PutAnnouncements
 from kvstore.server.store.reads import Delivery
 from kvstore.server.store.reservations import Reservations
 from kvstore.server.store.writes import PutResult, Writes
@@ -122,7 +122,7 @@ class Store:
         self._durable = [
             shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
         ]
-        self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
+        self.announcements = PutAnnouncements(self.catalog, self.counters, limits.waiting_lookups)
         self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
         self._finder.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
@@ -386,7 +386,7 @@ class Store:
         elsewhere, or nothing is there.
         """
         self.writes.drain()
-        self.hand_over.end()
+        self.announcements.end()
         self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
         volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
         alone = self.catalog.queries.only_on(*volatile)

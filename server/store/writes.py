@@ -24,7 +24,7 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
-from kvstore.server.store.reservations import NOTHING_SAID, Reservations, Said
+from kvstore.server.store.reservations import NO_OPTIONS, PutOptions, Reservations
 from kvstore.server.store.reservations import PutResult as PutResult
 from kvstore.tiers.base import Reservation
 
@@ -88,7 +88,7 @@ class Writes:
         session: Session,
         info: ChunkInfo,
         deadline: float,
-        said: Said = NOTHING_SAID,
+        options: PutOptions = NO_OPTIONS,
         part: ChunkPart | None = None,
         until: float = math.inf,
     ) -> AnyTicket | PutResult:
@@ -102,15 +102,15 @@ class Writes:
             raise ShuttingDownError("the server drains; no new puts")
         ticket: AnyTicket
         if part is not None:
-            ticket = PartTicket(self._new_id(), session, info, part, said)
+            ticket = PartTicket(self._new_id(), session, info, part, options)
             answer = self.parallel.begin(ticket, deadline)
             if answer is not None:
                 return answer
         else:
-            reserved = self._reservations.reserve(session, info, deadline, said)
+            reserved = self._reservations.reserve(session, info, deadline, options)
             if isinstance(reserved, PutResult):
                 return reserved
-            ticket = PutTicket(self._new_id(), session, reserved, said.hints, until)
+            ticket = PutTicket(self._new_id(), session, reserved, options.hints, until)
         if session.is_closed:
             self.discard(ticket)
             raise _closed(session)
@@ -142,8 +142,8 @@ class Writes:
         continued = {info.parent_key for info in infos}
         try:
             for info, part in zip(infos, parts or [None] * len(infos), strict=True):
-                said = Said(hints, info.key not in continued)
-                ticket = self.open(session, info, deadline, said, part, until)
+                options = PutOptions(hints, info.key not in continued)
+                ticket = self.open(session, info, deadline, options, part, until)
                 begun.append(self._owned(ticket))
         except KVStoreError:
             for result in begun:
@@ -216,17 +216,17 @@ class Writes:
         )
 
     def commit(
-        self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_end: bool = False
+        self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_last: bool = False
     ) -> PutResult:
         """Verify what was written into a put of the caller's and make it visible, or abort it.
 
-        *check* followed what was written, where its writer has no hand on it. *is_end*: it turned
+        *check* followed what was written, where its writer has no hand on it. *is_last*: it turned
         out that nothing of the put continues it.
         Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
         for frames that are not what was reserved; nothing of them stays.
         """
         if isinstance(ticket, PutTicket):
-            if is_end:
+            if is_last:
                 self._reservations.keep_state(ticket.reservation)
             return self._finish(ticket, check_frame if check is None else partial(_found, check))
         return self.parallel.take(ticket, self.view(ticket))
@@ -240,7 +240,7 @@ class Writes:
             check_put(header, info, ticket.session)
         except KVStoreError as error:
             self._counters.add("put_invalid_chunks")
-            self._reservations.note_invalid(info.key, error)
+            self._reservations.record_invalid(info.key, error)
             self.discard(ticket)
             raise
         session = ticket.session
