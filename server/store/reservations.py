@@ -36,7 +36,10 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """What a writer states of a chunk. ``is_last``: nothing of the put continues it; None: unknown."""
+    """What a writer states of a chunk.
+
+    ``is_last``: nothing of the put continues it; None: not known yet.
+    """
 
     hints: Hints = NO_HINTS
     is_last: bool | None = True
