@@ -10,13 +10,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES
+from kvstore.server.eviction.quotas import PolicyReport
 from kvstore.server.index.model_registry import Space
 from kvstore.server.index.results import UsedPrefix
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import ShelfStatus, Store
 from kvstore.server.telemetry.flows import Finds, Times
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.telemetry.policy_report import PolicyReport
 
 LOOK_EVERY_S = 5.0
 LOOKS_KEPT = 121

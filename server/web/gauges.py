@@ -6,10 +6,9 @@ import math
 from typing import TYPE_CHECKING, cast
 
 from kvstore.proto.blend import GateView
-from kvstore.server.eviction.quotas import Quota
+from kvstore.server.eviction.quotas import PartitionUse, PolicyReport, Quota
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Gauge
-from kvstore.server.telemetry.policy_report import PartitionUse, PolicyReport
 
 if TYPE_CHECKING:
     from kvstore.server.cluster.peer_tier import PeerTier
