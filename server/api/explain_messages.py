@@ -15,7 +15,7 @@ from kvstore.server.index.model_registry import Space
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.explain import Explainer, Reason, SimilarModel
 from kvstore.server.store.miss_log import LoggedMiss, MissLog, Report
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.server.telemetry.request_trace import check_local
 
 LIST_BYTES = 1 << 18
@@ -25,16 +25,16 @@ LIST_BYTES = 1 << 18
 class ExplainDesk:
     """Answers Explain, and is told of what it will have to explain. Thread-safe."""
 
-    def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
-        transfers = manager.transfers
-        self._catalog = manager.catalog
-        self._gates = manager.blends.gates
+    def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
+        transfers = store.transfers
+        self._catalog = store.catalog
+        self._gates = store.blends.gates
         self._sessions = sessions
         self._checks = checks
         self._clock: Callable[[], float] = checks.clock
         self._explainer = Explainer(
-            manager.catalog, transfers.sources, transfers.outcomes, transfers.clock,
-            manager.states, manager.spaces,
+            store.catalog, transfers.sources, transfers.outcomes, transfers.clock,
+            store.states, store.spaces,
         )  # fmt: skip
         self._log = MissLog(checks.clock)
         sessions.on_open.append(self._explainer.spaces.note)

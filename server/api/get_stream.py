@@ -17,7 +17,7 @@ from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
 from kvstore.server.store.ranged_reads import ByteRange, RangeRead
 from kvstore.server.store.reads import IN_MEMORY, ReadResult
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
 
@@ -31,12 +31,12 @@ REACH: dict[int, frozenset[Reach] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class GetStream:
-    """Answers one get under a lease. ``deadline`` is a point on the manager's clock.
+    """Answers one get under a lease. ``deadline`` is a point on the store's clock.
 
     Copies of a chunk below ``least`` count as missing.
     """
 
-    manager: TierManager
+    store: Store
     session: Session
     stamp: pb.Server
     lease_id: int
@@ -47,7 +47,7 @@ class GetStream:
         self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
     ) -> Iterator[pb.GetResponse]:
         """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
-        transfers = self.manager.transfers
+        transfers = self.store.transfers
         layered = LayerwiseRead(transfers, self.session, keys, self.deadline, self.least)
         layered.skipped = skipped
         for part in layered.parts():
@@ -63,7 +63,7 @@ class GetStream:
 
         Of a frame within *reach* its place instead.
         """
-        reading = RangeRead(self.manager.transfers, self.manager.reads, self.least, self.deadline)
+        reading = RangeRead(self.store.transfers, self.store.reads, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
@@ -87,7 +87,7 @@ class GetStream:
         peers: Collection[int] = (),
     ) -> Iterator[pb.GetResponse]:
         """Yield the chunks in order: where they are on *peers* or within *reach*, else bytes."""
-        reads = self.manager.reads
+        reads = self.store.reads
         if reach is None:
             for result in reads.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
                 yield from self._parts(result)
@@ -107,9 +107,9 @@ class GetStream:
         peers: Collection[int],
     ) -> Iterator[pb.GetResponse]:
         """Yield the chunks from *first* on; what is there without a load is told together."""
-        reads, least = self.manager.reads, self.least
+        reads, least = self.store.reads, self.least
         there: list[ReadResult] = []
-        lenders = self.manager.transfers.lenders(keys[first:])
+        lenders = self.store.transfers.lenders(keys[first:])
         for one in reads.get(self.session, keys[first:], self.deadline, reach, least, peers):
             result = replace(one, index=one.index + first)
             if result.place is None:

@@ -38,7 +38,7 @@ class LoggedMiss(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What an engine counted since its birth, as its client last said."""
+    """What an engine counted since its birth, as its client last options."""
 
     at_s: float
     session: Session

@@ -1,4 +1,4 @@
-"""The TierManager: owns placement. Every question that crosses rooms lands here."""
+"""The Store: owns placement. Every question that crosses rooms lands here."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kvstore.server.index.results import Holding, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
 from kvstore.server.store.lookup import Lookup
-from kvstore.server.store.parallel_writes import UNFINISHED_S, Assembly, AssemblyLimits
-from kvstore.server.store.put_announcements import HandOver
+from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
+from kvstore.server.store.put_announcements import PutAnnouncements
 from kvstore.server.store.reads import Reads
-from kvstore.server.store.reservations import Landing
-from kvstore.server.store.writes import Intake, PutResult
+from kvstore.server.store.reservations import Reservations
+from kvstore.server.store.writes import PutResult, Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Transfers
@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # its file loads redis
 
 
 @dataclass(frozen=True, slots=True)
-class ManagerLimits:
-    """The manager's bounds; server/settings/settings.py says what each is for."""
+class StoreLimits:
+    """The store's bounds; server/settings/settings.py says what each is for."""
 
     lease_ttl_ms: int = 30_000
     max_reservations_per_session: int = 4096
@@ -74,7 +74,7 @@ class ShelfStatus:
     reason: str
 
 
-class TierManager:
+class Store:
     """Put, lookup, get and forget over all tiers. Thread-safe.
 
     *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
@@ -82,17 +82,19 @@ class TierManager:
     """
 
     def __init__(
-        self, transfers: Transfers, limits: ManagerLimits, new_id: Callable[[], int]
+        self, transfers: Transfers, limits: StoreLimits, new_id: Callable[[], int]
     ) -> None:
         self.transfers = transfers
         self.catalog = transfers.catalog
         self.counters = transfers.counters
         self.spaces = KnownSpaces()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
-        self.landing = Landing(transfers, limits.load_headroom_percent, self.states)
-        self.puts = Intake(
-            self.landing,
-            Assembly(self.landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
+        self.reservations = Reservations(transfers, limits.load_headroom_percent, self.states)
+        self.writes = Writes(
+            self.reservations,
+            ParallelWrites(
+                self.reservations, PartialChunkLimits.of(transfers.cpu_tier, limits.unfinished_s)
+            ),
             limits.max_reservations_per_session,
             new_id,
         )
@@ -120,7 +122,7 @@ class TierManager:
         self._durable = [
             shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
         ]
-        self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
+        self.announcements = PutAnnouncements(self.catalog, self.counters, limits.waiting_lookups)
         self._lookup = Lookup(transfers, limits.lease_ttl_ms, prefetch)
         self._lookup.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
@@ -353,19 +355,19 @@ class TierManager:
     def end_session(self, session: Session) -> None:
         """Release every lease and put of a session that ended."""
         self.catalog.release_session(session.session_id)
-        self.puts.abort_session(session)
+        self.writes.abort_session(session)
 
     def tick(self) -> None:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
-        self.puts.expire()
+        self.writes.expire()
         self._drop_expired()
         self.reads.promote_due()
         self._lookup.drop_remote_hints()
         self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
-        self.landing.tick()
+        self.reservations.tick()
 
     def _drop_expired(self) -> None:
         """Free chunks whose time to live is up, but those that somebody reads."""
@@ -383,8 +385,8 @@ class TierManager:
         Return whether nothing is in memory alone: all of it was copied by the deadline, or is
         elsewhere, or nothing is there.
         """
-        self.puts.drain()
-        self.hand_over.end()
+        self.writes.drain()
+        self.announcements.end()
         self._lookup.drop_remote_hints(
             everything=True
         )  # what others have is no reason not to keep it

@@ -55,7 +55,7 @@ class Readers:
         raised = self.world.faults.raised
         with bounded(self.world, deadline):
             try:
-                match = self.world.manager.lookup(session, keys, deadline, lease=lease)
+                match = self.world.store.lookup(session, keys, deadline, lease=lease)
             except QuotaExceededError:
                 return
         copies = [self.world.catalog.copies(key) for key in keys]
@@ -90,10 +90,10 @@ class Readers:
             return
         lease_id = self.draw.choice(list(self.oracle.leases))
         held = self.oracle.leases[lease_id]
-        assert self.world.manager.release(session, lease_id) == (held.session is session)
+        assert self.world.store.release(session, lease_id) == (held.session is session)
         if held.session is session:
             del self.oracle.leases[lease_id]
-            assert not self.world.manager.release(session, lease_id)
+            assert not self.world.store.release(session, lease_id)
 
     # --- gets
 
@@ -101,7 +101,7 @@ class Readers:
         """Open a get, under a lease of the session's or one of its own."""
         keys, lease_id = self._choose(session)
         try:
-            lease_id, known = self.world.manager.open_get(session, keys, lease_id)
+            lease_id, known = self.world.store.open_get(session, keys, lease_id)
         except LeaseExpiredError:
             assert self.oracle.leases[lease_id].deadline <= self.world.clock()
             return None
@@ -110,7 +110,7 @@ class Readers:
         if lease_id not in self.oracle.leases:
             self._note_lease(session, lease_id, keys[:known])
         deadline = self.deadline()
-        results = self.world.manager.reads.get(session, keys[:known], deadline)
+        results = self.world.store.reads.get(session, keys[:known], deadline)
         reader = Reader(session, lease_id, keys[:known], deadline, results)
         self.open.append(reader)
         return reader
@@ -130,7 +130,7 @@ class Readers:
             held = self.oracle.leases[lease_id]
             beyond = next(key for key in universe().chunks if key not in held.keys)
             try:
-                self.world.manager.open_get(session, [*held.keys, beyond], lease_id)
+                self.world.store.open_get(session, [*held.keys, beyond], lease_id)
             except (InvalidRequestError, LeaseExpiredError):
                 return
             raise AssertionError("a get was opened beyond its lease")
@@ -179,7 +179,7 @@ class Readers:
         chains = universe().chains[session.tenant]
         for chain in chains:
             try:
-                lease_id, known = self.world.manager.open_get(session, chain, 0)
+                lease_id, known = self.world.store.open_get(session, chain, 0)
             except QuotaExceededError:
                 break
             self._note_lease(session, lease_id, list(chain[:known]))
@@ -191,18 +191,18 @@ class Readers:
     def get_one(self, session: Session, key: ChunkKey) -> None:
         """Read a chunk wherever it is: it arrives right or not at all."""
         try:
-            lease_id, known = self.world.manager.open_get(session, [key], 0)
+            lease_id, known = self.world.store.open_get(session, [key], 0)
         except QuotaExceededError:
             return
         deadline = self.deadline()
         arrived = 0
         with bounded(self.world, deadline):
-            for result in self.world.manager.reads.get(session, [key][:known], deadline):
+            for result in self.world.store.reads.get(session, [key][:known], deadline):
                 self.oracle.check_frame(key, result.frame)
                 arrived += 1
         if self.world.plan.is_quiet and deadline > self.world.clock():
             assert arrived == known, "a leased chunk did not arrive"
-        assert self.world.manager.release(session, lease_id)
+        assert self.world.store.release(session, lease_id)
 
     def forget_session(self, session: Session) -> None:
         for reader in [reader for reader in self.open if reader.session is session]:

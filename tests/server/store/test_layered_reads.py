@@ -114,12 +114,12 @@ def parts_of(
     core: Core, session: Session, versions: list[Version], seconds: float = 60.0
 ) -> Iterator[LayerPart]:
     """A layered get under a lease of its own."""
-    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
     get = LayerwiseRead(core.transfers, session, keys_of(versions)[:known], core.later(seconds))
     try:
         yield from get.parts()
     finally:
-        assert core.manager.release(session, lease_id)
+        assert core.store.release(session, lease_id)
 
 
 def whole(parts: list[LayerPart], versions: list[Version]) -> int:
