@@ -62,7 +62,10 @@ class _Slow:
 
     gate: Gate
 
-    def read(self, key: ChunkKey, out: Bytes, offset: int, verifier: FrameVerifier) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
+        assert verifier is not None
         if not super().read(key, out, offset):  # type: ignore[misc]
             return False
         size = len(out) // PARTS
