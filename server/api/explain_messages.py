@@ -11,9 +11,9 @@ from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespace
 from kvstore.server.api.validation import Checks, fidelity, fitting
-from kvstore.server.index.model_registry import Space
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.explain import Explainer, Near, Reason
+from kvstore.server.store.explain import Explainer, Reason, SimilarModel
 from kvstore.server.store.miss_log import LoggedMiss, MissLog, Report
 from kvstore.server.store.store import TierManager
 from kvstore.server.telemetry.request_trace import check_local
@@ -26,14 +26,14 @@ class ExplainDesk:
     """Answers Explain, and is told of what it will have to explain. Thread-safe."""
 
     def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
-        transfers = manager.transfers
+        moves = manager.moves
         self._catalog = manager.catalog
         self._gates = manager.blends.gates
         self._sessions = sessions
         self._checks = checks
         self._clock: Callable[[], float] = checks.clock
         self._explainer = Explainer(
-            manager.catalog, transfers.sources, transfers.outcomes, transfers.clock,
+            manager.catalog, moves.sources, moves.outcomes, moves.clock,
             manager.states, manager.spaces,
         )  # fmt: skip
         self._log = MissLog(checks.clock)
@@ -93,7 +93,7 @@ class ExplainDesk:
             )
         return Namespace(request.key_namespace)
 
-    def _known(self, space: Space) -> pb.KnownSpace:
+    def _known(self, space: ModelNamespace) -> pb.KnownSpace:
         return _space_message(space, self._catalog.queries.count_in(space.namespace))
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
@@ -137,7 +137,7 @@ def _reason(reason: Reason) -> pb.ChunkReason:
     )
 
 
-def _near(near: Near) -> pb.KnownSpace:
+def _near(near: SimilarModel) -> pb.KnownSpace:
     message = _space_message(near.space, near.chunks)
     message.same_tokens = near.has_tokens
     message.differences.extend(
@@ -146,7 +146,7 @@ def _near(near: Near) -> pb.KnownSpace:
     return message
 
 
-def _space_message(space: Space, chunks: int) -> pb.KnownSpace:
+def _space_message(space: ModelNamespace, chunks: int) -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
         representation=wire.representation_to_message(space.representation),

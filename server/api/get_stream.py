@@ -47,8 +47,8 @@ class GetStream:
         self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
     ) -> Iterator[pb.GetResponse]:
         """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
-        transfers = self.manager.transfers
-        layered = LayeredGet(transfers, self.session, keys, self.deadline, self.least)
+        moves = self.manager.moves
+        layered = LayeredGet(moves, self.session, keys, self.deadline, self.least)
         layered.skipped = skipped
         for part in layered.parts():
             yield from self._pieces(part)
@@ -63,7 +63,7 @@ class GetStream:
 
         Of a frame within *reach* its place instead.
         """
-        reading = RangedRead(self.manager.transfers, self.manager.gets, self.least, self.deadline)
+        reading = RangedRead(self.manager.moves, self.manager.gets, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
@@ -109,7 +109,7 @@ class GetStream:
         """Yield the chunks from *first* on; what is there without a load is told together."""
         gets, least = self.manager.gets, self.least
         there: list[Arrival] = []
-        lenders = self.manager.transfers.lenders(keys[first:])
+        lenders = self.manager.moves.lenders(keys[first:])
         for one in gets.get(self.session, keys[first:], self.deadline, reach, least, peers):
             arrival = replace(one, index=one.index + first)
             if arrival.place is None:

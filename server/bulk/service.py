@@ -39,7 +39,7 @@ class BulkService:
         desk_limits: DeskLimits | None = None,
     ) -> None:
         self._manager = manager
-        self.desk = PeerDesk(manager.transfers, desk_limits or DeskLimits())
+        self.desk = PeerDesk(manager.moves, desk_limits or DeskLimits())
         self._sessions = sessions
         self._checks = checks
         self.tracing: Tracing | None = None
@@ -107,8 +107,8 @@ class BulkService:
             if work.word.flags & bulk.RANGES:
                 found = self._ranges(keys[:known], ranges, work.deadline, least)
             elif work.word.flags & bulk.LAYER_MAJOR:
-                transfers = self._manager.transfers
-                layered = LayeredGet(transfers, session, keys[:known], work.deadline, least)
+                moves = self._manager.moves
+                layered = LayeredGet(moves, session, keys[:known], work.deadline, least)
                 layered.skipped = skipped
                 found = self._layers(layered)
             else:
@@ -138,7 +138,7 @@ class BulkService:
         deadline: float,
         least: Fidelity,
     ) -> Generator[Piece, None, None]:
-        reading = RangedRead(self._manager.transfers, self._manager.gets, least, deadline)
+        reading = RangedRead(self._manager.moves, self._manager.gets, least, deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue

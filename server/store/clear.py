@@ -34,7 +34,7 @@ def clear(
 
     *deadline* is a point on the manager's clock.
     """
-    catalog, clock = manager.catalog, manager.transfers.clock
+    catalog, clock = manager.catalog, manager.moves.clock
     keys = [key for key in keys if not tier or tier in catalog.holders(key)]
     deleted = leased = freed_bytes = 0
     for start in range(0, len(keys), BATCH_CHUNKS):
@@ -78,7 +78,7 @@ def _tenant_of(manager: TierManager, space: Namespace) -> str | None:
         return known.tenant
     for key in manager.catalog.queries.keys_from(space):
         for name in manager.catalog.holders(key):
-            tier = manager.transfers.shelves[name].tier
+            tier = manager.moves.slots[name].tier
             if not tier.shared:
                 return tier.tenant_of(key)
     return None

@@ -43,8 +43,8 @@ class NodeEvents:
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
-        shelves = manager.transfers.shelves.values()
-        log = EventLog([one.name for one in shelves if not one.tier.shared], config.events_kept)
+        slots = manager.moves.slots.values()
+        log = EventLog([one.name for one in slots if not one.tier.shared], config.events_kept)
         manager.catalog.listeners.append(log)
         restarted = partial(manager.counters.add, "event_restarts")
         self.desk = EventDesk(log, manager.catalog.queries.held_from, holds, restarted)

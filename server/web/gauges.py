@@ -50,8 +50,8 @@ def _gates(manager: TierManager) -> list[Gauge]:
 
 
 def _peers(manager: TierManager) -> list[Gauge]:
-    shelf = manager.transfers.peers
-    known = cast("PeerTier", shelf.tier).peers.known() if shelf is not None else []
+    slot = manager.moves.peers
+    known = cast("PeerTier", slot.tier).peers.known() if slot is not None else []
     return [
         ("peers_known", "other servers whose memory may be read", "", len(known)),
         ("peers_up", "those that answer", "", sum(peer.is_up for peer in known)),
@@ -81,7 +81,7 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         ("sessions", "open sessions", "", session_count),
         ("leases", "live leases", "", catalog.lease_count()),
         ("known_chunks", "chunks in the index", "", len(catalog)),
-        ("ghost_chunks", "evicted chunks that policies remember", "", catalog.ghost_count()),
+        ("ghost_chunks", "evicted chunks that policies remember", "", catalog.evicted_count()),
     ]
     contents, variants, left_out, priority_bytes = manager.blends.contents.counts()
     gates = manager.blends.gates.open_count()
@@ -95,12 +95,12 @@ def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
         *_directory(manager),
         *_peers(manager),
     ]
-    for tier, (a_day, left) in manager.transfers.placement.budgets().items() or [("", (0, 0.0))]:
+    for tier, (a_day, left) in manager.moves.placement.budgets().items() or [("", (0, 0.0))]:
         rows += [
             ("write_budget_bytes", "bytes a day that the tier may write, 0 for all", tier, a_day),
             ("write_budget_left_bytes", "what it may write now; less than 0 is debt", tier, left),
         ]
-    for status in manager.shelf_statuses():
+    for status in manager.slot_statuses():
         name, stats = status.name, status.stats
         rows += [
             ("tier_capacity_bytes", "size of the tier", name, stats.capacity_bytes),

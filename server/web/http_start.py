@@ -37,7 +37,7 @@ class HttpPort:
 
         assert config.http_address is not None
         manager, sessions = subject.manager, subject.sessions
-        tiers = [shelf.name for shelf in manager.transfers.shelves.values()]
+        tiers = [slot.name for slot in manager.moves.slots.values()]
         metrics = MetricsText(subject.counters, lambda: gauges(manager, len(sessions)), tiers)
         self._viewer = viewer = Viewer(subject)
         dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)

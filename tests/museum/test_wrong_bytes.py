@@ -49,7 +49,7 @@ def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
     server.settled()
     for key in keys:
         assert manager.catalog.cast_out("cpu", key)
-        manager.transfers.delete_from(manager.transfers.cpu, key)
+        manager.moves.delete_from(manager.moves.cpu, key)
 
 
 def test_lmcache_717_an_approximation_is_never_taken_for_the_original(

@@ -222,8 +222,8 @@ def test_variants_that_went_under_their_lease_are_computed(
         manager = server.node.manager
         key = ChunkKey(client.namespace + list(resolved.chunks())[2].best.digest)
         for name in ("cpu", "disk"):
-            shelf = manager.transfers.shelves[name]
-            manager.transfers.delete_from(shelf, key)
+            slot = manager.moves.slots[name]
+            manager.moves.delete_from(slot, key)
             manager.catalog.forget(name, key)
         assert "LayoutMismatchError" in assert_computed(blender, resolved, client)
 

@@ -21,7 +21,7 @@ from kvstore.server.store.clear import BATCH_CHUNKS, Cleared, clear, keys_of_ten
 def test_what_there_is_no_time_for_is_left_and_counted(server: LocalServer) -> None:
     keys = store(server.connect("grpc"), 1, 5)
     manager = server.node.manager
-    late = manager.transfers.clock()
+    late = manager.moves.clock()
     assert clear(manager, keys, late) == Cleared(left=5)
     assert manager.catalog.is_held(keys[0]) is False
     server.settled()
@@ -38,8 +38,8 @@ def test_a_long_clearing_goes_by_batches_and_spares_what_is_read(server: LocalSe
     server.settled()
     manager = server.node.manager
     with client.lease(keys[:4]):
-        dry = clear(manager, keys, manager.transfers.clock() + 60, dry_run=True)
-        done = clear(manager, keys, manager.transfers.clock() + 60)
+        dry = clear(manager, keys, manager.moves.clock() + 60, dry_run=True)
+        done = clear(manager, keys, manager.moves.clock() + 60)
         assert (dry.deleted, dry.leased) == (done.deleted, done.leased) == (BATCH_CHUNKS + 2, 4)
         assert dry.deleted_bytes == done.deleted_bytes
     assert len(manager.catalog) == 4

@@ -515,7 +515,7 @@ def _of(served: LocalServer) -> dict[str, Any]:
     manager = served.node.manager
     return {
         "catalog": manager.catalog,
-        "shelf_statuses": manager.shelf_statuses,
+        "slot_statuses": manager.slot_statuses,
         "spaces": manager.spaces,
     }
 
