@@ -25,7 +25,7 @@ from kvstore.server.blending.token_priority import Scores
 from kvstore.server.blending.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.lookup import Finder
+from kvstore.server.store.lookup import Lookup
 from kvstore.server.tiering.moves import Moves
 
 MAX_NAMED = 4096
@@ -67,14 +67,14 @@ class Report:
 class Blending:
     """Answers Resolve and ReportReuse. Thread-safe."""
 
-    def __init__(self, moves: Moves, finder: Finder, lease_ttl_ms: int, gates: Gates) -> None:
+    def __init__(self, moves: Moves, lookup: Lookup, lease_ttl_ms: int, gates: Gates) -> None:
         self.gates = gates
         self.contents = Contents(moves.catalog.state)
         moves.catalog.listeners.append(self.contents)
         self._catalog = moves.catalog
         self._counters = moves.counters
         self._sources = moves.sources
-        self._finder = finder
+        self._lookup = lookup
         self._lease_ttl_ms = lease_ttl_ms
         self.tier_names = tuple(slot.name for slot in moves.sources)
 
@@ -125,7 +125,7 @@ class Blending:
                 break
         if not keys:
             return 0
-        return self._finder.lookup(
+        return self._lookup.lookup(
             session, keys, question.deadline, lease=False, min_fidelity=question.least
         ).ready
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import Asked, Stored, StoredChain
-from kvstore.server.index.chunk_index import Rows
 from kvstore.server.index.chunk_metadata import ChunkMetadata, PutInfo
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.history_state import HistoryState

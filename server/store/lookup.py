@@ -1,4 +1,4 @@
-"""The Finder: lookups over all tiers, those that other nodes use included."""
+"""Lookups over all tiers, those that other nodes use included."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
-ABSENT_TTL_S = 0.1
-MAX_ABSENT_KEYS = 4096
+NEGATIVE_TTL_S = 0.1
+MAX_NEGATIVE_KEYS = 4096
 
 
-class AbsentKeys:
+class NegativeCache:
     """Remembers for a moment which chunk a shared tier did not have, so that nobody asks again.
 
     A scheduler looks a waiting prompt up at every step, and so does each rank of an engine. A
@@ -49,9 +49,9 @@ class AbsentKeys:
         """Take note that *key* was asked for and is not there."""
         with self._lock:
             self._until.pop(key, None)
-            if len(self._until) >= MAX_ABSENT_KEYS:
+            if len(self._until) >= MAX_NEGATIVE_KEYS:
                 self._until.popitem(last=False)
-            self._until[key] = self._clock() + ABSENT_TTL_S
+            self._until[key] = self._clock() + NEGATIVE_TTL_S
 
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -85,7 +85,7 @@ PROBE_CHUNKS = 16
 """Asked for first; when a shared tier has them it is asked for the rest."""
 
 
-class Finder:
+class Lookup:
     """Says what can be read and how long that takes. Thread-safe.
 
     Every ``deadline`` is a point on the clock of *moves*. Questions to a shared tier wait in
@@ -106,7 +106,7 @@ class Finder:
         self.shared = [slot for slot in moves.lower_slots() if slot.tier.shared]
         self._peers = moves.peers
         self._asking = threading.BoundedSemaphore(ASKING)
-        self._absent = AbsentKeys(moves.clock)
+        self._negative = NegativeCache(moves.clock)
         self.states: StateAdmission | None = None
         """Who is told where prompts part, for models with states."""
 
@@ -233,7 +233,7 @@ class Finder:
             missing = found.first_missing
             if missing >= len(keys):
                 break
-            if keys[missing] in self._absent:
+            if keys[missing] in self._negative:
                 self._counters.add("spared_questions")
                 break
             end = min(missing + count, len(keys))
@@ -246,7 +246,7 @@ class Finder:
                 found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
                 if all_answered:
-                    self._absent.note(keys[found.first_missing])
+                    self._negative.note(keys[found.first_missing])
                 break
         return found
 
@@ -283,7 +283,7 @@ class Finder:
         asked = self._work_queue.submit(queue, b"".join(keys), partial(self._find, slot, keys))
         return False if asked is None else bool(self._work_queue.wait(asked, until))
 
-    def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
+    def query_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
         """Learn from shared tiers which of *keys* others put there.
 
         Return whether there is any, and whether every tier has answered.
@@ -330,7 +330,7 @@ class Finder:
             self._learn(slot, infos)
         return bool(infos)  # known by now or not, the caller asked because it did not know them
 
-    def forget_hearsay(self, *, everything: bool = False) -> None:
+    def drop_remote_hints(self, *, everything: bool = False) -> None:
         """Drop from the index what was heard of peers and is not to be counted on any more."""
         if self._peers is not None:
             tier, catalog = cast("PeerTier", self._peers.tier), self._catalog

@@ -1,4 +1,4 @@
-"""A RangedRead: some bytes of frames as they lie on a tier, and no others read.
+"""A RangeRead: some bytes of frames as they lie on a tier, and no others read.
 
 Nothing is verified here: who reads a prefix of a frame has its header, whose checksums the
 bytes must have.
@@ -22,7 +22,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.places import Place, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reads import Reads
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -33,14 +33,14 @@ LEAST_MEASURED_BYTES = 64 << 10
 _numbers = count()
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes *start* to *stop* of a frame, the last not included; cut at the frame's end."""
 
     start: int
     stop: int
 
 
-class Stored(NamedTuple):
+class RangeData(NamedTuple):
     """Bytes of one frame: ``data[i]`` are those of span i, fewer or none past the frame's end."""
 
     tier: str
@@ -48,14 +48,14 @@ class Stored(NamedTuple):
     data: Sequence[Bytes]
 
 
-class RangedRead:
+class RangeRead:
     """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
     before others, of those the smallest; of less than *least* none.
     """
 
-    def __init__(self, moves: Moves, gets: Delivery, least: Fidelity, deadline: float) -> None:
+    def __init__(self, moves: Moves, reads: Reads, least: Fidelity, deadline: float) -> None:
         self._moves = moves
-        self._gets = gets
+        self._reads = reads
         self._least = least
         self._deadline = deadline
 
@@ -79,7 +79,7 @@ class RangedRead:
         return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
 
     @contextmanager
-    def read(self, key: ChunkKey, spans: Sequence[Span]) -> Iterator[Stored | None]:
+    def read(self, key: ChunkKey, spans: Sequence[ByteRange]) -> Iterator[RangeData | None]:
         """Lend *spans* of the chosen copy; None when there is none, or not in time."""
         name, info = self._chosen(key)
         if info is None:
@@ -90,17 +90,17 @@ class RangedRead:
             if frame is None:
                 yield None
             else:
-                yield Stored(name, len(frame), [frame[a:b] for a, b in spans])
+                yield RangeData(name, len(frame), [frame[a:b] for a, b in spans])
             return
-        cut = [Span(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
+        cut = [ByteRange(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
         size_bytes = sum(stop - start for start, stop in cut)
-        if not self._gets.take_bypass(size_bytes):
+        if not self._reads.reserve_bypass(size_bytes):
             yield None
             return
         try:
             yield self._read(self._moves.slots[name], info, cut)
         finally:
-            self._gets.return_bypass(size_bytes)
+            self._reads.release_bypass(size_bytes)
 
     def _chosen(self, key: ChunkKey) -> tuple[str, ChunkInfo | None]:
         copies = {
@@ -112,7 +112,9 @@ class RangedRead:
         name = min(order, key=order.__getitem__, default="")
         return name, copies.get(name)
 
-    def _read(self, slot: TierSlot, info: ChunkInfo, spans: Sequence[Span]) -> Stored | None:
+    def _read(
+        self, slot: TierSlot, info: ChunkInfo, spans: Sequence[ByteRange]
+    ) -> RangeData | None:
         moves = self._moves
         data: list[Bytes] = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
         ranges = [(span.start, out) for span, out in zip(spans, data, strict=True) if len(out)]
@@ -125,7 +127,7 @@ class RangedRead:
         except KVStoreError:
             moves.counters.add("get_late_chunks")
             found = False
-        return Stored(slot.name, info.size_bytes, data) if found else None
+        return RangeData(slot.name, info.size_bytes, data) if found else None
 
     def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         moves, started = self._moves, self._moves.clock()

@@ -1,4 +1,4 @@
-"""The TierManager: owns placement. Every question that crosses rooms lands here."""
+"""The Store: owns placement. Every question that crosses rooms lands here."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
-from kvstore.server.store.lookup import Finder
-from kvstore.server.store.parallel_writes import UNFINISHED_S, Assembly, AssemblyLimits
-from kvstore.server.store.put_announcements import HandOver
-from kvstore.server.store.reads import Delivery
-from kvstore.server.store.reservations import Landing
-from kvstore.server.store.writes import Intake, PutResult
+from kvstore.server.store.lookup import Lookup
+from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
+from kvstore.server.store.put_announcements import PutAnnouncements
+from kvstore.server.store.reads import Reads
+from kvstore.server.store.reservations import Reservations
+from kvstore.server.store.writes import PutResult, Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Moves
@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # its file loads redis
 
 
 @dataclass(frozen=True, slots=True)
-class ManagerLimits:
-    """The manager's bounds; server/settings/settings.py says what each is for."""
+class StoreLimits:
+    """The store's bounds; server/settings/settings.py says what each is for."""
 
     lease_ttl_ms: int = 30_000
     max_reservations_per_session: int = 4096
@@ -74,28 +74,30 @@ class SlotStatus:
     reason: str
 
 
-class TierManager:
+class Store:
     """Put, lookup, get and forget over all tiers. Thread-safe.
 
     *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
     clock of *moves*.
     """
 
-    def __init__(self, moves: Moves, limits: ManagerLimits, new_id: Callable[[], int]) -> None:
+    def __init__(self, moves: Moves, limits: StoreLimits, new_id: Callable[[], int]) -> None:
         self.moves = moves
         self.catalog = moves.catalog
         self.counters = moves.counters
         self.spaces = ModelRegistry()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
-        self.landing = Landing(moves, limits.load_headroom_percent, self.states)
-        self.puts = Intake(
-            self.landing,
-            Assembly(self.landing, AssemblyLimits.of(moves.cpu_tier, limits.unfinished_s)),
+        self.reservations = Reservations(moves, limits.load_headroom_percent, self.states)
+        self.writes = Writes(
+            self.reservations,
+            ParallelWrites(
+                self.reservations, PartialChunkLimits.of(moves.cpu_tier, limits.unfinished_s)
+            ),
             limits.max_reservations_per_session,
             new_id,
         )
         self._prefetch = prefetch = Prefetch(moves, limits.prefetch_bytes)
-        self.gets = Delivery(moves, limits.bypass_bytes, prefetch.was_read)
+        self.reads = Reads(moves, limits.bypass_bytes, prefetch.was_read)
         otherwise = WriteThrough() if limits.write_through else WriteBack()
         moves.placement = Placement(
             list(moves.slots.values()),
@@ -118,11 +120,11 @@ class TierManager:
         self._durable = [
             slot for slot in self._keepers if slot.encoder.is_exact and not slot.is_exclusive
         ]
-        self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
-        self._finder = Finder(moves, limits.lease_ttl_ms, prefetch)
-        self._finder.states = self.states
+        self.announcements = PutAnnouncements(self.catalog, self.counters, limits.waiting_lookups)
+        self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch)
+        self._lookup.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
-        self.blends = Blending(moves, self._finder, limits.lease_ttl_ms, gates)
+        self.blends = Blending(moves, self._lookup, limits.lease_ttl_ms, gates)
 
     @property
     def can_be_durable(self) -> bool:
@@ -215,7 +217,7 @@ class TierManager:
 
         With *engine* the answer has a plan.
         """
-        return self._finder.lookup(
+        return self._lookup.lookup(
             session, keys, deadline, lease=lease, min_fidelity=min_fidelity, engine=engine
         )
 
@@ -273,7 +275,7 @@ class TierManager:
     def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
         """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
         deleted = leased = 0
-        self._finder.ask_shared(keys, deadline)
+        self._lookup.query_shared(keys, deadline)
         for key in keys:
             self._settle(key, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
@@ -281,7 +283,7 @@ class TierManager:
             if gone and not tier:
                 self.moves.outcomes.note(key, Fate.deleted)
             self._purge(key, deadline)
-            self.gets.forget(key)
+            self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
@@ -321,7 +323,7 @@ class TierManager:
                 put_info = PutInfo(slot.tier.tenant_of(info.key))
                 self.catalog.note_sealed(slot.name, info, put_info)
                 count += 1
-        self._finder.learn_in_background()
+        self._lookup.learn_in_background()
         return count
 
     def slot_statuses(self) -> list[SlotStatus]:
@@ -351,19 +353,19 @@ class TierManager:
     def end_session(self, session: Session) -> None:
         """Release every lease and put of a session that ended."""
         self.catalog.release_session(session.session_id)
-        self.puts.abort_session(session)
+        self.writes.abort_session(session)
 
     def tick(self) -> None:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
-        self.puts.expire()
+        self.writes.expire()
         self._drop_expired()
-        self.gets.promote_due()
-        self._finder.forget_hearsay()
+        self.reads.promote_due()
+        self._lookup.drop_remote_hints()
         self._prefetch.sweep(self.catalog.is_leased)
         self.moves.drop_duplicates()
-        self.landing.tick()
+        self.reservations.tick()
 
     def _drop_expired(self) -> None:
         """Free chunks whose time to live is up, but those that somebody reads."""
@@ -381,9 +383,11 @@ class TierManager:
         Return whether nothing is in memory alone: all of it was copied by the deadline, or is
         elsewhere, or nothing is there.
         """
-        self.puts.drain()
-        self.hand_over.end()
-        self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
+        self.writes.drain()
+        self.announcements.end()
+        self._lookup.drop_remote_hints(
+            everything=True
+        )  # what others have is no reason not to keep it
         volatile = [slot.name for slot in (self.moves.gpu, self.moves.cpu) if slot]
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:

@@ -105,7 +105,7 @@ def warm(server: LocalServer, client: CudaClient, keys: Sequence[ChunkKey]) -> N
 
 
 def gpu_of(server: LocalServer) -> GpuTier:
-    gpu = server.node.manager.moves.gpu_tier
+    gpu = server.node.store.moves.gpu_tier
     assert gpu is not None
     return gpu
 
@@ -283,7 +283,7 @@ def drop_meanwhile(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch, key: ChunkKey
 ) -> list[ChunkKey]:
     """Have *key* leave GPU memory once, while frames are read; return it then."""
-    moves, start = server.node.manager.moves, HostKernels.start
+    moves, start = server.node.store.moves, HostKernels.start
     dropped: list[ChunkKey] = []
 
     def drop_one(self: HostKernels, *given: Any) -> Sums:

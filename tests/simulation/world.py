@@ -21,7 +21,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.index.leases import Leases
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.store.store import ManagerLimits, TierManager
+from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
@@ -190,15 +190,15 @@ class World:
             self.slots, self.catalog, self.work_queue, self.counters, clock,
             round(1000 * MOVE_TIMEOUT_S),
         )  # fmt: skip
-        limits = ManagerLimits(
+        limits = StoreLimits(
             round(1000 * LEASE_TTL_S), PUTS_PER_SESSION, plan.headroom_percent,
             plan.bypass_bytes, plan.write_through,
         )  # fmt: skip
-        self.manager = TierManager(moves, limits, self.new_id)
+        self.store = Store(moves, limits, self.new_id)
         self.sessions = SessionTable(
             MAX_SESSIONS, round(1000 * SESSION_TTL_S), salt, clock, self._unique_bytes
         )
-        self.sessions.on_close.append(self.manager.end_session)
+        self.sessions.on_close.append(self.store.end_session)
 
     def _unique_bytes(self, count: int) -> bytes:
         return self.new_id().to_bytes(count, "little")
@@ -218,7 +218,7 @@ class World:
             self.redis = SimRedis(self.redis.capacity_bytes, self.faults, self.redis.medium)
             self.redis.lost = lost
         self.start()
-        return self.manager.recover()
+        return self.store.recover()
 
     def close(self) -> None:
         """End this server, keeping what it counted."""
