@@ -152,7 +152,7 @@ class Tier(ABC):
         """
         return all(self.read(key, out, offset) for offset, out in ranges)
 
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return what *key* has in common with others that are best read in a row, by one thread.
 
         None: nothing. Who reads a row says so to ``expect``.
