@@ -31,7 +31,7 @@ from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.leases import LeaseTable
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.lookup import Finder
+from kvstore.server.store.lookup import Lookup
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Transfers
@@ -59,7 +59,7 @@ class Control:
         lanes = {f"ask-{name}": 0 for name in self.names}
         mover = Mover(lanes, 16, time.monotonic)
         transfers = Transfers(shelves, self.catalog, mover, Counters(), time.monotonic, 1000)
-        self._finder = Finder(transfers, 30_000)
+        self._lookup = Lookup(transfers, 30_000)
         sessions = SessionTable(1, 60_000, lambda _: b"salt", time.monotonic, os.urandom)
         self._session: Session = sessions.open(TINY, "bench")
 
@@ -71,7 +71,7 @@ class Control:
     def look_up(self, keys: Sequence[ChunkKey]) -> Match:
         """Look *keys* up with a lease."""
         deadline = time.monotonic() + 1
-        return self._finder.lookup(
+        return self._lookup.lookup(
             self._session, keys, deadline, lease=True, min_fidelity=Fidelity.exact
         )
 

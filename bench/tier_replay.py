@@ -16,9 +16,8 @@ import numpy as np
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import Facts
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_index import Rows
 from kvstore.server.tiering.admission import Moment, Offer, TierAdmission
 
 FULL = Facts()

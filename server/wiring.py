@@ -1,4 +1,4 @@
-"""Puts a manager over the tiers that the configuration names."""
+"""Puts a store over the tiers that the configuration names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.server.index.known_models import KnownModels
 from kvstore.server.index.leases import LeaseTable
 from kvstore.server.settings.codec_rules import is_auto
 from kvstore.server.settings.settings import Settings
-from kvstore.server.store.store import ManagerLimits, TierManager
+from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
@@ -41,15 +41,15 @@ QUESTIONS_AT_ONCE = {"peer": 2}
 Clock = Callable[[], float]
 
 
-def build_manager(
+def build_store(
     config: Settings,
     clock: Clock,
     counters: Counters,
     closers: list[Callable[[], object]],
     models: KnownModels,
     new_id: Callable[[], int],
-) -> TierManager:
-    """Open the configured tiers and put a manager over them; *closers* learns how to close.
+) -> Store:
+    """Open the configured tiers and put a store over them; *closers* learns how to close.
 
     *new_id* returns unpredictable numbers below 2^64.
     """
@@ -79,18 +79,18 @@ def build_manager(
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
     transfers.importance = models.importance
-    limits = ManagerLimits(
+    limits = StoreLimits(
         lease_ttl_ms=config.lease_ttl_ms,
         max_reservations_per_session=config.max_reservations_per_session,
         load_headroom_percent=config.load_headroom_percent,
-        loose_bytes=config.max_frame_bytes,
+        bypass_bytes=config.max_frame_bytes,
         prefetch_bytes=config.prefetch_bytes,
         waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
         blend=config.blend_terms,
         state_admission=config.state_admission,
         write_budgets=config.write_budgets,
     )
-    return TierManager(transfers, limits, new_id)
+    return Store(transfers, limits, new_id)
 
 
 def _shelf(

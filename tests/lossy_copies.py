@@ -23,7 +23,7 @@ def leave_on_disk(
     *exact_on* is the one tier that has exact ones then.
     """
     wanted = {"disk", exact_on or "disk"}
-    catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
+    catalog, transfers = server.node.store.catalog, server.node.store.transfers
     assert eventually(lambda: all(wanted <= {*catalog.holders(key)} for key in keys))
     server.settled()
     for key in keys:

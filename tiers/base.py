@@ -1,7 +1,7 @@
 """The Tier interface.
 
 A tier holds frames on one medium. It is a dumb shelf: it never picks a victim, never
-encodes, never calls another tier. The manager asks the policy and moves the bytes.
+encodes, never calls another tier. The store asks the policy and moves the bytes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvstore.server.blending.token_priority import Scores
 from kvstore.server.blending.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.lookup import Finder
+from kvstore.server.store.lookup import Lookup
 from kvstore.server.tiering.moves import Transfers
 
 MAX_NAMED = 4096
@@ -68,7 +68,7 @@ class Blending:
     """Answers Resolve and ReportReuse. Thread-safe."""
 
     def __init__(
-        self, transfers: Transfers, finder: Finder, lease_ttl_ms: int, gates: Gates
+        self, transfers: Transfers, lookup: Lookup, lease_ttl_ms: int, gates: Gates
     ) -> None:
         self.gates = gates
         self.contents = Contents(transfers.catalog.state)
@@ -76,7 +76,7 @@ class Blending:
         self._catalog = transfers.catalog
         self._counters = transfers.counters
         self._sources = transfers.sources
-        self._finder = finder
+        self._lookup = lookup
         self._lease_ttl_ms = lease_ttl_ms
         self.tier_names = tuple(shelf.name for shelf in transfers.sources)
 
@@ -127,7 +127,7 @@ class Blending:
                 break
         if not keys:
             return 0
-        return self._finder.lookup(
+        return self._lookup.lookup(
             session, keys, question.deadline, lease=False, min_fidelity=question.least
         ).ready
 

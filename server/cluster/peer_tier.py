@@ -1,7 +1,7 @@
 """The PeerTier: the memory of other servers, as a tier that can only be read.
 
 It stands between this server's own tiers and those that all share. What it knows of peers is
-hearsay: it ends after a while, and where it was wrong the chunk is lost, which is a miss.
+remote hints: it ends after a while, and where it was wrong the chunk is lost, which is a miss.
 """
 
 from __future__ import annotations

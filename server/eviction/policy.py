@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.server.index.chunk_index import Rows
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.intp]
+"""Numbers that a RadixIndex gives its chunks. Shape: (chunks,)."""
 
 
 class EvictionPolicy(ABC):

@@ -12,9 +12,8 @@ import numpy as np
 from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction.access_history import Facts, History
 from kvstore.server.eviction.miss_ratio_curve import WhatIf, identities
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_index import Rows
 
 MAX_EVENTS = 32
 """Events that wait; one more, and its caller works off the first."""

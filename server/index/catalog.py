@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import Asked, Stored, StoredChain
-from kvstore.server.index.chunk_index import Rows
 from kvstore.server.index.chunk_metadata import Knowledge, Origin
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.history_state import HistoryState
@@ -21,7 +20,7 @@ from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.leases import Lease, LeaseTable, TenantOf
 from kvstore.server.index.prefix_ends import EndNeeds
 from kvstore.server.index.queries import CatalogQueries
-from kvstore.server.index.results import Found, LeaseTerms
+from kvstore.server.index.results import LeaseTerms, PrefixMatch
 from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
 
@@ -282,7 +281,7 @@ class Catalog:
         lease: LeaseTerms | None = None,
         *,
         again: bool = False,
-    ) -> Found:
+    ) -> PrefixMatch:
         """Find the longest prefix with copies of *min_fidelity* on *tiers*, the best named first.
 
         None stands for a tier that is not to be read. Touches all chunks that any tier has,
@@ -305,7 +304,7 @@ class Catalog:
                 held = keys[: len(sources)]
                 lease_id = self.state.holds.lease(held, lease, now_s).lease_id
         self.state.news.set()
-        return Found(len(rows), pending, sources, sizes, lease_id, ghosts, shared)
+        return PrefixMatch(len(rows), pending, sources, sizes, lease_id, ghosts, shared)
 
     def held(
         self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity

@@ -25,6 +25,7 @@ from kvstore.proto.types import (
     KVLayout,
     Namespace,
 )
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.index.evicted_entries import GhostList
 from kvstore.server.index.prefix_ends import EndNeeds, PrefixEnds
 
@@ -43,8 +44,6 @@ class CopyColumns:
         for column in (self.sizes, self.codecs, self.fidelities):
             column.frombytes(bytes(count * column.itemsize))
 
-
-Rows = NDArray[np.intp]
 
 MAX_TIERS = 8
 """A chunk's tiers are the bits of one byte."""

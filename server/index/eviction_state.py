@@ -10,10 +10,9 @@ from itertools import chain, islice
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.eviction.quotas import PartitionedEviction, Quota
+from kvstore.server.eviction.quotas import PartitionedEviction, PolicyReport, Quota
 from kvstore.server.index.results import EvictionRank
 from kvstore.server.index.state import CatalogState
-from kvstore.server.telemetry.policy_report import PolicyReport
 
 LOOKED_AT = 4096
 """Victims that are gone through for one chunk's rank."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.key_table import spare_rows
 from kvstore.proto.plans import MAX_PRIORITY, NO_PRIORITY
-from kvstore.server.index.chunk_index import Rows
+from kvstore.server.eviction.policy import Rows
 
 LOOK_AHEAD = 32
 LOOK_AHEAD_SHARE = 16

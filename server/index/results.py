@@ -67,7 +67,7 @@ class Leasing(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """The chunks of the longest prefix that can be read.
 
     ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import Journal
-from kvstore.server.index.chunk_index import RadixIndex, Rows
+from kvstore.server.index.chunk_index import RadixIndex
 from kvstore.server.index.chunk_metadata import Knowledge, Origin
 from kvstore.server.index.holds import Holds
 from kvstore.server.index.leases import LeaseTable

@@ -15,7 +15,7 @@ from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import Shelf
 
-MAX_NEAR = 3
+MAX_SIMILAR = 3
 """Other Representations that an answer names."""
 
 _SEARCHED = 32
@@ -33,7 +33,7 @@ Others: TypeAlias = Sequence[tuple[Space, Sequence[Differing]]]
 """Spaces, and in what each differs from the one that was asked for."""
 
 
-class Facts(NamedTuple):
+class ChunkFacts(NamedTuple):
     """What was known of one chunk at ``at_s``, by which it is a hit or none; no words yet.
 
     ``down`` has the tiers with a copy that were left alone, and why.
@@ -58,7 +58,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class SimilarModel:
     """Another Representation with chunks: in what it differs, and whether it has these tokens."""
 
     space: Space
@@ -73,7 +73,7 @@ class Explanation:
 
     hit_chunks: int
     reasons: Sequence[Reason]
-    near: Sequence[Near] = ()
+    similar: Sequence[SimilarModel] = ()
 
 
 class Explainer:
@@ -117,7 +117,7 @@ class Explainer:
             if reasons[at].state == "ready":
                 text = f"here, but chunk {first} before it is not"
                 reasons[at] = replace(reasons[at], state="behind", text=text)
-        return Explanation(hits, reasons, self._near(others, keys) if absent else ())
+        return Explanation(hits, reasons, self._similar(others, keys) if absent else ())
 
     def _usable(self, keys: Sequence[ChunkKey], least: Fidelity) -> int:
         return len(self._catalog.held([next(iter(self._shelves))], keys, least)[0])
@@ -136,9 +136,9 @@ class Explainer:
         if asked is None:
             return ()
         found = (other for other in self.spaces.others(asked) if self._has(other, key))
-        return nearest(asked, islice(found, MAX_NEAR))
+        return nearest(asked, islice(found, MAX_SIMILAR))
 
-    def of_miss(self, miss: Facts, others: Others) -> Reason:
+    def of_miss(self, miss: ChunkFacts, others: Others) -> Reason:
         """Say why a lookup did not find a chunk then, with what can be said of it only now."""
         found = self.reason(miss, (), "before")
         if found.state == "ready":
@@ -151,7 +151,7 @@ class Explainer:
             return found
         return replace(found, text=f"{found.text}; stored since")
 
-    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
+    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> ChunkFacts:
         """Return what is known of a chunk now, in some microseconds."""
         seen = self._catalog.queries.status(key)
         outcome = None if seen.copies else self._outcomes.of(key)
@@ -160,9 +160,9 @@ class Explainer:
             shelf = self._shelves.get(name)
             if shelf is not None and shelf.breaker.is_open:
                 down[name] = shelf.breaker.reason
-        return Facts(key, least, self._clock(), seen, outcome, down)
+        return ChunkFacts(key, least, self._clock(), seen, outcome, down)
 
-    def reason(self, facts: Facts, others: Others, ago: str = "ago") -> Reason:
+    def reason(self, facts: ChunkFacts, others: Others, ago: str = "ago") -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
         key, seen, outcome = facts.key, facts.seen, facts.outcome
         order = [name for name in self._shelves if name in seen.copies]
@@ -185,7 +185,7 @@ class Explainer:
             return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
         return Reason(key, "unknown", "never stored here, or forgotten since")
 
-    def _of_copies(self, facts: Facts, copies: Copies) -> Reason:
+    def _of_copies(self, facts: ChunkFacts, copies: Copies) -> Reason:
         key, least = facts.key, facts.least
         fit = [name for name, info in copies if info.fidelity >= least]
         if not fit:
@@ -200,7 +200,7 @@ class Explainer:
 
     # --- other identities
 
-    def _near(self, others: Others, keys: Sequence[ChunkKey]) -> list[Near]:
+    def _similar(self, others: Others, keys: Sequence[ChunkKey]) -> list[SimilarModel]:
         """Return a few other spaces that have chunks, those with these tokens first."""
         found = [
             (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
@@ -209,10 +209,12 @@ class Explainer:
         found.sort(key=lambda one: not one[2])
         # Counting goes through the whole index, so few are counted.
         counted = [
-            Near(other, differing, self._catalog.queries.count_in(other.namespace), has_tokens)
+            SimilarModel(
+                other, differing, self._catalog.queries.count_in(other.namespace), has_tokens
+            )
             for other, differing, has_tokens in found[:_COUNTED]
         ]
-        return [near for near in counted if near.chunks][:MAX_NEAR]
+        return [similar for similar in counted if similar.chunks][:MAX_SIMILAR]
 
     def _elsewhere(self, key: ChunkKey, others: Others) -> Reason | None:
         """Return the reason of a chunk that one of *others* has; None where none has it."""

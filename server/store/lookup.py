@@ -1,4 +1,4 @@
-"""The Finder: lookups over all tiers, those that other nodes use included."""
+"""Lookups over all tiers, those that other nodes use included."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
-from kvstore.server.index.results import Found, LeaseTerms, Leasing
+from kvstore.server.index.results import LeaseTerms, Leasing, PrefixMatch
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import PlanQuestion, plan_loads
 from kvstore.server.tiering.admission import Moment
@@ -25,11 +25,11 @@ from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import Shelf
 from kvstore.server.tiering.work_queue import Ticket
 
-ABSENT_TTL_S = 0.1
-MAX_ABSENT_KEYS = 4096
+NEGATIVE_TTL_S = 0.1
+MAX_NEGATIVE_KEYS = 4096
 
 
-class AbsentKeys:
+class NegativeCache:
     """Remembers for a moment which chunk a shared tier did not have, so that nobody asks again.
 
     A scheduler looks a waiting prompt up at every step, and so does each rank of an engine. A
@@ -49,9 +49,9 @@ class AbsentKeys:
         """Take note that *key* was asked for and is not there."""
         with self._lock:
             self._until.pop(key, None)
-            if len(self._until) >= MAX_ABSENT_KEYS:
+            if len(self._until) >= MAX_NEGATIVE_KEYS:
                 self._until.popitem(last=False)
-            self._until[key] = self._clock() + ABSENT_TTL_S
+            self._until[key] = self._clock() + NEGATIVE_TTL_S
 
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -85,7 +85,7 @@ PROBE_CHUNKS = 16
 """Asked for first; when a shared tier has them it is asked for the rest."""
 
 
-class Finder:
+class Lookup:
     """Says what can be read and how long that takes. Thread-safe.
 
     Every ``deadline`` is a point on the clock of *transfers*. Questions to a shared tier wait in
@@ -108,7 +108,7 @@ class Finder:
         self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
         self._peers = transfers.peers
         self._asking = threading.BoundedSemaphore(ASKING)
-        self._absent = AbsentKeys(transfers.clock)
+        self._negative = NegativeCache(transfers.clock)
         self.states: StateAdmission | None = None
         """Who is told where prompts part, for models with states."""
 
@@ -174,7 +174,7 @@ class Finder:
         self,
         session: Session,
         keys: Sequence[ChunkKey],
-        found: Found,
+        found: PrefixMatch,
         ready: int,
         engine: EngineTerms,
     ) -> LoadPlan:
@@ -202,7 +202,7 @@ class Finder:
         lease: LeaseTerms | None = None,
         *,
         again: bool = False,
-    ) -> Found:
+    ) -> PrefixMatch:
         in_use = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
         return self._catalog.match(keys, min_fidelity, in_use, lease, again=again)
 
@@ -215,7 +215,7 @@ class Finder:
             self._catalog.release(lease.lease_id, terms.session_id)
         return lease.lease_id if known else 0, known
 
-    def _loads(self, found: Found) -> NDArray[np.uint32]:
+    def _loads(self, found: PrefixMatch) -> NDArray[np.uint32]:
         loads = np.zeros(len(found.sizes), "<u4")
         for number in set(found.sources.tobytes()):
             here = found.sources == number
@@ -223,8 +223,8 @@ class Finder:
         return loads
 
     def _with_shared(
-        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: Found, deadline: float
-    ) -> Found:
+        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: PrefixMatch, deadline: float
+    ) -> PrefixMatch:
         """Ask shared tiers how the chain goes on: for a few chunks, then for all if they are there.
 
         Most chains that we do not know nobody knows, and a few chunks are a quick question. Peers
@@ -235,7 +235,7 @@ class Finder:
             missing = found.first_missing
             if missing >= len(keys):
                 break
-            if keys[missing] in self._absent:
+            if keys[missing] in self._negative:
                 self._counters.add("spared_questions")
                 break
             end = min(missing + count, len(keys))
@@ -248,7 +248,7 @@ class Finder:
                 found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
                 if all_answered:
-                    self._absent.note(keys[found.first_missing])
+                    self._negative.note(keys[found.first_missing])
                 break
         return found
 
@@ -285,7 +285,7 @@ class Finder:
         asked = self._mover.submit(lane, b"".join(keys), partial(self._find, shelf, keys))
         return False if asked is None else bool(self._mover.wait(asked, until))
 
-    def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
+    def query_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
         """Learn from shared tiers which of *keys* others put there.
 
         Return whether there is any, and whether every tier has answered.
@@ -332,7 +332,7 @@ class Finder:
             self._learn(shelf, infos)
         return bool(infos)  # known by now or not, the caller asked because it did not know them
 
-    def forget_hearsay(self, *, everything: bool = False) -> None:
+    def drop_remote_hints(self, *, everything: bool = False) -> None:
         """Drop from the index what was heard of peers and is not to be counted on any more."""
         if self._peers is not None:
             tier, catalog = cast("PeerTier", self._peers.tier), self._catalog

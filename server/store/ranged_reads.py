@@ -1,4 +1,4 @@
-"""A RangedRead: some bytes of frames as they lie on a tier, and no others read.
+"""A RangeRead: some bytes of frames as they lie on a tier, and no others read.
 
 Nothing is verified here: who reads a prefix of a frame has its header, whose checksums the
 bytes must have.
@@ -22,7 +22,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.places import Place, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reads import Reads
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.moves import Transfers
 from kvstore.server.tiering.tier_slot import Shelf
@@ -33,14 +33,14 @@ LEAST_MEASURED_BYTES = 64 << 10
 _numbers = count()
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes *start* to *stop* of a frame, the last not included; cut at the frame's end."""
 
     start: int
     stop: int
 
 
-class Stored(NamedTuple):
+class RangeData(NamedTuple):
     """Bytes of one frame: ``data[i]`` are those of span i, fewer or none past the frame's end."""
 
     tier: str
@@ -48,16 +48,16 @@ class Stored(NamedTuple):
     data: Sequence[Bytes]
 
 
-class RangedRead:
+class RangeRead:
     """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
     before others, of those the smallest; of less than *least* none.
     """
 
     def __init__(
-        self, transfers: Transfers, gets: Delivery, least: Fidelity, deadline: float
+        self, transfers: Transfers, reads: Reads, least: Fidelity, deadline: float
     ) -> None:
         self._transfers = transfers
-        self._gets = gets
+        self._reads = reads
         self._least = least
         self._deadline = deadline
 
@@ -81,7 +81,7 @@ class RangedRead:
         return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
 
     @contextmanager
-    def read(self, key: ChunkKey, spans: Sequence[Span]) -> Iterator[Stored | None]:
+    def read(self, key: ChunkKey, spans: Sequence[ByteRange]) -> Iterator[RangeData | None]:
         """Lend *spans* of the chosen copy; None when there is none, or not in time."""
         name, info = self._chosen(key)
         if info is None:
@@ -92,17 +92,17 @@ class RangedRead:
             if frame is None:
                 yield None
             else:
-                yield Stored(name, len(frame), [frame[a:b] for a, b in spans])
+                yield RangeData(name, len(frame), [frame[a:b] for a, b in spans])
             return
-        cut = [Span(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
+        cut = [ByteRange(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
         size_bytes = sum(stop - start for start, stop in cut)
-        if not self._gets.take_loose(size_bytes):
+        if not self._reads.reserve_bypass(size_bytes):
             yield None
             return
         try:
             yield self._read(self._transfers.shelves[name], info, cut)
         finally:
-            self._gets.return_loose(size_bytes)
+            self._reads.release_bypass(size_bytes)
 
     def _chosen(self, key: ChunkKey) -> tuple[str, ChunkInfo | None]:
         copies = {
@@ -114,7 +114,7 @@ class RangedRead:
         name = min(order, key=order.__getitem__, default="")
         return name, copies.get(name)
 
-    def _read(self, shelf: Shelf, info: ChunkInfo, spans: Sequence[Span]) -> Stored | None:
+    def _read(self, shelf: Shelf, info: ChunkInfo, spans: Sequence[ByteRange]) -> RangeData | None:
         transfers = self._transfers
         data: list[Bytes] = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
         ranges = [(span.start, out) for span, out in zip(spans, data, strict=True) if len(out)]
@@ -127,7 +127,7 @@ class RangedRead:
         except KVStoreError:
             transfers.counters.add("get_late_chunks")
             found = False
-        return Stored(shelf.name, info.size_bytes, data) if found else None
+        return RangeData(shelf.name, info.size_bytes, data) if found else None
 
     def _fill(self, shelf: Shelf, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         transfers, started = self._transfers, self._transfers.clock()

@@ -1,4 +1,4 @@
-"""Delivery: leased chunks on their way out, from the fastest holder that proves right."""
+"""Reads of leased chunks, each from the fastest copy that proves right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kvstore.tiers.slab import SlabPlace
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReadResult:
     """A chunk in reach of its reader. ``tier`` is where it was when asked for.
 
     ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
@@ -77,27 +77,27 @@ class _Near:
     """Loads of this get, which end with it unless somebody else waits for them."""
 
 
-class Delivery:
-    """Gets at work. Thread-safe.
+class Reads:
+    """The gets of a server. Thread-safe.
 
     What is not in CPU memory is promoted first, but for what the reader reads in place: in GPU
-    memory, in a file or from another server, which spares it one of two copies. ``loose_bytes``
+    memory, in a file or from another server, which spares it one of two copies. ``bypass_bytes``
     bounds the copies made for readers while CPU memory is full of leases.
     """
 
     def __init__(
         self,
         transfers: Transfers,
-        loose_bytes: int,
+        bypass_bytes: int,
         on_read: Callable[[ChunkKey], None] = lambda key: None,
     ) -> None:
         self._transfers = transfers
         self._catalog = transfers.catalog
         self._mover = transfers.mover
         self._counters = transfers.counters
-        self._loose_limit_bytes = loose_bytes
+        self._bypass_limit_bytes = bypass_bytes
         self._on_read = on_read
-        self._loose_bytes = 0
+        self._bypass_bytes = 0
         self._reads = SecondRead(REMEMBERED_READS)
         self._due: OrderedDict[ChunkKey, tuple[str, str]] = OrderedDict()
         """Whose and from where."""
@@ -111,7 +111,7 @@ class Delivery:
         reach: Collection[Reach] = IN_MEMORY,
         least: Fidelity = Fidelity.exact,
         peers: Collection[int] = (),
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[ReadResult]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
         The caller holds the lease until it is done with what it got. *reach*: where it can read
@@ -132,19 +132,19 @@ class Delivery:
                     plan += self._catalog.read_plan(ahead, least)
                     for key_ahead, holders in zip(ahead, plan[len(origins) :], strict=True):
                         origins.append(self._load(session, key_ahead, near, holders)[0])
-                arrival = self._leased(index, key, near, plan[index])
-                arrival = arrival or self._arrive(session, index, key, deadline, near)
-                if arrival is None:
+                result = self._leased(index, key, near, plan[index])
+                result = result or self._read(session, index, key, deadline, near)
+                if result is None:
                     break
                 delivered += 1
                 self._on_read(key)
-                self._counters.add("get_bytes", arrival.size_bytes)
-                self._promote_if_due(session, key, arrival.tier)
+                self._counters.add("get_bytes", result.size_bytes)
+                self._promote_if_due(session, key, result.tier)
                 try:
-                    yield replace(arrival, tier=origins[index] or arrival.tier)
+                    yield replace(result, tier=origins[index] or result.tier)
                 finally:
-                    if arrival.place is None:
-                        self.return_loose(len(arrival.frame))
+                    if result.place is None:
+                        self.release_bypass(len(result.frame))
         finally:
             self._transfers.let_go_of_loads(near.claims)
             self._counters.add("get_chunks", delivered)
@@ -160,7 +160,7 @@ class Delivery:
         """Return where the longest prefix of leased *keys* is that the reader can read in place.
 
         As PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered:
-        hundreds at the price of a few through ``get``. Call ``were_told`` when the reader knows
+        hundreds at the price of a few through ``get``. Call ``note_in_place`` when the reader knows
         them. Where there is GPU memory, to which a second read would promote others, only those
         that are there.
         """
@@ -226,7 +226,7 @@ class Delivery:
             self._counters.add("peer_lent_chunks")
         return len(rows)
 
-    def were_told(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
+    def note_in_place(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
         """The reader of *keys* begins to read *rows*: what follows from reading files."""
         filed, peers = self._transfers.filed, self._transfers.peers
         if peers is not None:
@@ -332,7 +332,7 @@ class Delivery:
 
     def _leased(
         self, index: int, key: ChunkKey, near: _Near, holders: Sequence[str]
-    ) -> Arrival | None:
+    ) -> ReadResult | None:
         """Return a chunk that a reader finds first in CPU memory, without another question.
 
         What is found damaged leaves CPU memory at once, and other tiers later.
@@ -341,14 +341,14 @@ class Delivery:
         first = next((shelf for shelf in near.shelves if shelf.name in holders), None)
         return self._in_cpu(index, key) if first is cpu else None
 
-    def _arrive(
+    def _read(
         self,
         session: Session,
         index: int,
         key: ChunkKey,
         deadline: float,
         near: _Near,
-    ) -> Arrival | None:
+    ) -> ReadResult | None:
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._transfers.shelves)):
             holders = self._catalog.holders(key, near.least)
@@ -359,9 +359,9 @@ class Delivery:
                 self._mover.wait(ticket, deadline)
                 if self._is_barred(key, near.least):
                     self._promote_soon(key, session.tenant, name)
-                    return self._loose(index, key, name, deadline)
+                    return self._read_bypass(index, key, name, deadline)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
-                return self._loose(index, key, name, deadline)
+                return self._read_bypass(index, key, name, deadline)
             except DeadlineError:
                 self._counters.add("get_late_chunks")
                 return None
@@ -377,7 +377,7 @@ class Delivery:
 
     def _in_place(
         self, index: int, key: ChunkKey, name: str, peers: Collection[int]
-    ) -> Arrival | None:
+    ) -> ReadResult | None:
         if name == self._transfers.cpu.name:
             return self._in_cpu(index, key)
         shelf = self._transfers.shelves[name]
@@ -388,20 +388,22 @@ class Delivery:
             self._counters.add("peer_lent_chunks", place is not None)
         else:
             place = gpu.locate(key) if gpu is shelf.tier else shelf.tier.file_place(key)
-        return None if place is None else Arrival(index, name, _NOT_HERE, place)
+        return None if place is None else ReadResult(index, name, _NOT_HERE, place)
 
-    def _in_cpu(self, index: int, key: ChunkKey) -> Arrival | None:
+    def _in_cpu(self, index: int, key: ChunkKey) -> ReadResult | None:
         cpu = self._transfers.cpu_tier
         place, frame = cpu.locate(key), cpu.peek(key)
         if place is None or frame is None:
             return None
-        return Arrival(index, self._transfers.cpu.name, frame, place)
+        return ReadResult(index, self._transfers.cpu.name, frame, place)
 
-    def _loose(self, index: int, key: ChunkKey, name: str, deadline: float) -> Arrival | None:
+    def _read_bypass(
+        self, index: int, key: ChunkKey, name: str, deadline: float
+    ) -> ReadResult | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
         shelf = self._transfers.shelves[name]
         info = self._catalog.copies(key).get(name)
-        if info is None or not self.take_loose(info.size_bytes):
+        if info is None or not self.reserve_bypass(info.size_bytes):
             return None
         work = partial(self._transfers.read_loose, info, shelf)
         ticket = self._mover.submit(f"load-{name}", b"loose" + key, work, claimed=True)
@@ -412,23 +414,23 @@ class Delivery:
             self._counters.add("get_late_chunks")
         self._transfers.let_go_of_loads([ticket] if ticket else [])
         if frame is None:
-            self.return_loose(info.size_bytes)
+            self.release_bypass(info.size_bytes)
             return None
         self._counters.add("read_throughs")
-        return Arrival(index, name, frame, None)  # type: ignore[arg-type]
+        return ReadResult(index, name, frame, None)  # type: ignore[arg-type]
 
-    def take_loose(self, size_bytes: int) -> bool:
+    def reserve_bypass(self, size_bytes: int) -> bool:
         """Account for memory of a reader's own; False when there is too much of it already."""
         with self._lock:
-            if self._loose_bytes + size_bytes > self._loose_limit_bytes:
+            if self._bypass_bytes + size_bytes > self._bypass_limit_bytes:
                 return False
-            self._loose_bytes += size_bytes
+            self._bypass_bytes += size_bytes
             return True
 
-    def return_loose(self, size_bytes: int) -> None:
+    def release_bypass(self, size_bytes: int) -> None:
         """Account for it no more."""
         with self._lock:
-            self._loose_bytes -= size_bytes
+            self._bypass_bytes -= size_bytes
 
 
 def _prefetched(shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:

@@ -1,4 +1,4 @@
-"""Landing: room in memory for what is put, and what follows when a frame there is whole."""
+"""Reservations: room in memory for what is put, and what follows when a frame there is whole."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ class PutResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a writer says of a chunk. ``is_end``: nothing of the put continues it; None: unknown."""
+class PutOptions:
+    """What a writer states of a chunk.
+
+    ``is_last``: nothing of the put continues it; None: not known yet.
+    """
 
     hints: Hints = NO_HINTS
-    is_end: bool | None = True
+    is_last: bool | None = True
 
 
-NOTHING_SAID = Said()
+NO_OPTIONS = PutOptions()
 
 
-class Landing:
+class Reservations:
     """Where puts land. Thread-safe.
 
     ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says
@@ -79,19 +82,19 @@ class Landing:
             refill.tick()
 
     def reserve(
-        self, session: Session, info: ChunkInfo, deadline: float, said: Said
+        self, session: Session, info: ChunkInfo, deadline: float, options: PutOptions
     ) -> Reservation | PutResult:
         """Take room for a frame, or say why there is nothing to write.
 
         From then on the chunk is pending, until ``seal`` or ``give_back``. Raises
         QuotaExceededError, InvalidRequestError.
         """
-        bare = self._bare_layout(info, said)
+        bare = self._bare_layout(info, options)
         kept = info if bare is None else replace(info, layout=bare)
-        answer = self._begin(kept, said.hints, "" if bare is None else WITHOUT_STATE)
+        answer = self._begin(kept, options.hints, "" if bare is None else WITHOUT_STATE)
         if answer is not None:
             return answer
-        category = said.hints.category
+        category = options.hints.category
         room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
         reserved = self._reserve(self._transfers.cpu, room)
         if isinstance(reserved, Reservation):
@@ -139,12 +142,12 @@ class Landing:
             return self._refused(key, str(error))
         except KVStoreError as error:
             self._catalog.in_flight.end(key)
-            self.note_refused(key, str(error))
+            self.record_refused(key, str(error))
             raise
 
     def _refused(self, key: ChunkKey, reason: str) -> PutResult:
         self.counters.add("put_refused_chunks")
-        self.note_refused(key, reason)
+        self.record_refused(key, reason)
         return PutResult(PutOutcome.refused, reason)
 
     def _forget_hearsay(self, key: ChunkKey) -> None:
@@ -155,7 +158,7 @@ class Landing:
         if self._catalog.cast_out(peers.name, key, even_if_held=False):
             self._catalog.swept(peers.name, key)
 
-    def _bare_layout(self, info: ChunkInfo, said: Said) -> KVLayout | None:
+    def _bare_layout(self, info: ChunkInfo, options: PutOptions) -> KVLayout | None:
         """Return what is kept of a chunk whose state is not worth it; None: all of it."""
         if self._states is None or not info.layout.has(LayerKind.state):
             return None
@@ -163,8 +166,8 @@ class Landing:
         if bare is None or not self._catalog.is_absent_or_outgrown(info.key, info.layout):
             return None
         # Of a chunk that is known, and whose end is not, somebody asks a second time.
-        is_end = self._catalog.is_outgrown(info.key, info.layout) if said.is_end is None else False
-        admitted = self._states.admits(info.key, is_end=bool(said.is_end or is_end))
+        is_last = options.is_last is None and self._catalog.is_outgrown(info.key, info.layout)
+        admitted = self._states.admits(info.key, is_end=bool(options.is_last or is_last))
         return None if admitted else bare
 
     def may_lose_state(self, reservation: Reservation) -> bool:
@@ -176,11 +179,11 @@ class Landing:
         if self._bare.pop(id(reservation), None) is not None and self._states is not None:
             self._states.forget(reservation.info.key)
 
-    def note_refused(self, key: ChunkKey, reason: str) -> None:
+    def record_refused(self, key: ChunkKey, reason: str) -> None:
         """Remember why a chunk was not taken, for who asks."""
         self._transfers.outcomes.note(key, Fate.refused, detail=reason)
 
-    def note_invalid(self, key: ChunkKey, error: KVStoreError) -> None:
+    def record_invalid(self, key: ChunkKey, error: KVStoreError) -> None:
         """Remember why a frame that came was no good, for who asks."""
         self._transfers.outcomes.note(key, Fate.invalid, detail=str(error))
 

@@ -1,4 +1,4 @@
-"""The TierManager: owns placement. Every question that crosses rooms lands here."""
+"""The Store: owns placement. Every question that crosses rooms lands here."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvstore.server.index.results import Holding, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.values import GateTerms, StateRule
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
-from kvstore.server.store.lookup import Finder
-from kvstore.server.store.parallel_writes import UNFINISHED_S, Assembly, AssemblyLimits
-from kvstore.server.store.put_announcements import HandOver
-from kvstore.server.store.reads import Delivery
-from kvstore.server.store.reservations import Landing
-from kvstore.server.store.writes import Intake, PutResult
+from kvstore.server.store.lookup import Lookup
+from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
+from kvstore.server.store.put_announcements import PutAnnouncements
+from kvstore.server.store.reads import Reads
+from kvstore.server.store.reservations import Reservations
+from kvstore.server.store.writes import PutResult, Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Transfers
@@ -44,13 +44,13 @@ if TYPE_CHECKING:  # its file loads redis
 
 
 @dataclass(frozen=True, slots=True)
-class ManagerLimits:
-    """The manager's bounds; server/settings/settings.py says what each is for."""
+class StoreLimits:
+    """The store's bounds; server/settings/settings.py says what each is for."""
 
     lease_ttl_ms: int = 30_000
     max_reservations_per_session: int = 4096
     load_headroom_percent: int = 5
-    loose_bytes: int = 256 << 20
+    bypass_bytes: int = 256 << 20
     write_through: bool = True
     """What shelves do that have no admission of their own."""
     prefetch_bytes: int = 0
@@ -74,7 +74,7 @@ class ShelfStatus:
     reason: str
 
 
-class TierManager:
+class Store:
     """Put, lookup, get and forget over all tiers. Thread-safe.
 
     *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
@@ -82,22 +82,24 @@ class TierManager:
     """
 
     def __init__(
-        self, transfers: Transfers, limits: ManagerLimits, new_id: Callable[[], int]
+        self, transfers: Transfers, limits: StoreLimits, new_id: Callable[[], int]
     ) -> None:
         self.transfers = transfers
         self.catalog = transfers.catalog
         self.counters = transfers.counters
         self.spaces = KnownSpaces()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
-        self.landing = Landing(transfers, limits.load_headroom_percent, self.states)
-        self.puts = Intake(
-            self.landing,
-            Assembly(self.landing, AssemblyLimits.of(transfers.cpu_tier, limits.unfinished_s)),
+        self.reservations = Reservations(transfers, limits.load_headroom_percent, self.states)
+        self.writes = Writes(
+            self.reservations,
+            ParallelWrites(
+                self.reservations, PartialChunkLimits.of(transfers.cpu_tier, limits.unfinished_s)
+            ),
             limits.max_reservations_per_session,
             new_id,
         )
         self._prefetch = prefetch = Prefetch(transfers, limits.prefetch_bytes)
-        self.gets = Delivery(transfers, limits.loose_bytes, prefetch.was_read)
+        self.reads = Reads(transfers, limits.bypass_bytes, prefetch.was_read)
         otherwise = WriteThrough() if limits.write_through else WriteBack()
         transfers.placement = Placement(
             list(transfers.shelves.values()),
@@ -120,11 +122,11 @@ class TierManager:
         self._durable = [
             shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
         ]
-        self.hand_over = HandOver(self.catalog, self.counters, limits.waiting_lookups)
-        self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
-        self._finder.states = self.states
+        self.announcements = PutAnnouncements(self.catalog, self.counters, limits.waiting_lookups)
+        self._lookup = Lookup(transfers, limits.lease_ttl_ms, prefetch)
+        self._lookup.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
-        self.blends = Blending(transfers, self._finder, limits.lease_ttl_ms, gates)
+        self.blends = Blending(transfers, self._lookup, limits.lease_ttl_ms, gates)
 
     @property
     def can_be_durable(self) -> bool:
@@ -217,7 +219,7 @@ class TierManager:
 
         With *engine* the answer has a plan.
         """
-        return self._finder.lookup(
+        return self._lookup.lookup(
             session, keys, deadline, lease=lease, min_fidelity=min_fidelity, engine=engine
         )
 
@@ -275,7 +277,7 @@ class TierManager:
     def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
         """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
         deleted = leased = 0
-        self._finder.ask_shared(keys, deadline)
+        self._lookup.query_shared(keys, deadline)
         for key in keys:
             self._settle(key, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
@@ -283,7 +285,7 @@ class TierManager:
             if gone and not tier:
                 self.transfers.outcomes.note(key, Fate.deleted)
             self._sweep(key, deadline)
-            self.gets.forget(key)
+            self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
@@ -323,7 +325,7 @@ class TierManager:
                 origin = Origin(shelf.tier.tenant_of(info.key))
                 self.catalog.note_sealed(shelf.name, info, origin)
                 count += 1
-        self._finder.learn_in_background()
+        self._lookup.learn_in_background()
         return count
 
     def shelf_statuses(self) -> list[ShelfStatus]:
@@ -353,19 +355,19 @@ class TierManager:
     def end_session(self, session: Session) -> None:
         """Release every lease and put of a session that ended."""
         self.catalog.release_session(session.session_id)
-        self.puts.abort_session(session)
+        self.writes.abort_session(session)
 
     def tick(self) -> None:
         """Release what is past its time, begin what can wait. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
-        self.puts.expire()
+        self.writes.expire()
         self._drop_expired()
-        self.gets.promote_due()
-        self._finder.forget_hearsay()
+        self.reads.promote_due()
+        self._lookup.drop_remote_hints()
         self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
-        self.landing.tick()
+        self.reservations.tick()
 
     def _drop_expired(self) -> None:
         """Free chunks whose time to live is up, but those that somebody reads."""
@@ -383,9 +385,11 @@ class TierManager:
         Return whether nothing is in memory alone: all of it was copied by the deadline, or is
         elsewhere, or nothing is there.
         """
-        self.puts.drain()
-        self.hand_over.end()
-        self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
+        self.writes.drain()
+        self.announcements.end()
+        self._lookup.drop_remote_hints(
+            everything=True
+        )  # what others have is no reason not to keep it
         volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:

@@ -1,4 +1,4 @@
-"""A Fill: a chunk on its way up into CPU memory, one segment after another."""
+"""A StreamingLoad: a chunk on its way up into CPU memory, one segment after another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvstore.tiers.base import Reservation
 _numbers = count()
 
 
-class Fill:
+class StreamingLoad:
     """Reads a raw frame from *source* in pieces; ``open`` and ``read`` run in its load lane.
 
     Each segment is verified as it lands. ``close`` makes the chunk visible in CPU memory if all

@@ -1,4 +1,4 @@
-"""A Shelf: one tier as the manager sees it, with its codec, policy, breaker and speed."""
+"""A Shelf: one tier as the store sees it, with its codec, policy, breaker and speed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Shelf:
     encoder: TierCodec = None  # type: ignore[assignment] # filled in at birth
     """What encodes frames for it; without one, *codec* does."""
     admission: TierAdmission | None = None
-    """Which copies it is given; None for what the manager's limits say."""
+    """Which copies it is given; None for what the store's limits say."""
     is_exclusive: bool = False
     """Whether a copy goes once its chunk has come up to memory."""
     decode_bytes_per_s: float = 0.0

@@ -105,7 +105,7 @@ def warm(server: LocalServer, client: CudaClient, keys: Sequence[ChunkKey]) -> N
 
 
 def gpu_of(server: LocalServer) -> GpuTier:
-    gpu = server.node.manager.transfers.gpu_tier
+    gpu = server.node.store.transfers.gpu_tier
     assert gpu is not None
     return gpu
 
@@ -283,7 +283,7 @@ def drop_meanwhile(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch, key: ChunkKey
 ) -> list[ChunkKey]:
     """Have *key* leave GPU memory once, while frames are read; return it then."""
-    transfers, start = server.node.manager.transfers, HostKernels.start
+    transfers, start = server.node.store.transfers, HostKernels.start
     dropped: list[ChunkKey] = []
 
     def drop_one(self: HostKernels, *given: Any) -> Sums:

@@ -82,9 +82,9 @@ def test_clocks_that_jump_change_no_answer(policy: str) -> None:
             core.put(session, versions)
             clock.advance(jump_s)
             keys = keys_of(versions)
-            match = core.manager.lookup(session, keys, core.later(), lease=False)
+            match = core.store.lookup(session, keys, core.later(), lease=False)
             assert match.ready == 5
-            core.manager.tick()
+            core.store.tick()
         assert core.catalog.held_count() == 0
 
 
@@ -92,13 +92,13 @@ def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:
     with closing(make_core(policy, FakeClock())) as core:
         session, versions = core.open_session(), prompt(6)
         core.put(session, versions[:2] + versions[3:])
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
         assert (match.ready, match.missing) == (2, 4)
         for seed in range(1, 12):
             results = core.put(session, prompt(3, seed=seed))
             assert {result.outcome for result in results} == {PutOutcome.stored}
         core.put(session, versions)
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
         assert match.ready == 6
 
 
@@ -106,12 +106,12 @@ def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> 
     with closing(make_core(policy, FakeClock())) as core:
         session, versions = core.open_session(), prompt(12)
         core.put(session, versions)
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert match.ready == 12
         assert outcomes(core, 1) == {PutOutcome.refused}
-        assert (len(core.manager.puts), core.catalog.in_flight.count()) == (0, 0)
+        assert (len(core.store.writes), core.catalog.in_flight.count()) == (0, 0)
         assert core.cpu.stats().reservations == 0
-        core.manager.release(session, match.lease_id)
+        core.store.release(session, match.lease_id)
         assert outcomes(core, 1) == {PutOutcome.stored}
 
 

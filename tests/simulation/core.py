@@ -19,7 +19,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.chunk_metadata import Knowledge
 from kvstore.server.index.leases import LeaseTable
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.store import ManagerLimits, TierManager
+from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.store.writes import PutResult
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
@@ -31,7 +31,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
 BREAKER_RETRY_S = 1.0
-LIMITS = ManagerLimits(load_headroom_percent=0, write_through=False)
+LIMITS = StoreLimits(load_headroom_percent=0, write_through=False)
 TOKENS = 60
 """Frames of which three fill a slab of 4 KB."""
 
@@ -44,7 +44,7 @@ def leaf_lru(tier: Tier, knowledge: Knowledge) -> EvictionPolicy:
 
 @dataclass(slots=True)
 class Core:
-    """A manager and everything under it. ``close`` it; the other tiers stay the test's.
+    """A store and everything under it. ``close`` it; the other tiers stay the test's.
 
     Without *workers* nothing moves by itself and *clock* may stand still.
     """
@@ -61,7 +61,7 @@ class Core:
     admissions: Mapping[str, str] = field(default_factory=dict)
     """Those of tiers that do not write as *limits* say."""
     exclusive: Collection[str] = ()
-    limits: ManagerLimits = LIMITS
+    limits: StoreLimits = LIMITS
     lane_limit: int = 1000
     move_timeout_ms: int = 30_000
     pin_share: int = 1
@@ -74,7 +74,7 @@ class Core:
     catalog: Catalog = field(init=False)
     counters: Counters = field(init=False)
     transfers: Transfers = field(init=False)
-    manager: TierManager = field(init=False)
+    store: Store = field(init=False)
     sessions: SessionTable = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,11 +96,11 @@ class Core:
         self.transfers = Transfers(
             shelves, self.catalog, self.mover, self.counters, self.clock, self.move_timeout_ms
         )
-        self.manager = TierManager(self.transfers, self.limits, lambda: next(ids))
+        self.store = Store(self.transfers, self.limits, lambda: next(ids))
         self.sessions = SessionTable(
             8, 60_000, salt, self.clock, lambda size: next(ids).to_bytes(size, "little")
         )
-        self.sessions.on_close.append(self.manager.end_session)
+        self.sessions.on_close.append(self.store.end_session)
 
     def _shelf(self, tier: Tier, codec: str) -> Shelf:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
@@ -132,23 +132,23 @@ class Core:
         """Put frames one after another; return what became of each."""
         results = []
         for version in versions:
-            begun = self.manager.puts.begin_all(session, [version.info], self.later(), hints)[0]
+            begun = self.store.writes.begin_all(session, [version.info], self.later(), hints)[0]
             if not isinstance(begun, PutResult):
-                ticket = self.manager.puts.claim(session, begun.ticket_id)
-                begun = self.manager.puts.ingest([ticket], [version.frame])[0]
+                ticket = self.store.writes.claim(session, begun.ticket_id)
+                begun = self.store.writes.ingest([ticket], [version.frame])[0]
             results.append(begun)
         if durable:
-            return self.manager.harden(keys_of(versions), results, self.later())
+            return self.store.harden(keys_of(versions), results, self.later())
         return results
 
     def get(
         self, session: Session, keys: Sequence[ChunkKey], seconds: float = FOREVER_S
     ) -> list[bytes]:
         """Return the frames that a get under a lease of its own delivers."""
-        lease_id, known = self.manager.open_get(session, keys, 0)
-        arrivals = self.manager.gets.get(session, keys[:known], self.later(seconds))
-        frames = [arrival.frame.tobytes() for arrival in arrivals]
-        assert self.manager.release(session, lease_id)
+        lease_id, known = self.store.open_get(session, keys, 0)
+        results = self.store.reads.get(session, keys[:known], self.later(seconds))
+        frames = [result.frame.tobytes() for result in results]
+        assert self.store.release(session, lease_id)
         return frames
 
     def copy_down(self, version: Version, tier: str = "disk") -> object:

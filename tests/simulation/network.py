@@ -87,9 +87,9 @@ class NetworkSchedule:
         world = self.world
         checks = Checks(ServiceLimits(64, 1 << 16, 1000), world.clock)
         identity = Identity(1, "simulated", "", 0.0)
-        self.service = KVStoreService(world.manager, world.sessions, None, checks, identity)
+        self.service = KVStoreService(world.store, world.sessions, None, checks, identity)
         tiers = [shelf.name for shelf in world.shelves]
-        self._scrub = self.service.scrub = Scrub(world.manager.transfers, tiers, 0, world.clock)
+        self._scrub = self.service.scrub = Scrub(world.store.transfers, tiers, 0, world.clock)
 
     # --- the schedule
 
@@ -267,7 +267,7 @@ class NetworkSchedule:
             self.world.mover.step(self.draw.choice([None, *self.world.mover.depth()]))
 
     def tick(self) -> None:
-        self.world.manager.tick()
+        self.world.store.tick()
         self.world.sessions.expire()
 
     def scrub(self) -> None:
@@ -305,11 +305,11 @@ class NetworkSchedule:
         world.clock.advance(30.0 + BREAKER_RETRY_S)
         world.sessions.expire()
         for _ in range(3):
-            world.manager.tick()
+            world.store.tick()
             world.settle()
         assert len(world.sessions) == 0
         assert world.catalog.held_count() == world.catalog.lease_count() == 0
-        assert world.catalog.in_flight.count() == len(world.manager.puts) == 0
+        assert world.catalog.in_flight.count() == len(world.store.writes) == 0
         assert world.cpu.stats().reservations == 0
         client = Client()
         self.open(client, arrives=1.0)

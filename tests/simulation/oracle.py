@@ -11,7 +11,7 @@ from simulation.world import World
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import Arrival
+from kvstore.server.store.reads import ReadResult
 from kvstore.server.store.writes import PutTicket
 
 
@@ -74,8 +74,8 @@ class Oracle:
             f"wrong bytes for {key.hex()}: no put offered them since it was last absent"
         )
 
-    def check_unchanged(self, arrival: Arrival, seen: bytes) -> None:
-        assert arrival.frame.tobytes() == seen, "a leased frame changed under its reader"
+    def check_unchanged(self, result: ReadResult, seen: bytes) -> None:
+        assert result.frame.tobytes() == seen, "a leased frame changed under its reader"
 
     # --- what must hold between operations
 
@@ -85,7 +85,7 @@ class Oracle:
         leased = sum(len(held.keys) for held in self.leases.values())
         assert world.catalog.held_count() == leased, "pins do not add up to the live leases"
         assert world.catalog.lease_count() == len(self.leases)
-        assert world.catalog.in_flight.count() == len(self.puts) == len(world.manager.puts)
+        assert world.catalog.in_flight.count() == len(self.puts) == len(world.store.writes)
         stats = world.cpu.stats()
         assert stats.used_bytes <= stats.capacity_bytes
         assert stats.reservations == len(self.puts)

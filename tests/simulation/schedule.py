@@ -109,7 +109,7 @@ class Schedule:
         for session in self.sessions:
             if self.draw.random() < 0.7:
                 self.world.sessions.get(session.session_id)
-        self.world.manager.tick()
+        self.world.store.tick()
         self.oracle.note_tick()
         silent = self.world.clock() - SESSION_TTL_S
         late = [session for session in self.sessions if session.heard_at < silent]
@@ -197,7 +197,7 @@ class Schedule:
             self._forget(session)
         world.clock.advance(10.0 + BREAKER_RETRY_S)
         self.oracle.pins.clear()
-        world.manager.tick()
+        world.store.tick()
         world.settle()
         self.oracle.check(thoroughly=True)
         assert world.catalog.held_count() == world.catalog.in_flight.count() == 0
@@ -215,12 +215,12 @@ class Schedule:
                 continue
             tenant = universe().chunks[key].tenant
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
-            lease_id, count = world.manager.open_get(session, [key], 0)
+            lease_id, count = world.store.open_get(session, [key], 0)
             assert count == 1
-            arrivals = list(world.manager.gets.get(session, [key], world.clock() + 1))
-            assert len(arrivals) == 1, "a sound chunk that the catalog names did not arrive"
-            self.oracle.check_frame(key, arrivals[0].frame)
-            assert world.manager.release(session, lease_id)
+            results = list(world.store.reads.get(session, [key], world.clock() + 1))
+            assert len(results) == 1, "a sound chunk that the catalog names did not arrive"
+            self.oracle.check_frame(key, results[0].frame)
+            assert world.store.release(session, lease_id)
             assert world.sessions.close(session.session_id)
 
     def _clear_everything(self) -> None:
@@ -228,8 +228,8 @@ class Schedule:
         world = self.world
         for tenant in TENANTS:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
-            world.manager.clear(session.namespace, world.clock() + 1)
-            assert world.manager.holdings(session.namespace) == []
+            world.store.clear(session.namespace, world.clock() + 1)
+            assert world.store.holdings(session.namespace) == []
             self.writers.put_one(session, universe().chains[tenant][0][0])
             assert world.sessions.close(session.session_id)
         world.settle()

@@ -18,10 +18,10 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Holds
 from kvstore.server.index.leases import LeaseTable
 from kvstore.server.store import writes
-from kvstore.server.store.reads import Delivery
-from kvstore.server.store.reservations import Landing
-from kvstore.server.store.store import TierManager
-from kvstore.server.store.writes import Intake
+from kvstore.server.store.reads import Reads
+from kvstore.server.store.reservations import Reservations
+from kvstore.server.store.store import Store
+from kvstore.server.store.writes import Writes
 from kvstore.server.tiering.moves import Transfers
 from kvstore.server.tiering.tier_slot import Shelf
 from kvstore.server.tiering.work_queue import Mover
@@ -81,7 +81,7 @@ def a_dead_session_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_dead_session_keeps_its_puts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Intake, "abort_session", nothing)
+    patch.setattr(Writes, "abort_session", nothing)
 
 
 def leases_do_not_pin(patch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,10 @@ def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: Landing, reservation: Reservation) -> None:
+    def drop(self: Reservations, reservation: Reservation) -> None:
         self._transfers.cpu_tier.abort(reservation)
 
-    patch.setattr(Landing, "give_back", drop)
+    patch.setattr(Reservations, "give_back", drop)
 
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:
@@ -124,16 +124,16 @@ def lost_copies_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def durable_is_acknowledged_without_a_flush(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TierManager, "_flushed", lambda *_: ("", set()))
+    patch.setattr(Store, "_flushed", lambda *_: ("", set()))
 
 
 def a_flush_is_believed_without_asking_the_medium(patch: pytest.MonkeyPatch) -> None:
-    flushed = TierManager._flushed
+    flushed = Store._flushed
 
-    def believe(self: TierManager, keys: list[ChunkKey], shelf: Shelf, by: float) -> object:
+    def believe(self: Store, keys: list[ChunkKey], shelf: Shelf, by: float) -> object:
         return flushed(self, [], shelf, by)[0], set()
 
-    patch.setattr(TierManager, "_flushed", believe)
+    patch.setattr(Store, "_flushed", believe)
 
 
 def deletes_do_not_reach_the_medium(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def deletes_do_not_reach_the_medium(patch: pytest.MonkeyPatch) -> None:
 
 def strays_are_never_swept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transfers, "_sweep", nothing)
-    patch.setattr(TierManager, "_sweep", nothing)
+    patch.setattr(Store, "_sweep", nothing)
 
 
 def whatever_was_sealed_first_counts_as_a_copy(patch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,11 @@ def whatever_was_sealed_first_counts_as_a_copy(patch: pytest.MonkeyPatch) -> Non
 
 def a_lease_opens_every_chunk(patch: pytest.MonkeyPatch) -> None:
     def open_get(
-        self: TierManager, session: object, keys: list[ChunkKey], lease_id: int
+        self: Store, session: object, keys: list[ChunkKey], lease_id: int
     ) -> tuple[int, int]:
         return lease_id, len(keys)
 
-    patch.setattr(TierManager, "open_get", open_get)
+    patch.setattr(Store, "open_get", open_get)
 
 
 def work_begins_after_the_deadline(patch: pytest.MonkeyPatch) -> None:
@@ -165,18 +165,18 @@ def work_begins_after_the_deadline(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_full_cpu_tier_is_a_miss(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Delivery, "_loose", nothing)
+    patch.setattr(Reads, "_read_bypass", nothing)
 
 
 def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
-    in_cpu = Delivery._in_cpu
+    in_cpu = Reads._in_cpu
 
-    def other(self: Delivery, index: int, key: ChunkKey) -> object:
+    def other(self: Reads, index: int, key: ChunkKey) -> object:
         first = next(self._transfers.cpu_tier.scan()).key
-        arrival = in_cpu(self, index, first)
-        return arrival and replace(arrival, index=index)
+        result = in_cpu(self, index, first)
+        return result and replace(result, index=index)
 
-    patch.setattr(Delivery, "_in_cpu", other)
+    patch.setattr(Reads, "_in_cpu", other)
 
 
 def lookups_stop_one_short(patch: pytest.MonkeyPatch) -> None:

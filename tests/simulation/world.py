@@ -21,7 +21,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.chunk_metadata import Knowledge
 from kvstore.server.index.leases import LeaseTable
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.store.store import ManagerLimits, TierManager
+from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Transfers
@@ -49,7 +49,7 @@ class Plan:
     redis_bytes: int
     disk_codec: str
     lane_limit: int
-    loose_bytes: int
+    bypass_bytes: int
     headroom_percent: int
     write_through: bool
     fail: float
@@ -71,7 +71,7 @@ class Plan:
             redis_bytes=draw.randrange(3_000, 24_000) if tiers in ("redis", "both") else 0,
             disk_codec=draw.choice(("raw", "raw", "zplane")),
             lane_limit=1000 if quiet else draw.choice((2, 8, 1000)),
-            loose_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
+            bypass_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
             headroom_percent=draw.choice((0, 5, 40)),
             write_through=draw.random() < 0.7,
             fail=0.0 if quiet else draw.choice((0.0, 0.02, 0.1, 0.4)),
@@ -90,7 +90,7 @@ class Plan:
     def is_quiet(self) -> bool:
         """Whether nothing goes wrong, so that every answer can be told beforehand."""
         troubled = self.fail or self.slow or self.full or self.spoils
-        return not troubled and self.lane_limit == 1000 and self.loose_bytes == 1 << 20
+        return not troubled and self.lane_limit == 1000 and self.bypass_bytes == 1 << 20
 
 
 class WatchedMover(Mover):
@@ -188,15 +188,15 @@ class World:
             self.shelves, self.catalog, self.mover, self.counters, clock,
             round(1000 * MOVE_TIMEOUT_S),
         )  # fmt: skip
-        limits = ManagerLimits(
+        limits = StoreLimits(
             round(1000 * LEASE_TTL_S), PUTS_PER_SESSION, plan.headroom_percent,
-            plan.loose_bytes, plan.write_through,
+            plan.bypass_bytes, plan.write_through,
         )  # fmt: skip
-        self.manager = TierManager(transfers, limits, self.new_id)
+        self.store = Store(transfers, limits, self.new_id)
         self.sessions = SessionTable(
             MAX_SESSIONS, round(1000 * SESSION_TTL_S), salt, clock, self._unique_bytes
         )
-        self.sessions.on_close.append(self.manager.end_session)
+        self.sessions.on_close.append(self.store.end_session)
 
     def _unique_bytes(self, count: int) -> bytes:
         return self.new_id().to_bytes(count, "little")
@@ -216,7 +216,7 @@ class World:
             self.redis = SimRedis(self.redis.capacity_bytes, self.faults, self.redis.medium)
             self.redis.lost = lost
         self.start()
-        return self.manager.recover()
+        return self.store.recover()
 
     def close(self) -> None:
         """End this server, keeping what it counted."""

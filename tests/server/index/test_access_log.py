@@ -14,7 +14,7 @@ from typing_extensions import override
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import Facts, History
 from kvstore.server.eviction.miss_ratio_curve import LEAST_SAMPLED, WhatIf
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.access_log import (
     MAX_CHAINS,
@@ -25,7 +25,6 @@ from kvstore.server.index.access_log import (
     Stored,
     StoredChain,
 )
-from kvstore.server.index.chunk_index import Rows
 
 FULL = Facts()
 

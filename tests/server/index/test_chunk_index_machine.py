@@ -20,7 +20,8 @@ from kvstore.proto.types import (
     LayerKind,
     Namespace,
 )
-from kvstore.server.index.chunk_index import RadixIndex, Rows
+from kvstore.server.eviction.policy import Rows
+from kvstore.server.index.chunk_index import RadixIndex
 from kvstore.server.index.prefix_ends import MAX_CHECKPOINT_SPACES, EndNeeds
 
 TIERS = ("cpu", "disk")

@@ -52,7 +52,7 @@ def weights() -> np.ndarray:
 
 
 def left_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
-    catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
+    catalog, transfers = server.node.store.catalog, server.node.store.transfers
     assert eventually(lambda: catalog.eviction.count_on("disk") == len(keys))
     server.settled()
     for key in keys:
@@ -100,7 +100,7 @@ def test_what_matters_is_said_where_a_codec_asks_alone(
     assert not client.weighs  # no session yet
     client.put([Chunk(keys_of(client, 1, 1)[0], numbers(), importance=weights())])
     assert client.weighs is is_told
-    assert bool(server.node.manager.transfers.importance.size_bytes) is is_told
+    assert bool(server.node.store.transfers.importance.size_bytes) is is_told
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_chunks_kept(steps: list[tuple[str, int, int]]) -
     assert (uses.kept_bytes, bool(uses)) == (0, False)
 
 
-# --- through the manager
+# --- through the store
 
 
 def tree(groups: int, leaves: int, length: int = 4, shared: int = 2) -> list[list[Version]]:
@@ -128,9 +128,9 @@ def fork(group: int, leaf: int, length: int, shared: int) -> list[Version]:
 
 def serve(core: Core, session: Session, versions: Sequence[Version]) -> int:
     """Serve one prompt as an engine does; return how many chunks were found."""
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     core.put(session, versions[match.ready :])
-    core.manager.release(session, match.lease_id)
+    core.store.release(session, match.lease_id)
     return match.ready
 
 
@@ -146,7 +146,7 @@ def test_a_batch_in_order_finds_what_an_endless_cache_does() -> None:
             order = list(range(len(prompts)))
             if is_planned:
                 chains = [keys_of(versions) for versions in prompts]
-                batch, kept = core.manager.plan(session, chains, 60.0)
+                batch, kept = core.store.plan(session, chains, 60.0)
                 order = list(batch.order)
                 assert (kept, batch.peak_chunks) == (0, 4)
             found[is_planned] = sum(serve(core, session, prompts[at]) for at in order)
@@ -160,7 +160,7 @@ def test_announced_chunks_stay_while_others_come() -> None:
         session, other = core.open_session(), core.open_session()
         versions = prompt(3)
         core.put(session, versions)
-        batch, kept = core.manager.plan(session, [keys_of(versions)] * 2, 60.0)
+        batch, kept = core.store.plan(session, [keys_of(versions)] * 2, 60.0)
         assert (kept, set(batch.uses.values())) == (3, {2})
         for seed in range(5, 10):
             core.put(other, prompt(8, seed=seed))
@@ -179,12 +179,12 @@ def test_a_session_that_ends_and_time_that_passes_free_what_was_announced() -> N
             session = core.open_session()
             versions = prompt(3)
             core.put(session, versions)
-            core.manager.plan(session, [keys_of(versions)], 60.0)
+            core.store.plan(session, [keys_of(versions)], 60.0)
             if ending == "session":
                 core.sessions.close(session.session_id)
             else:
                 clock.advance(61)
-                core.manager.tick()
+                core.store.tick()
             assert not core.catalog.state.holds.uses
             assert core.catalog.state.holds.uses.kept_bytes == 0
 
@@ -193,7 +193,7 @@ def test_a_plan_for_no_time_keeps_nothing() -> None:
     with closing(Core(clock=FakeClock())) as core:
         session = core.open_session()
         core.put(session, prompt(3))
-        _, kept = core.manager.plan(session, [keys_of(prompt(3))], 0.0)
+        _, kept = core.store.plan(session, [keys_of(prompt(3))], 0.0)
         assert kept == 0
         assert not core.catalog.state.holds.uses
 
@@ -202,9 +202,9 @@ def test_announcing_everything_leaves_room_for_others_and_is_counted() -> None:
     with closing(Core(clock=FakeClock(), pin_share=2)) as core:
         greedy, other = core.open_session(), core.open_session()
         versions = prompt(MEMORY_CHUNKS)
-        core.manager.plan(greedy, [keys_of(versions)] * 100, 60.0)
+        core.store.plan(greedy, [keys_of(versions)] * 100, 60.0)
         core.put(greedy, versions)
-        core.manager.tick()
+        core.store.tick()
         assert core.counters["unkept_chunks"] > 0
         assert core.catalog.state.holds.uses.kept_bytes <= core.cpu.capacity_bytes // 2
         results = core.put(other, prompt(4, seed=3))
@@ -215,7 +215,7 @@ def test_a_chunk_that_is_deleted_is_kept_no_more() -> None:
     with closing(Core(clock=FakeClock(), limits=replace(LIMITS))) as core:
         session = core.open_session()
         core.put(session, prompt(1))
-        core.manager.plan(session, [keys_of(prompt(1))] * 2, 60.0)
+        core.store.plan(session, [keys_of(prompt(1))] * 2, 60.0)
         core.catalog.forget("cpu", keys_of(prompt(1))[0])
         assert core.catalog.state.holds.uses.kept_bytes == 0
         assert plan_batch([keys_of(prompt(1))]).peak_chunks == 1

@@ -264,12 +264,12 @@ def test_time_to_live_and_priority_survive_with_the_chunk(
     assert found is not None
     with closing(Core([disk], clock=clock)) as core:
         core.catalog.restore(found)
-        assert core.manager.recover() == 2
+        assert core.store.recover() == 2
         session = core.open_session()
 
         def ready() -> int:
             keys = names_of(versions)
-            return core.manager.lookup(session, keys, core.later(), lease=False).ready
+            return core.store.lookup(session, keys, core.later(), lease=False).ready
 
         clock.advance(59)
         assert ready() == 2

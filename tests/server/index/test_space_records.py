@@ -100,7 +100,7 @@ def test_explain_knows_other_identities_after_a_restart(
     spaces = {ours.namespace, theirs.namespace}
     server.close()
     again = make_server()
-    known = {one.namespace: one.client for one in again.node.manager.spaces.all()}
+    known = {one.namespace: one.client for one in again.node.store.spaces.all()}
     assert set(known) == spaces
     reply = asked(again, list(keys))
     assert {one.state for one in reply.chunks} == {"unknown"}

@@ -33,7 +33,7 @@ from kvstore.proto.types import (
     layer_order,
 )
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayeredGet, LayerPart
+from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerPart, LayerwiseRead
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -114,12 +114,12 @@ def parts_of(
     core: Core, session: Session, versions: list[Version], seconds: float = 60.0
 ) -> Iterator[LayerPart]:
     """A layered get under a lease of its own."""
-    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
-    get = LayeredGet(core.transfers, session, keys_of(versions)[:known], core.later(seconds))
+    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
+    get = LayerwiseRead(core.transfers, session, keys_of(versions)[:known], core.later(seconds))
     try:
         yield from get.parts()
     finally:
-        assert core.manager.release(session, lease_id)
+        assert core.store.release(session, lease_id)
 
 
 def whole(parts: list[LayerPart], versions: list[Version]) -> int:
@@ -264,7 +264,7 @@ def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
 
 
 def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
-    limits = replace(LIMITS, loose_bytes=0)
+    limits = replace(LIMITS, bypass_bytes=0)
     with closing(Core([disk], slabs=1, limits=limits, clock=FakeClock())) as core:
         session = open_session(core)
         versions = prompt(5)

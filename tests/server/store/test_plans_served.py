@@ -24,7 +24,7 @@ def core() -> Core:
 
 def plan_of(core: Core, session: Session, chunks: int, tokens: int = 0) -> LoadPlan:
     keys = keys_of(prompt(chunks))
-    match = core.manager.lookup(
+    match = core.store.lookup(
         session, keys, core.later(), lease=False, engine=EngineTerms(ENGINE, tokens)
     )
     assert match.plan is not None
@@ -36,7 +36,7 @@ def shape(plan: LoadPlan) -> list[tuple[int, int, bool]]:
 
 
 def test_a_lookup_without_an_engine_has_no_plan(core: Core) -> None:
-    match = core.manager.lookup(core.open_session(), keys_of(prompt(2)), core.later(), lease=False)
+    match = core.store.lookup(core.open_session(), keys_of(prompt(2)), core.later(), lease=False)
     assert match.plan is None
 
 

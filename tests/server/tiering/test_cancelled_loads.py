@@ -157,12 +157,12 @@ def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDis
     session = core.open_session()
     versions = put_below(core, session, 4)
     tier.gate.hold_after = PARTS  # the first comes, the second stops at its first part
-    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
-    arrivals = core.manager.gets.get(session, keys_of(versions)[:known], core.later())
-    assert next(arrivals).frame.tobytes() == versions[0].frame.tobytes()
+    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
+    results = core.store.reads.get(session, keys_of(versions)[:known], core.later())
+    assert next(results).frame.tobytes() == versions[0].frame.tobytes()
     assert tier.gate.begun.wait(20.0)
-    arrivals.close()  # type: ignore[attr-defined]
-    assert core.manager.release(session, lease_id)
+    results.close()  # type: ignore[attr-defined]
+    assert core.store.release(session, lease_id)
     tier.gate.opened.set()
     assert_nothing_left(core)
     assert core.counters["given_up_loads"] == 3
@@ -173,17 +173,17 @@ def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDis
 def test_a_prefetch_ends_with_its_lease(core: Core, tier: SlowDisk, ends: str) -> None:
     session = core.open_session()
     versions = put_below(core, session, 4)
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     assert core.counters["prefetched_chunks"] == 4
     assert tier.gate.begun.wait(20.0)
     if ends == "released":
-        core.manager.release(session, match.lease_id)
+        core.store.release(session, match.lease_id)
     elif ends == "session":
         core.sessions.close(session.session_id)
-        core.manager.tick()
+        core.store.tick()
     else:
         core.catalog.state.holds.leases.expire(core.later(1e9))
-        core.manager.tick()
+        core.store.tick()
     assert core.counters["given_up_loads"] == 4
     tier.gate.opened.set()
     assert_nothing_left(core)
@@ -198,14 +198,14 @@ def _claims(core: Core, version: Version) -> int | None:
 def test_a_prefetch_that_a_get_waits_for_goes_on(core: Core, tier: SlowDisk) -> None:
     session = core.open_session()
     versions = put_below(core, session, 2)
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     frames: list[list[bytes]] = []
     getter = threading.Thread(target=lambda: frames.append(core.get(session, keys_of(versions))))
     getter.start()
     assert tier.gate.begun.wait(20.0)
     assert eventually(lambda: core.catalog.lease_count() == 2)
     assert eventually(lambda: (_claims(core, versions[0]) or 0) >= 2)
-    core.manager.release(session, match.lease_id)
+    core.store.release(session, match.lease_id)
     tier.gate.opened.set()
     getter.join()
     assert frames == [frames_of(versions)]

@@ -62,12 +62,12 @@ def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
     with closing(Core([disk])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
         assert choice_for(core.shelf("disk")).run()
-        status = core.manager.shelf_statuses()[1]
+        status = core.store.shelf_statuses()[1]
         assert (status.codec, status.codec_id) == ("zplane (auto)", 2)
         assert core.shelf("disk").encoder.of_tenant("red").name == "zplane"
         say(monkeypatch, zplane(1.5, 1.0))
         choice_for(core.shelf("disk")).run()
-        assert core.manager.shelf_statuses()[1].codec == "raw (auto)"
+        assert core.store.shelf_statuses()[1].codec == "raw (auto)"
         assert (disk.stats().chunks, disk.stats().used_bytes) == (0, 0)
         assert len(core.catalog) == 0
 
@@ -141,7 +141,7 @@ def test_a_server_chooses_after_its_start_and_serves_meanwhile(make_server: Serv
     assert_reads(client, keys)
 
     def is_chosen() -> bool:
-        return server.node.manager.shelf_statuses()[1].codec.endswith(" (auto)")
+        return server.node.store.shelf_statuses()[1].codec.endswith(" (auto)")
 
     assert eventually(is_chosen)
     assert_reads(client, keys)

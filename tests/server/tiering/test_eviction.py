@@ -86,7 +86,7 @@ def test_scattered_room_is_won_by_emptying_one_slab() -> None:
         assert core.cpu.stats().chunks == 32
         for at in range(4):
             for version in small[at::4]:
-                core.manager.lookup(session, [version.info.key], core.later(), lease=False)
+                core.store.lookup(session, [version.info.key], core.later(), lease=False)
         (large,) = prompt(1, seed=99, tokens=200)
         assert core.put(session, [large])[0].reason == ""
         assert core.counters["evicted_chunks"] <= 20
@@ -121,7 +121,7 @@ def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(
         core.put(session, versions)
         gated.shut()
         (late,) = prompt(1, seed=1)
-        begun = core.manager.puts.begin_all(session, [late.info], core.later(0.01))[0]
+        begun = core.store.writes.begin_all(session, [late.info], core.later(0.01))[0]
         assert isinstance(begun, PutResult)
         assert begun.outcome is PutOutcome.refused
         assert core.cpu.stats().chunks == 12

@@ -141,7 +141,7 @@ def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     core.put(session, [old])
     core.copy_down(old)
     disk.faults.fail = 1.0
-    core.manager.delete(keys_of([old]), core.later())
+    core.store.delete(keys_of([old]), core.later())
     disk.faults.end()
     assert core.tiers_of(old) == []
     assert core.catalog.strays("disk") == {old.info.key}
@@ -157,7 +157,7 @@ def test_a_delete_that_comes_late_spares_what_was_put_since(core: Core, disk: Si
     (version,) = prompt(1)
     core.put(session, [version])
     core.copy_down(version)
-    core.manager.delete(keys_of([version]), core.clock())
+    core.store.delete(keys_of([version]), core.clock())
     assert core.mover.depth()["store-disk"] == 1, "its time was up before the disk was asked"
     results = core.put(session, [version], durable=True)
     assert [result.reason for result in results] == [""]
@@ -340,7 +340,7 @@ def test_a_shared_copy_that_others_replaced_is_no_error(redis: SimRedis, first: 
         if first == "zplane":
             variants.reverse()
         redis.others_put(*variants[0])
-        assert core.manager.lookup(session, keys_of([version]), core.later(), lease=False).ready
+        assert core.store.lookup(session, keys_of([version]), core.later(), lease=False).ready
         redis.others_put(*variants[1])
         assert core.get(session, keys_of([version])) == []
         core.settle()
@@ -352,7 +352,7 @@ def test_a_frame_too_large_for_cpu_memory_is_still_delivered(disk: SimDisk) -> N
     write_on(disk, version.packed_info, version.packed)
     with closing(Core([disk])) as core:
         assert version.packed_info.size_bytes < core.cpu.max_frame_bytes() < len(version.frame)
-        assert core.manager.recover() == 1
+        assert core.store.recover() == 1
         (frame,) = core.get(core.open_session(), keys_of([version]))
         assert parse_header(np.frombuffer(frame, np.uint8)).key == version.info.key
         assert frame == version.packed.tobytes()
@@ -362,7 +362,7 @@ def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) ->
     version = on_disk_only(core)
     session = core.open_session()
     core.put(session, prompt(12, seed=1))
-    core.manager.open_get(session, keys_of(prompt(12, seed=1)), 0)
+    core.store.open_get(session, keys_of(prompt(12, seed=1)), 0)
     with pytest.raises(TierFullError):
         load(core, version)
     assert core.catalog.held_count() == 12

@@ -40,7 +40,7 @@ def evict(core: Core) -> None:
     session, versions = core.open_session(), prompt(6)
     core.put(session, versions)
     for _ in range(3):
-        core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+        core.store.lookup(session, keys_of(versions), core.later(), lease=False)
     core.put(session, prompt(12, seed=9))
 
 
@@ -64,7 +64,7 @@ def test_memory_takes_everything_until_it_gave_up_something_worth_more() -> None
     disk, cpu = core.shelf("disk"), core.shelf("cpu")
     loved, once = prompt(2, seed=1), prompt(2, seed=2)
     for _ in range(40):  # asked for again and again: a kind with a high chance
-        core.manager.lookup(session, keys_of(loved), core.later(), lease=False)
+        core.store.lookup(session, keys_of(loved), core.later(), lease=False)
         core.put(session, loved)
         core.clock.advance(5.0)  # type: ignore[attr-defined]
     for seed in range(40):  # and one that never comes again

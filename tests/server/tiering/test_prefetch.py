@@ -31,7 +31,7 @@ def core() -> Iterator[Core]:
 
 
 def look(core: Core, session: Session, versions: list[Version], *, lease: bool = True) -> Match:
-    return core.manager.lookup(session, keys_of(versions), core.later(), lease=lease)
+    return core.store.lookup(session, keys_of(versions), core.later(), lease=lease)
 
 
 def put_on_disk(core: Core, session: Session, count: int) -> list[Version]:
@@ -55,7 +55,7 @@ def test_a_chain_that_was_leased_comes_up_before_its_get(core: Core) -> None:
     assert core.counters["prefetched_chunks"] == core.counters["prefetch_used_chunks"] == 4
     core.get(session, keys_of(versions))
     assert core.counters["prefetch_used_chunks"] == 4
-    core.manager.release(session, match.lease_id)
+    core.store.release(session, match.lease_id)
 
 
 def test_a_lookup_without_a_lease_or_of_what_is_in_memory_loads_nothing(core: Core) -> None:
@@ -121,7 +121,7 @@ def test_loads_that_nobody_reads_become_rare(core: Core, monkeypatch: pytest.Mon
         before = core.counters["prefetched_chunks"]
         match = look(core, session, prompt(6, seed=seed))
         core.settle()
-        core.manager.release(session, match.lease_id)
+        core.store.release(session, match.lease_id)
         begun.append(core.counters["prefetched_chunks"] - before)
     assert begun[:5] == [6] * 5
     assert 0 < sum(map(bool, begun[-32:])) <= 2
