@@ -163,7 +163,7 @@ class Tier(ABC):
         """
         return self.read_steps(key, out)
 
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return what *key* has in common with others that are best read in a row, by one thread.
 
         None: nothing. Who reads a row says so to ``expect``.

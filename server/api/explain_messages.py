@@ -11,7 +11,7 @@ from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespace
 from kvstore.server.api.validation import Checks, fidelity, fitting
-from kvstore.server.index.model_registry import Space
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.explain import Explainer, Reason, SimilarModel
 from kvstore.server.store.miss_log import LoggedMiss, MissLog, Report
@@ -26,14 +26,14 @@ class ExplainDesk:
     """Answers Explain, and is told of what it will have to explain. Thread-safe."""
 
     def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
-        transfers = store.transfers
+        moves = store.moves
         self._catalog = store.catalog
         self._gates = store.blends.gates
         self._sessions = sessions
         self._checks = checks
         self._clock: Callable[[], float] = checks.clock
         self._explainer = Explainer(
-            store.catalog, transfers.sources, transfers.outcomes, transfers.clock,
+            store.catalog, moves.sources, moves.outcomes, moves.clock,
             store.states, store.spaces,
         )  # fmt: skip
         self._log = MissLog(checks.clock)
@@ -93,7 +93,7 @@ class ExplainDesk:
             )
         return Namespace(request.key_namespace)
 
-    def _known(self, space: Space) -> pb.KnownSpace:
+    def _known(self, space: ModelNamespace) -> pb.KnownSpace:
         return _space_message(space, self._catalog.queries.count_in(space.namespace))
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
@@ -147,7 +147,7 @@ def _similar(similar: SimilarModel) -> pb.KnownSpace:
     return message
 
 
-def _space_message(space: Space, chunks: int) -> pb.KnownSpace:
+def _space_message(space: ModelNamespace, chunks: int) -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
         representation=wire.representation_to_message(space.representation),

@@ -47,8 +47,8 @@ class GetStream:
         self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
     ) -> Iterator[pb.GetResponse]:
         """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
-        transfers = self.store.transfers
-        layered = LayerwiseRead(transfers, self.session, keys, self.deadline, self.least)
+        moves = self.store.moves
+        layered = LayerwiseRead(moves, self.session, keys, self.deadline, self.least)
         layered.skipped = skipped
         for part in layered.parts():
             yield from self._pieces(part)
@@ -63,7 +63,7 @@ class GetStream:
 
         Of a frame within *reach* its place instead.
         """
-        reading = RangeRead(self.store.transfers, self.store.reads, self.least, self.deadline)
+        reading = RangeRead(self.store.moves, self.store.reads, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
@@ -109,7 +109,7 @@ class GetStream:
         """Yield the chunks from *first* on; what is there without a load is told together."""
         reads, least = self.store.reads, self.least
         there: list[ReadResult] = []
-        lenders = self.store.transfers.lenders(keys[first:])
+        lenders = self.store.moves.lenders(keys[first:])
         for one in reads.get(self.session, keys[first:], self.deadline, reach, least, peers):
             result = replace(one, index=one.index + first)
             if result.place is None:

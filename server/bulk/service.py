@@ -39,7 +39,7 @@ class BulkService:
         desk_limits: DeskLimits | None = None,
     ) -> None:
         self._store = store
-        self.desk = PeerDesk(store.transfers, desk_limits or DeskLimits())
+        self.desk = PeerDesk(store.moves, desk_limits or DeskLimits())
         self._sessions = sessions
         self._checks = checks
         self.tracing: Tracing | None = None
@@ -107,8 +107,8 @@ class BulkService:
             if work.word.flags & bulk.RANGES:
                 found = self._ranges(keys[:known], ranges, work.deadline, least)
             elif work.word.flags & bulk.LAYER_MAJOR:
-                transfers = self._store.transfers
-                layered = LayerwiseRead(transfers, session, keys[:known], work.deadline, least)
+                moves = self._store.moves
+                layered = LayerwiseRead(moves, session, keys[:known], work.deadline, least)
                 layered.skipped = skipped
                 found = self._layers(layered)
             else:
@@ -138,7 +138,7 @@ class BulkService:
         deadline: float,
         least: Fidelity,
     ) -> Generator[Piece, None, None]:
-        reading = RangeRead(self._store.transfers, self._store.reads, least, deadline)
+        reading = RangeRead(self._store.moves, self._store.reads, least, deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue

@@ -195,7 +195,7 @@ class PeerTier(Tier):
     # --- reading
 
     @override
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return who has *key*, as chunks of one peer are asked for in one request."""
         offer = self._offer(key)
         return offer.peers if offer is not None else None

@@ -72,10 +72,10 @@ def ready_peers(
     if config.asks_directory and directory is None:
         fix = "they are found in the Redis: add --directory and --redis, or name their addresses"
         raise InvalidRequestError("peers", DIRECTORY, fix)
-    shelf = store.transfers.peers
-    if shelf is None:
+    slot = store.moves.peers
+    if slot is None:
         return lambda: None
-    peers = cast("PeerTier", shelf.tier).peers
+    peers = cast("PeerTier", slot.tier).peers
     peers.directory = directory if config.asks_directory else None
     name = config.node_id or f"{socket.gethostname()[:100]}:{me.port}"
     return lambda: peers.start(name, me.boot_id)

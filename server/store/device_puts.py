@@ -80,13 +80,13 @@ class DevicePuts:
     """
 
     def __init__(self, store: Store, kernels: FrameKernels) -> None:
-        transfers = store.transfers
-        assert transfers.gpu is not None
-        assert transfers.gpu_tier is not None
+        moves = store.moves
+        assert moves.gpu is not None
+        assert moves.gpu_tier is not None
         self._store = store
         self._reservations = store.reservations
-        self._shelf, self._tier = transfers.gpu, transfers.gpu_tier
-        self._clock = transfers.clock
+        self._slot, self._tier = moves.gpu, moves.gpu_tier
+        self._clock = moves.clock
         self._kernels = kernels
         self._stream = self._tier.device.stream()
         self._rings: dict[int, _Ring] = {}
@@ -173,8 +173,8 @@ class DevicePuts:
                 if offset + header.frame_bytes > len(ring.memory):
                     fix = f"within a ring of {len(ring.memory)} bytes"
                     raise InvalidRequestError("offset", (offset, header.frame_bytes), fix)
-            if self._shelf.breaker.is_open:
-                reason = f"gpu is left alone for now: {self._shelf.breaker.reason}"
+            if self._slot.breaker.is_open:
+                reason = f"gpu is left alone for now: {self._slot.breaker.reason}"
                 return [PutResult(PutOutcome.refused, reason)] * len(frames)
             written = self._tier.device.import_event(event)
             self._wait_for(written, session, deadline)
@@ -204,7 +204,7 @@ class DevicePuts:
         try:
             for header, offset in frames:
                 info = header.info()
-                room = self._reservations.reserve_on(self._shelf, session, info, deadline, hints)
+                room = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
                 if isinstance(room, PutResult):
                     results.append(room)
                 else:
@@ -217,7 +217,7 @@ class DevicePuts:
                     results[at] = self._seal(one, next(sums), session, hints)
         finally:
             for one in placed:
-                self._reservations.give_back_on(self._shelf, one.reservation)
+                self._reservations.give_back_on(self._slot, one.reservation)
         return [result for result in results if result is not None]
 
     def _copied(self, ring: Imported, placed: Sequence[_Placed]) -> list[list[int]]:
@@ -240,7 +240,7 @@ class DevicePuts:
                 stream.record().synchronize()
             return True
 
-        self._shelf.guarded(work, "write")
+        self._slot.guarded(work, "write")
         return begun[0]()
 
     def _seal(
@@ -253,10 +253,10 @@ class DevicePuts:
         except ChunkCorruptError as error:
             self._reservations.counters.add("put_invalid_chunks")
             self._reservations.record_invalid(header.key, error)
-            self._reservations.give_back_on(self._shelf, one.reservation)
+            self._reservations.give_back_on(self._slot, one.reservation)
             return PutResult(PutOutcome.refused, str(error))
         return self._reservations.seal_on(
-            self._shelf, one.reservation, header, session.tenant, hints
+            self._slot, one.reservation, header, session.tenant, hints
         )
 
 
@@ -264,7 +264,7 @@ def open_device_puts(store: Store) -> DevicePuts | None:
     """Return what takes puts on the device of the gpu tier; None, after a warning, where the
     kernels that sum them cannot be had.
     """
-    tier = store.transfers.gpu_tier
+    tier = store.moves.gpu_tier
     assert tier is not None
     try:
         return DevicePuts(store, open_kernels(tier.memory.device))

@@ -9,11 +9,16 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.model_registry import Differing, KnownSpaces, Space, nearest
+from kvstore.server.index.model_registry import (
+    FieldDifference,
+    ModelNamespace,
+    ModelRegistry,
+    nearest,
+)
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.tiering.state_admission import StateAdmission
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
 MAX_SIMILAR = 3
 """Other Representations that an answer names."""
@@ -29,7 +34,7 @@ _MAX_TOLD = 4
 Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
 """Tiers and what lies there, in the order in which they are read."""
 
-Others: TypeAlias = Sequence[tuple[Space, Sequence[Differing]]]
+Others: TypeAlias = Sequence[tuple[ModelNamespace, Sequence[FieldDifference]]]
 """Spaces, and in what each differs from the one that was asked for."""
 
 
@@ -61,8 +66,8 @@ class Reason:
 class SimilarModel:
     """Another Representation with chunks: in what it differs, and whether it has these tokens."""
 
-    space: Space
-    differing: Sequence[Differing]
+    space: ModelNamespace
+    differing: Sequence[FieldDifference]
     chunks: int
     has_tokens: bool
 
@@ -77,7 +82,7 @@ class Explanation:
 
 
 class Explainer:
-    """Explains to who asks. *sources* are the shelves in the order in which they are read.
+    """Explains to who asks. *sources* are the slots in the order in which they are read.
 
     *states* says whose state was turned away, *spaces* are those of earlier sessions.
     Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
@@ -86,18 +91,18 @@ class Explainer:
     def __init__(
         self,
         catalog: Catalog,
-        sources: Sequence[Shelf],
+        sources: Sequence[TierSlot],
         outcomes: Outcomes,
         clock: Callable[[], float],
         states: StateAdmission | None = None,
-        spaces: KnownSpaces | None = None,
+        spaces: ModelRegistry | None = None,
     ) -> None:
         self._states = states
         self._catalog = catalog
-        self._shelves = {shelf.name: shelf for shelf in sources}
+        self._slots = {slot.name: slot for slot in sources}
         self._outcomes = outcomes
         self._clock = clock
-        self.spaces = KnownSpaces() if spaces is None else spaces
+        self.spaces = ModelRegistry() if spaces is None else spaces
 
     def explain(
         self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
@@ -120,7 +125,7 @@ class Explainer:
         return Explanation(hits, reasons, self._similar(others, keys) if absent else ())
 
     def _usable(self, keys: Sequence[ChunkKey], least: Fidelity) -> int:
-        return len(self._catalog.held([next(iter(self._shelves))], keys, least)[0])
+        return len(self._catalog.held([next(iter(self._slots))], keys, least)[0])
 
     def others(self, space: Namespace) -> Others:
         """Return the other spaces of its tenant, those that differ least first."""
@@ -157,15 +162,15 @@ class Explainer:
         outcome = None if seen.copies else self._outcomes.of(key)
         down = {}
         for name in seen.copies:
-            shelf = self._shelves.get(name)
-            if shelf is not None and shelf.breaker.is_open:
-                down[name] = shelf.breaker.reason
+            slot = self._slots.get(name)
+            if slot is not None and slot.breaker.is_open:
+                down[name] = slot.breaker.reason
         return ChunkFacts(key, least, self._clock(), seen, outcome, down)
 
     def reason(self, facts: ChunkFacts, others: Others, ago: str = "ago") -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
         key, seen, outcome = facts.key, facts.seen, facts.outcome
-        order = [name for name in self._shelves if name in seen.copies]
+        order = [name for name in self._slots if name in seen.copies]
         copies = tuple((name, seen.copies[name]) for name in order)
         if seen.is_expired:
             return Reason(key, "expired", "its time to live is up; put it again", copies)
@@ -181,7 +186,7 @@ class Explainer:
         named = self._elsewhere(key, others)
         if named is not None:
             return named
-        if seen.is_ghost:
+        if seen.is_evicted:
             return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
         return Reason(key, "unknown", "never stored here, or forgotten since")
 
@@ -223,7 +228,7 @@ class Explainer:
             return None
         return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
 
-    def _has(self, space: Space, key: ChunkKey) -> bool:
+    def _has(self, space: ModelNamespace, key: ChunkKey) -> bool:
         """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
 
@@ -234,7 +239,7 @@ def _told(outcome: Outcome, ago: str) -> str:
     return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
 
 
-def _said(differing: Sequence[Differing]) -> str:
+def _said(differing: Sequence[FieldDifference]) -> str:
     told = [f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing[:_MAX_TOLD]]
     more = [f"{len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else []
     return "; ".join(told + more)

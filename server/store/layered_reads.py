@@ -14,7 +14,7 @@ from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity, layer_order
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.streaming_load import StreamingLoad
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.work_queue import Ticket
 
 READ_AHEAD_CHUNKS = 8
@@ -63,7 +63,7 @@ class LayerwiseRead:
 
     def __init__(
         self,
-        transfers: Transfers,
+        moves: Moves,
         session: Session,
         keys: Sequence[ChunkKey],
         deadline: float,
@@ -71,7 +71,7 @@ class LayerwiseRead:
     ) -> None:
         self.skipped: SkippedRows | None = None
         """Rows that the reader does not want."""
-        self._transfers = transfers
+        self._moves = moves
         self._least = least
         self._session = session
         self._keys = keys
@@ -85,7 +85,7 @@ class LayerwiseRead:
 
         A chunk that is lost on the way ends the prefix there; a late one ends the answer.
         """
-        counters = self._transfers.counters
+        counters = self._moves.counters
         try:
             self._open()
             for source in self._sources:
@@ -99,7 +99,7 @@ class LayerwiseRead:
             counters.add("get_missed_chunks", len(self._keys) - len(self._sources))
 
     def _part(self, source: _Source, offset: int, data: Bytes) -> LayerPart:
-        self._transfers.counters.add("get_bytes", len(data))
+        self._moves.counters.add("get_bytes", len(data))
         return LayerPart(source.index, source.tier, source.header.frame_bytes, offset, data)
 
     # --- headers
@@ -117,21 +117,21 @@ class LayerwiseRead:
 
     def _begin(self, key: ChunkKey) -> _Opening | None:
         """Start what brings the header of *key* in reach; None when nothing can."""
-        transfers = self._transfers
-        copies = transfers.catalog.copies(key)
-        for shelf in transfers.sources:
-            copy = copies.get(shelf.name)
-            if copy is None or copy.fidelity < self._least or shelf.breaker.is_open:
+        moves = self._moves
+        copies = moves.catalog.copies(key)
+        for slot in moves.sources:
+            copy = copies.get(slot.name)
+            if copy is None or copy.fidelity < self._least or slot.breaker.is_open:
                 continue
-            if shelf is transfers.cpu:
-                return _Opening(shelf.name, None, None)
-            if not (shelf.tier.reads_parts and StreamingLoad.is_possible(copy)):
-                ticket = transfers.load(key, shelf, self._session.tenant)
-                return None if ticket is None else _Opening(shelf.name, ticket, None)
-            load = StreamingLoad(transfers, shelf, copy, self._session.tenant)
+            if slot is moves.cpu:
+                return _Opening(slot.name, None, None)
+            if not (slot.tier.reads_parts and StreamingLoad.is_possible(copy)):
+                ticket = moves.load(key, slot, self._session.tenant)
+                return None if ticket is None else _Opening(slot.name, ticket, None)
+            load = StreamingLoad(moves, slot, copy, self._session.tenant)
             self._loads.append(load)
             ticket = load.submit(None, self._deadline)
-            return None if ticket is None else _Opening(shelf.name, ticket, load)
+            return None if ticket is None else _Opening(slot.name, ticket, load)
         return None
 
     def _opened(self, index: int, key: ChunkKey, opening: _Opening | None) -> _Source | None:
@@ -142,7 +142,7 @@ class LayerwiseRead:
             if load.header.layout.segment_count != len(self._order):
                 return None
             return _Source(index, opening.tier, load.header, load.frame, load)
-        frame = self._transfers.cpu_tier.peek(key)
+        frame = self._moves.cpu_tier.peek(key)
         header = None if frame is None else parse_header(frame)
         if frame is None or header is None or header.fidelity < self._least:
             return None
@@ -154,9 +154,9 @@ class LayerwiseRead:
         """Wait for a read; False when it failed or is late."""
         try:
             if ticket is not None:
-                self._transfers.mover.wait(ticket, self._deadline)
+                self._moves.work_queue.wait(ticket, self._deadline)
         except DeadlineError:
-            self._transfers.counters.add("get_late_chunks")
+            self._moves.counters.add("get_late_chunks")
             return False
         except KVStoreError:
             return False
@@ -193,6 +193,6 @@ class LayerwiseRead:
         try:
             return cut_rows(header, segment, data, source.kept)
         except ChunkCorruptError:
-            shelf = source.load.source if source.load is not None else self._transfers.cpu
-            self._transfers.quarantine(shelf, header.key)
+            slot = source.load.source if source.load is not None else self._moves.cpu
+            self._moves.drop_corrupt(slot, header.key)
             return None

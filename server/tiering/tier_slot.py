@@ -1,4 +1,4 @@
-"""A Shelf: one tier as the store sees it, with its codec, policy, breaker and speed."""
+"""A TierSlot: one tier as the store sees it, with its codec, policy, breaker and speed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What is asked of a shelf: room for a frame, by when, leaving how much free."""
+class SpaceRequest:
+    """What is asked of a slot: room for a frame, by when, leaving how much free."""
 
     info: ChunkInfo
     tenant: str
@@ -68,7 +68,7 @@ class Room:
 
 
 @dataclass(slots=True, eq=False)
-class Shelf:
+class TierSlot:
     """One tier and what is needed to use it.
 
     Calls go through the breaker: TierUnavailableError counts as a failure of the medium, any
@@ -172,7 +172,7 @@ class Shelf:
     def encode_for(
         self, frame: Bytes, tenant: str = DEFAULT_TENANT, least: Fidelity = Fidelity.none
     ) -> Bytes:
-        """Return *frame* under this shelf's codec: the same bytes when it already is.
+        """Return *frame* under this slot's codec: the same bytes when it already is.
 
         An exact one stays so where *least* is.
         """

@@ -43,8 +43,8 @@ class NodeEvents:
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
-        shelves = store.transfers.shelves.values()
-        log = EventLog([one.name for one in shelves if not one.tier.shared], config.events_kept)
+        slots = store.moves.slots.values()
+        log = EventLog([one.name for one in slots if not one.tier.shared], config.events_kept)
         store.catalog.listeners.append(log)
         restarted = partial(store.counters.add, "event_restarts")
         self.desk = EventDesk(log, store.catalog.queries.held_from, holds, restarted)

@@ -61,14 +61,14 @@ class Readers:
         copies = [self.world.catalog.copies(key) for key in keys]
         prefix = next((at for at, held in enumerate(copies) if not held), len(keys))
         assert match.ready <= prefix
-        barred = {shelf.name for shelf in self.world.shelves if shelf.breaker.is_open}
+        barred = {slot.name for slot in self.world.slots if slot.breaker.is_open}
         readable = next(
             (at for at, held in enumerate(copies) if not held.keys() - barred), len(keys)
         )
         if self.world.faults.raised == raised and deadline > self.world.clock():
             assert match.ready == readable
         assert match.ready + match.pending + match.missing == len(keys)
-        order = [shelf.name for shelf in self.world.shelves]
+        order = [slot.name for slot in self.world.slots]
         found = list(zip(match.tiers, copies, strict=False))
         assert all(tier in held for tier, held in found)
         if self.world.faults.raised == raised:  # else a tier may have been barred since

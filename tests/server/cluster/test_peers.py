@@ -53,9 +53,9 @@ def client_of(server: LocalServer) -> Client:
 
 
 def tier_of(server: LocalServer) -> PeerTier:
-    shelf = server.node.store.transfers.peers
-    assert shelf is not None
-    return cast("PeerTier", shelf.tier)
+    slot = server.node.store.moves.peers
+    assert slot is not None
+    return cast("PeerTier", slot.tier)
 
 
 def is_up(server: LocalServer, count: int = 1) -> bool:

@@ -50,7 +50,7 @@ def core() -> Iterator[Core]:
 
 def forget(core: Core, version: Version, tier: str = "cpu") -> None:
     assert core.catalog.cast_out(tier, version.info.key)
-    core.transfers.delete_from(core.shelf(tier), version.info.key)
+    core.moves.delete_from(core.slot(tier), version.info.key)
     core.settle()
 
 
@@ -173,7 +173,7 @@ def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -
     def parts(least: Fidelity) -> list[int]:
         lease_id, known = core.store.open_get(session, keys_of(versions), 0)
         keys = keys_of(versions)[:known]
-        get = LayerwiseRead(core.transfers, session, keys, core.later(), least)
+        get = LayerwiseRead(core.moves, session, keys, core.later(), least)
         found = [part.chunk for part in get.parts() if not part.offset]
         core.store.release(session, lease_id)
         return found
@@ -224,7 +224,7 @@ def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
 def disk_frame(core: Core, version: Version) -> Bytes:
     info = core.catalog.copies(version.info.key)["disk"]
     frame = as_bytes(bytearray(info.size_bytes))
-    assert core.shelf("disk").tier.read_into(info.key, frame)
+    assert core.slot("disk").tier.read_into(info.key, frame)
     return frame
 
 
@@ -322,7 +322,7 @@ class Schedule:
         version, tier = self.draw.choice(self.versions), self.draw.choice(["disk", "redis"])
         best = self.core.catalog.holders(version.info.key, Fidelity.exact)
         if self.core.copy_down(version, tier) and best:
-            wanted = self.core.shelf(tier).fidelity_for("red")
+            wanted = self.core.slot(tier).fidelity_for("red")
             assert fidelity_on(self.core, tier, version.info.key) >= wanted
 
     def drop(self) -> None:

@@ -24,7 +24,7 @@ from kvstore.proto.types import (
     Match,
     Namespace,
 )
-from kvstore.server.index.prefix_ends import EndNeeds
+from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.lookup import NEGATIVE_TTL_S
 
@@ -114,7 +114,7 @@ def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
     core: Core, session: Session, redis: AskedRedis
 ) -> None:
     catalog, info = core.store.catalog, VERSIONS[0].info
-    catalog.needs_ends(Namespace(info.key[:DIGEST_BYTES]), EndNeeds(state=True))
+    catalog.needs_ends(Namespace(info.key[:DIGEST_BYTES]), ResumeRequirements(state=True))
     state = Component(LayerKind.state, DType.uint8, 1, 1, 40, 1, info.layout.tokens)
     richer = replace(info, layout=KVLayout((*info.layout.components, state)), size_bytes=900)
     redis.others_put(richer, np.zeros(900, np.uint8))

@@ -26,11 +26,11 @@ def put_low(core: Core, session: Session, versions: list[Version], tier: str = "
     """Put chunks so that only a lower tier has them."""
     core.put(session, versions)
     for version in versions:
-        ticket = core.transfers.copy_down(version.info.key, core.shelf(tier), urgent=True)
+        ticket = core.moves.copy_down(version.info.key, core.slot(tier), urgent=True)
         assert ticket is not None
-        assert core.mover.wait(ticket, core.later())
+        assert core.work_queue.wait(ticket, core.later())
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+        core.moves.delete_from(core.moves.cpu, version.info.key)
         assert core.tiers_of(version) == [tier]
 
 
@@ -80,7 +80,7 @@ def test_loads_run_ahead_of_the_reader_but_not_without_bound() -> None:
         depths = []
         for index in range(LOADS_AHEAD_CHUNKS):
             assert next(results).index == index
-            depths.append(core.mover.depth()["load-disk"])
+            depths.append(core.work_queue.depth()["load-disk"])
         assert max(depths) == LOADS_AHEAD_CHUNKS
         assert min(depths) >= LOADS_AHEAD_CHUNKS // 2
         results.close()  # type: ignore[attr-defined]
@@ -131,15 +131,15 @@ def test_a_tier_that_is_left_alone_is_a_miss_and_not_waited_for(
     put_low(core, session, [version])
     disk.faults.fail = 1.0
     assert core.get(session, keys_of([version])) == []
-    assert core.shelf("disk").breaker.is_open
+    assert core.slot("disk").breaker.is_open
     raised = disk.faults.raised
     assert core.get(session, keys_of([version])) == []
     assert disk.faults.raised == raised
     assert core.tiers_of(version) == ["disk"]
 
 
-def test_a_full_lane_is_a_miss(disk: SimDisk) -> None:
-    with closing(Core([disk], lane_limit=0, clock=FakeClock())) as core:
+def test_a_full_queue_is_a_miss(disk: SimDisk) -> None:
+    with closing(Core([disk], queue_limit=0, clock=FakeClock())) as core:
         session = core.open_session()
         versions = prompt(2)
         put_low(core, session, versions)
@@ -256,9 +256,9 @@ def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
         versions = prompt(3 * READ_AHEAD_CHUNKS)
         put_low(core, session, versions)
         keys = keys_of(versions)
-        ticket = core.transfers.load(keys[2], core.shelf("disk"), session.tenant)
+        ticket = core.moves.load(keys[2], core.slot("disk"), session.tenant)
         assert ticket is not None
-        assert core.mover.wait(ticket, core.later())
+        assert core.work_queue.wait(ticket, core.later())
         lease_id, _ = core.store.open_get(session, keys, 0)
         results = list(core.store.reads.get(session, keys, core.later()))
         assert len(results) == len(keys)
@@ -275,7 +275,7 @@ def test_only_who_opens_files_is_told_of_one(
     core.put(session, versions, durable=True)
     # The catalog knows both copies; the one in memory goes before anybody looks where it is.
     monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
-    disk = core.shelf("disk").tier
+    disk = core.slot("disk").tier
     monkeypatch.setattr(disk, "file_place", lambda key: FilePlace(7, 4096, 100))
     rows = core.store.reads.in_place(keys_of(versions), reach, Fidelity.exact)
     assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
@@ -287,15 +287,15 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
 ) -> None:
     versions = prompt(6)
     put_low(core, session, versions)
-    disk = core.shelf("disk")
+    disk = core.slot("disk")
     monkeypatch.setattr(disk.tier, "file_place", lambda key: FilePlace(7, 4096, 100))
-    # It stays where it was until the store lane comes to it.
-    monkeypatch.setattr(core.transfers, "delete_from", lambda *_, **__: None)
+    # It stays where it was until the store queue comes to it.
+    monkeypatch.setattr(core.moves, "delete_from", lambda *_, **__: None)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     reach = IN_MEMORY | {Reach.file}
     results = core.store.reads.get(session, keys_of(versions), core.later(), reach)
     assert next(results).tier == "disk"
-    core.transfers.quarantine(disk, versions[3].info.key)
+    core.moves.drop_corrupt(disk, versions[3].info.key)
     assert [result.index for result in results] == [1, 2]
     core.store.release(session, lease_id)
 

@@ -74,7 +74,7 @@ def warm(core: Core, session: Session, versions: list[Version]) -> None:
 def drop_from_cpu(core: Core, versions: list[Version]) -> None:
     for version in versions:
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+        core.moves.delete_from(core.moves.cpu, version.info.key)
 
 
 def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[ReadResult]:
@@ -108,7 +108,7 @@ def test_a_promotion_is_never_waited_for(core: Core, session: Session) -> None:
     core.put(session, versions)
     for _ in range(2):
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert core.mover.depth()["store-gpu"] == 2
+    assert core.work_queue.depth()["store-gpu"] == 2
     assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 2
 
 
@@ -251,7 +251,7 @@ def test_a_device_that_fails_is_left_alone_and_tried_again(
     versions = prompt(5)
     device.fails = True
     warm(core, session, versions[:FRAMES])
-    (status,) = [s for s in core.store.shelf_statuses() if s.name == "gpu"]
+    (status,) = [s for s in core.store.slot_statuses() if s.name == "gpu"]
     assert "fails on purpose" in status.reason
     assert core.counters["failed_copies"] == FRAMES
     assert gpu.stats().used_bytes == 0
@@ -316,16 +316,16 @@ def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
             elif step == "device":
                 check_in_place(core, gpu, session, some)
             elif step == "move":
-                core.mover.step()
+                core.work_queue.step()
             elif draw.random() < 0.2:
                 core.store.delete(keys_of(some), core.later())
         core.settle()
         assert core.counters["corrupt_chunks"] == core.catalog.held_count() == 0
-        for name, shelf in core.transfers.shelves.items():
-            found = {info.key for info in shelf.tier.scan()}
+        for name, slot in core.moves.slots.items():
+            found = {info.key for info in slot.tier.scan()}
             known = {v.info.key for _, p in prompts for v in p if name in core.tiers_of(v)}
-            assert found - core.catalog.strays(name) == known
-            assert shelf.tier.stats().reservations == 0
+            assert found - core.catalog.orphans(name) == known
+            assert slot.tier.stats().reservations == 0
 
 
 def check_in_place(core: Core, gpu: GpuTier, session: Session, versions: list[Version]) -> None:
