@@ -14,12 +14,11 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import History
-from kvstore.server.eviction.flop_density import FlopDensity
 from kvstore.server.eviction.leaf_tree import LeafFirstEviction
-from kvstore.server.eviction.marconi import MarconiEviction
+from kvstore.server.eviction.marconi import FlopDensity, MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.queues import RowHeap, RowOrder
 from kvstore.server.eviction.registry import make_policy
-from kvstore.server.eviction.row_heap import RowHeap, RowOrder
 
 _TICK_BITS = 48
 _MOST_USES = (1 << (64 - _TICK_BITS)) - 1

@@ -7,9 +7,14 @@ from dataclasses import replace
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.blending.content_index import ContentIndex
-from kvstore.server.eviction.miss_ratio_curve import WhatIf
 from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.eviction.quotas import NO_QUOTA, PartitionedEviction, PartitionTable, Quota
+from kvstore.server.eviction.quotas import (
+    NO_QUOTA,
+    PartitionedEviction,
+    PartitionTable,
+    Quota,
+    WhatIf,
+)
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.chunk_metadata import Knowledge

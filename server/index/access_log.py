@@ -11,8 +11,8 @@ import numpy as np
 
 from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.miss_ratio_curve import WhatIf, identities
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.quotas import WhatIf, identities
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 
 MAX_EVENTS = 32

@@ -12,9 +12,8 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
 from kvstore.server.blending.content_index import UNKNOWN_CONTENT, ContentIndex
 from kvstore.server.blending.token_priority import TokenPriorities
 from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.miss_ratio_curve import WhatIf
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.quotas import PartitionTable
+from kvstore.server.eviction.quotas import PartitionTable, WhatIf
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.groups import GroupTable
 from kvstore.server.index.hints import NEVER, HintTable

@@ -8,8 +8,16 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import NO_FACTS, Facts, History, Report
-from kvstore.server.eviction.chunk_classes import MAX_CLASSES, MAX_GROUPS, ChunkClasses
+from kvstore.server.eviction.access_history import (
+    MAX_CLASSES,
+    MAX_GROUPS,
+    NO_FACTS,
+    ChunkClasses,
+    Facts,
+    History,
+    Report,
+    SteadyClock,
+)
 
 CHUNK_TOKENS = 512
 
@@ -216,3 +224,9 @@ def test_a_hint_or_a_chunk_of_no_size_is_refused_by_name() -> None:
         History().hint(rows(1), 7)
     with pytest.raises(InvalidRequestError, match="chunk_tokens"):
         History(0)
+
+
+def test_a_steady_clock_stands_while_the_callers_goes_back() -> None:
+    clock = SteadyClock()
+
+    assert [clock.time_s(at) for at in (5.0, 7.0, 1.0, 1.5, 2.0)] == [5.0, 7.0, 7.0, 7.5, 8.0]

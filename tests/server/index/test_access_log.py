@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.miss_ratio_curve import LEAST_SAMPLED, WhatIf
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.quotas import LEAST_SAMPLED, WhatIf
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.access_log import (
     MAX_CHAINS,
