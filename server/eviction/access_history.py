@@ -179,7 +179,7 @@ class SteadyClock:
         return time_s
 
 
-class Report(NamedTuple):
+class RefreshReport(NamedTuple):
     """What was asked for between two refreshes.
 
     ``rows`` of what was known of it and ``ages_s`` how long each had waited; ``chunks`` counts
@@ -194,7 +194,7 @@ class Report(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a History as numpy sees them, each of shape (rows,)."""
+    """The columns of an AccessHistory as numpy sees them, each of shape (rows,)."""
 
     last_s: NDArray[np.float64]
     hits: NDArray[np.uint8]
@@ -223,7 +223,7 @@ _MOST_CHUNKS = 65_535
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class InsertInfo:
     """What whoever stores a chunk says of it.
 
     ``tokens_full`` is False for an end of a prompt that fills no chunk; ``flops`` are what its
@@ -247,11 +247,11 @@ class Facts:
             raise InvalidRequestError("prompt_chunks", self.prompt_chunks, "a count, or 0")
 
 
-NO_FACTS = Facts()
+NO_INFO = InsertInfo()
 """Nothing is said of the chunk."""
 
 
-class History:
+class AccessHistory:
     """Columns by row of what is remembered of a chunk, and the table that learns from it.
 
     A row is a chunk's from its first ``seen`` to ``forget``, evicted or not: what is here no more
@@ -280,9 +280,9 @@ class History:
         """Group, hint and whether it is an end, as ``chunk_classes`` packs it."""
         self.kinds = ChunkClasses(chunk_tokens)
         self.table = DensityTable(self.kinds.coarse)
-        self.followers: list[Callable[[Rows], None]] = []
+        self.on_hint: list[Callable[[Rows], None]] = []
         """Called with the rows whose class changed by a hint, after it did."""
-        self.watchers: list[Callable[[Report], None]] = []
+        self.on_refresh: list[Callable[[RefreshReport], None]] = []
         """Called after each refresh."""
         self._asked_rows, self._asked_ages_s = array("q"), array("d")
         """What was asked for since the last report."""
@@ -322,14 +322,14 @@ class History:
             next(self._steps, None)
 
     def _report(self, requests: int, time_s: float) -> None:
-        """Tell the watchers what was asked for since the last refresh."""
+        """Tell the on_refresh what was asked for since the last refresh."""
         if not self._asked_rows:
             return
         rows, ages_s = np.frombuffer(self._asked_rows, np.intp), np.frombuffer(self._asked_ages_s)
-        report = Report(rows, ages_s, self._chunks, requests, time_s)
+        report = RefreshReport(rows, ages_s, self._chunks, requests, time_s)
         self._asked_rows, self._asked_ages_s = array("q"), array("d")
         self._chunks = 0
-        for watcher in self.watchers:
+        for watcher in self.on_refresh:
             watcher(report)
 
     def _known(self, rows: Rows) -> Rows:
@@ -354,7 +354,7 @@ class History:
         seen = self._seen
         since_s = seen.last_s[rows]
         self.table.asked(seen.classes[rows], since_s, time_s)
-        if self.watchers:
+        if self.on_refresh:
             self._asked_rows.frombytes(rows.tobytes())
             self._asked_ages_s.frombytes((time_s - since_s).tobytes())
         hits = seen.hits[rows]
@@ -386,7 +386,7 @@ class History:
             classes[row], last_s[row] = kind, time_s
             turns[row], lengths[row] = turn, chunks
         self.table.asked(left, since_s, time_s)
-        if self.watchers:
+        if self.on_refresh:
             self._asked_rows.extend(names)
             self._asked_ages_s.extend([time_s - one_s for one_s in since_s])
         self.table.wait(waiting, time_s)
@@ -395,7 +395,7 @@ class History:
         """Do as ``_ask`` does of a prompt of whose chunks only the first is known."""
         since_s = self.last_s[row]
         self.table.asked_one(self.classes[row], since_s, time_s)
-        if self.watchers:
+        if self.on_refresh:
             self._asked_rows.append(row)
             self._asked_ages_s.append(time_s - since_s)
         count = self.hits[row]
@@ -411,7 +411,7 @@ class History:
         self._seen.turns[rows] = turn
         self._seen.chunks[rows] = chunks
 
-    def seen(self, row: int, parent: int, facts: Facts, now_s: float) -> None:
+    def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
         """A chunk is stored that continues *parent*, which may be NO_ROW or unknown.
 
         The first sight of it counts as an asking, in the context of its parent; of a known one
@@ -419,7 +419,7 @@ class History:
         """
         self.seen_chain(np.array([row]), parent, facts, now_s)
 
-    def seen_chain(self, rows: Rows, parent: int, facts: Facts, now_s: float) -> None:
+    def seen_chain(self, rows: Rows, parent: int, facts: InsertInfo, now_s: float) -> None:
         """Chunks are stored of which each continues the one before, the first *parent*.
 
         As ``seen`` for each, where ``tokens_full`` is of the last.
@@ -440,7 +440,7 @@ class History:
         if len(fresh):
             self._meet(_distinct(fresh), parent, facts, time_s)
 
-    def _meet(self, rows: Rows, parent: int, facts: Facts, time_s: float) -> None:
+    def _meet(self, rows: Rows, parent: int, facts: InsertInfo, time_s: float) -> None:
         """Begin to remember chunks that came in the context of *parent*."""
         kinds, seen, turn = self.kinds, self._seen, self.turns[parent]
         own = 0
@@ -478,7 +478,7 @@ class History:
         others = kinds.of(own, seen.hits[rows], contexts)
         self.table.moved(seen.classes[rows], others, seen.last_s[rows], self._clock.latest_s)
         seen.classes[rows] = others
-        for follower in self.followers:
+        for follower in self.on_hint:
             follower(rows)
 
     def forget(self, row: int) -> None:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import MAX_CLASSES, History, Report
+from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
 from kvstore.server.eviction.leaf_tree import FEW, LeafFirstEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import ClassQueues, RestOfQueue
+from kvstore.server.eviction.queues import ClassQueues, QueueCursor
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, EDGES_S
 
 BUDGET = 0.005
@@ -44,7 +44,7 @@ _LAST_AGE = AGE_BINS - 1
 _NOBODY: Rank = (0.0, 0, 0)
 
 
-class RegretGuard:
+class LruSafeguard:
     """Counts the hits of a policy and those that LRU would have had, and says who is ahead.
 
     LRU holds the chunks that were asked for last. So a chunk would have been hit if it had waited
@@ -61,21 +61,21 @@ class RegretGuard:
         """How long a chunk may have waited for LRU to have it still."""
         self.share = 1.0
         """How much of what is asked for and known was ever here."""
-        self.prefers_lru = True
+        self.is_active = True
         self._requests = 0.0
         self._is_warm = False
         """Whether there was something to learn from."""
         self._asked = 0.0
         self._behind = 0.0
 
-    def judge(self, report: Report, mine: NDArray[np.bool_]) -> None:
+    def judge(self, report: RefreshReport, mine: NDArray[np.bool_]) -> None:
         """Take note of what was asked for since the last call, and of it what was ever here."""
         if len(mine):
             self.share += 0.1 * (max(float(mine.mean()), 0.01) - self.share)
         lru_hits = int(np.count_nonzero(report.ages_s[mine] <= self.lru_age_s))
         self._asked += report.chunks * self.share
         self._requests += report.requests
-        if not self.prefers_lru:  # else the difference is no policy's doing
+        if not self.is_active:  # else the difference is no policy's doing
             self._behind += lru_hits - self.hits
         self.hits = 0
         if self._asked > WINDOW_CHUNKS:
@@ -83,10 +83,10 @@ class RegretGuard:
             self._behind /= 2
             self._requests /= 2
         self._is_warm = self._is_warm or self._requests >= WARM_REQUESTS
-        self.prefers_lru = not self._is_warm or self._behind > BUDGET * self._asked
+        self.is_active = not self._is_warm or self._behind > BUDGET * self._asked
 
 
-class QueueRanks:
+class ClassRanking:
     """The first and last of each queue, those that promise the least first.
 
     A promise is the table's value of the class at the age, times the worth of the row. It stays
@@ -97,7 +97,7 @@ class QueueRanks:
     """
 
     def __init__(
-        self, history: History, queues: ClassQueues, used: array[int], worth: array[float]
+        self, history: AccessHistory, queues: ClassQueues, used: array[int], worth: array[float]
     ) -> None:
         self._history = history
         self.queues = queues
@@ -111,7 +111,7 @@ class QueueRanks:
         self._version = -1
 
     def bring_up(self, time_s: float) -> None:
-        """Rank what has changed until now. *time_s* is on the History's clock."""
+        """Rank what has changed until now. *time_s* is on the AccessHistory's clock."""
         table, changed = self._history.table, self.queues.changed
         most = _STALE_SHARE * len(self._current) + _STALE_LEAST
         if self._version != table.version or max(len(self._ranks), len(self._due)) > most:
@@ -204,7 +204,7 @@ class QueueRanks:
         return self._history.classes[row]
 
     def promise(self, row: int, time_s: float) -> float:
-        """Return what a chunk promises at a time of the History's clock."""
+        """Return what a chunk promises at a time of the AccessHistory's clock."""
         history = self._history
         age = bisect_left(_EDGES_S, time_s - history.last_s[row])
         return history.table.values.item(history.classes[row], age) * self._worth[row]
@@ -215,7 +215,7 @@ def _early(time_s: float) -> float:
     return time_s - 1e-12 * abs(time_s)
 
 
-class VictimChoice:
+class VictimCursor:
     """Whom to evict, one after the other, as far as it is asked for. Changes nothing.
 
     The ends of all queues are ranked already; what lies behind one that was taken is ranked when
@@ -224,20 +224,20 @@ class VictimChoice:
 
     def __init__(
         self,
-        ranks: QueueRanks,
-        bared_by: Callable[[int, dict[int, int]], int],
+        ranks: ClassRanking,
+        exposed_by: Callable[[int, dict[int, int]], int],
         time_s: float,
         *,
         is_lru: bool,
     ) -> None:
-        """*bared_by* returns the parent whose last child a row was, of those not named yet."""
+        """*exposed_by* returns the parent whose last child a row was, of those not named yet."""
         self._ranks = ranks
         self._queues, self._used = ranks.queues, ranks.used
-        self._bared_by = bared_by
+        self._exposed_by = exposed_by
         self._time_s = time_s
         self._left: dict[int, int] = {}
         """Children not yet named, of parents that have lost some."""
-        self._opened: dict[int, RestOfQueue] = {}
+        self._opened: dict[int, QueueCursor] = {}
         self._taken: set[int] = set()
         """Rows of the queues that were taken."""
         self._ahead: list[Rank] = []
@@ -262,8 +262,8 @@ class VictimChoice:
             row = self._last(queue) if end & 1 else self._first(queue)
             if not row or row in taken or used[row] != when:
                 continue  # another has come to this end, and is ranked
-            if queue.bared and queue.bared[-(end & 1)][1] == row:
-                del queue.bared[-(end & 1)]
+            if queue.exposed and queue.exposed[-(end & 1)][1] == row:
+                del queue.exposed[-(end & 1)]
                 self._due = (end, end ^ 1)  # it may have been at both
             else:
                 taken.add(row)
@@ -279,7 +279,7 @@ class VictimChoice:
 
     def take_after(self, row: int) -> int:
         """Return whom to evict when *row* is gone, whose parent may be a candidate then."""
-        parent = self._bared_by(row, self._left)
+        parent = self._exposed_by(row, self._left)
         if parent:
             self._bring_in(parent)
         return self.take()
@@ -287,7 +287,7 @@ class VictimChoice:
     def _bring_in(self, row: int) -> None:
         kind = self._ranks.class_of(row)
         queue = self._open(kind)
-        insort(queue.bared, (self._used[row], row))
+        insort(queue.exposed, (self._used[row], row))
         if self._first(queue) == row:
             self._rank(2 * kind)
         if self._last(queue) == row:
@@ -307,24 +307,24 @@ class VictimChoice:
         for kind in self._opened:
             self._rank(2 * kind)
 
-    def _open(self, kind: int) -> RestOfQueue:
+    def _open(self, kind: int) -> QueueCursor:
         queue = self._opened.get(kind)
         if queue is None:
-            queue = self._opened[kind] = RestOfQueue(self._queues, kind)
+            queue = self._opened[kind] = QueueCursor(self._queues, kind)
         return queue
 
-    def _first(self, queue: RestOfQueue) -> int:
+    def _first(self, queue: QueueCursor) -> int:
         queue.skip(self._taken)
-        first, bared = queue.first, queue.bared
-        if bared and (not first or bared[0][0] < self._used[first]):
-            return bared[0][1]
+        first, exposed = queue.first, queue.exposed
+        if exposed and (not first or exposed[0][0] < self._used[first]):
+            return exposed[0][1]
         return first
 
-    def _last(self, queue: RestOfQueue) -> int:
+    def _last(self, queue: QueueCursor) -> int:
         queue.skip_back(self._taken)
-        last, bared = queue.last, queue.bared
-        if bared and (not last or bared[-1][0] > self._used[last]):
-            return bared[-1][1]
+        last, exposed = queue.last, queue.exposed
+        if exposed and (not last or exposed[-1][0] > self._used[last]):
+            return exposed[-1][1]
         return last
 
     def _rank(self, end: int) -> None:
@@ -340,7 +340,7 @@ class VictimChoice:
 class HitDensityEviction(LeafFirstEviction):
     """Evict the leaf whose hits per second of residency, by class and age, are fewest a byte.
 
-    The table of the History says what a chunk of a class promises at an age; what it promises
+    The table of the AccessHistory says what a chunk of a class promises at an age; what it promises
     here is that times its worth by byte: tokens. Leaves of
     a class are queued by their last use, and the first of each queue is a candidate: O(classes)
     for the first victim, O(log) of them for each that follows. Where two promise the same, the
@@ -353,7 +353,7 @@ class HitDensityEviction(LeafFirstEviction):
 
     def __init__(
         self,
-        history: History,
+        history: AccessHistory,
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
@@ -364,14 +364,14 @@ class HitDensityEviction(LeafFirstEviction):
         self._worth = array("f", [0.0])
         """By byte, up to a factor that is the same for all."""
         self._queues = ClassQueues(self._used, MAX_CLASSES)
-        self._ranks = QueueRanks(history, self._queues, self._used, self._worth)
+        self._ranks = ClassRanking(history, self._queues, self._used, self._worth)
         self._see()
         self._tick = 0
         self.fallbacks = 0
-        self._guard = RegretGuard()
+        self._guard = LruSafeguard()
         self._is_full = False
-        history.followers.append(self._requeue)
-        history.watchers.append(self._compare)
+        history.on_hint.append(self._requeue)
+        history.on_refresh.append(self._compare)
 
     def _see(self) -> None:
         """Look at the columns as numpy does; they cannot grow until this is given up."""
@@ -476,7 +476,7 @@ class HitDensityEviction(LeafFirstEviction):
                 self._queues.remove(row)
                 self._queues.place(row, self._history.classes[row])
 
-    def _compare(self, report: Report) -> None:
+    def _compare(self, report: RefreshReport) -> None:
         """Hold what was hit since the last refresh against what LRU would have hit."""
         mine = self._used_seen.take(report.rows, mode="clip") > 0
         self._guard.judge(report, mine)
@@ -489,15 +489,15 @@ class HitDensityEviction(LeafFirstEviction):
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
-        choice = VictimChoice(
+        choice = VictimCursor(
             self._ranks,
-            self._bared_by,
+            self._exposed_by,
             self._history.time_s(now_s),
-            is_lru=self._guard.prefers_lru,
+            is_lru=self._guard.is_active,
         )
         return self._named(choice, keep)
 
-    def _named(self, choice: VictimChoice, keep: Callable[[int], bool]) -> Iterator[int]:
+    def _named(self, choice: VictimCursor, keep: Callable[[int], bool]) -> Iterator[int]:
         clock = self._clock
         started_s = clock() if clock else 0.0
         parents, children, here = self._parents, self._children, self._here

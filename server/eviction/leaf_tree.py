@@ -31,33 +31,33 @@ def closes_circle(row: int, parent: int, parents: array[int], children: array[in
 
 
 class LeafCursor:
-    """Leaves in an order, least rank first, and the parents that they bare put in between."""
+    """Leaves in an order, least rank first, and the parents that they expose put in between."""
 
-    __slots__ = ("_bared", "_leaves", "_next", "_next_rank", "_rank")
+    __slots__ = ("_exposed", "_leaves", "_next", "_next_rank", "_rank")
 
     def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
         """*leaves* come by *rank*. Rows whose rank is the same come in any order."""
         self._leaves, self._rank = leaves, rank
-        self._bared: list[tuple[float, int]] = []
+        self._exposed: list[tuple[float, int]] = []
         self._next = next(leaves, NO_ROW)
         self._next_rank = rank(self._next)
 
     def add(self, row: int) -> None:
         """Put in a row that is not among the leaves."""
-        heapq.heappush(self._bared, (self._rank(row), row))
+        heapq.heappush(self._exposed, (self._rank(row), row))
 
     @property
     def first(self) -> int:
         """What ``take`` returns next."""
-        if self._bared and (not self._next or self._bared[0][0] < self._next_rank):
-            return self._bared[0][1]
+        if self._exposed and (not self._next or self._exposed[0][0] < self._next_rank):
+            return self._exposed[0][1]
         return self._next
 
     def take(self) -> int:
         """Take out the first row and return it; NO_ROW when there is none."""
         row = self._next
-        if self._bared and (not row or self._bared[0][0] < self._next_rank):
-            return heapq.heappop(self._bared)[1]
+        if self._exposed and (not row or self._exposed[0][0] < self._next_rank):
+            return heapq.heappop(self._exposed)[1]
         if row:
             self._next = after = next(self._leaves, NO_ROW)
             self._next_rank = self._rank(after)
@@ -248,7 +248,7 @@ class LeafFirstEviction(EvictionPolicy):
 
     # --- questions
 
-    def _bared_by(self, row: int, orphaned: dict[int, int]) -> int:
+    def _exposed_by(self, row: int, orphaned: dict[int, int]) -> int:
         """Return the parent whose last child *row* was, of those not named yet; else NO_ROW."""
         parent = self._parents[row]
         if not parent or not self._here[parent]:
@@ -262,7 +262,7 @@ class LeafFirstEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield victims: *leaves*, which come by rank, least first, and whom they bare.
+        """Yield victims: *leaves*, which come by rank, least first, and whom they expose.
 
         A parent is a candidate once every child of it was named, by its own rank.
         """
@@ -272,7 +272,7 @@ class LeafFirstEviction(EvictionPolicy):
             if keep(row):
                 continue
             yield row
-            parent = self._bared_by(row, orphaned)
+            parent = self._exposed_by(row, orphaned)
             if parent:
                 left.add(parent)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.leaf_tree import LeafCursor
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import FlopDensity
@@ -211,7 +211,7 @@ class LearnedEviction(LruEviction):
 
     def __init__(
         self,
-        history: History,
+        history: AccessHistory,
         scorer: Scorer | None = None,
         *,
         clock: Callable[[], float] | None = None,
@@ -310,7 +310,7 @@ class LearnedEviction(LruEviction):
             pool = [row for row in pool if row not in chosen]
             for row in chosen:
                 yield row
-                parent = self._bared_by(row, orphaned)
+                parent = self._exposed_by(row, orphaned)
                 if parent and not keep(parent):
                     oldest.add(parent)
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.leaf_tree import LeafCursor, LeafFirstEviction
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.queues import ClassQueues, RowHeap
@@ -35,7 +35,7 @@ class FlopDensity:
     a token, so what they save a byte differs by their depth only.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: AccessHistory) -> None:
         self._history = history
         self._sum = 0.0
         self._chunks = 0
@@ -426,7 +426,7 @@ class ScoredEviction(LeafFirstEviction):
         while left.heads:
             row = left.take(self._least(left.heads, left.newest_used()))
             yield row
-            parent = self._bared_by(row, orphaned)
+            parent = self._exposed_by(row, orphaned)
             if parent and not keep(parent):
                 left.add(parent, self._kinds[parent])
 
@@ -465,7 +465,7 @@ class MarconiEviction(ScoredEviction):
     """
 
     def __init__(
-        self, history: History, alpha: float | None = None, terms: TunerTerms = DEFAULT_TERMS
+        self, history: AccessHistory, alpha: float | None = None, terms: TunerTerms = DEFAULT_TERMS
     ) -> None:
         """Tune alpha by *terms* if it is None. Raises InvalidRequestError."""
         density = FlopDensity(history)

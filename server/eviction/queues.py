@@ -110,7 +110,7 @@ class ClassQueues:
     """Rows in queues by class, those with the smallest of ``order[row]`` first.
 
     A row that was used goes to the end of its queue: O(1), as each queue is a list that is
-    linked both ways. One that comes in between (a parent bared by an eviction keeps its own
+    linked both ways. One that comes in between (a parent exposed by an eviction keeps its own
     last use) belongs somewhere inside: when that is not near one of the ends, a heap of the
     queue keeps it, O(log n) of such late ones. ``order[row]`` may not change while the row is
     queued. 14 bytes a row, in columns, and 28 a class.
@@ -277,17 +277,17 @@ class ClassQueues:
             row = newer[row]
 
 
-class RestOfQueue:
-    """What is left of a class: its queue from both ends on, and who was bared since."""
+class QueueCursor:
+    """What is left of a class: its queue from both ends on, and who was exposed since."""
 
-    __slots__ = ("_queues", "_walk", "bared", "first", "last")
+    __slots__ = ("_queues", "_walk", "exposed", "first", "last")
 
     def __init__(self, queues: ClassQueues, kind: int) -> None:
         self._queues = queues
         self._walk = queues.walk(kind) if queues.has_late(kind) else None
         self.first = queues.head(kind) if self._walk is None else next(self._walk, NO_ROW)
         self.last = queues.tail(kind)
-        self.bared: list[tuple[int, int]] = []
+        self.exposed: list[tuple[int, int]] = []
         """In the order of use."""
 
     def skip(self, taken: set[int]) -> None:

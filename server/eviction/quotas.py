@@ -292,7 +292,7 @@ class PartitionedEviction(EvictionPolicy):
 SCALES = (0.5, 1.0, 2.0, 4.0)
 """The sizes that are tried, as multiples of the tier's."""
 
-WHAT_IF_NODES = 1_024
+MAX_SAMPLED_CHUNKS = 1_024
 """Sampled chunks that are remembered; the sample is halved before there are more."""
 
 LEAST_SAMPLED = 256
@@ -323,7 +323,7 @@ def identities(keys: Sequence[ChunkKey]) -> Ids:
     return words[:, 0] ^ words[:, 2]
 
 
-class WhatIf:
+class MissRatioCurve:
     """The live curve of hit ratio against size of one tier, were its policy leaf-LRU.
 
     Every lookup is told, with the chunks that are missing too, as those are put next. Chunks
@@ -338,7 +338,7 @@ class WhatIf:
     ones. Not thread-safe: the owner locks.
     """
 
-    def __init__(self, capacity_bytes: int, limit_nodes: int = WHAT_IF_NODES) -> None:
+    def __init__(self, capacity_bytes: int, limit_nodes: int = MAX_SAMPLED_CHUNKS) -> None:
         """For a tier of *capacity_bytes*. Raises InvalidRequestError."""
         if capacity_bytes <= 0 or limit_nodes < 1:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give the tier's size")
@@ -423,7 +423,7 @@ class WhatIf:
         self._sampled *= share
         self._hits *= share
 
-    def curve(self) -> list[CurvePoint]:
+    def points(self) -> list[CurvePoint]:
         """Return the hit ratio at each of ``SCALES``, unknown until enough was asked for."""
         if self._seen < LEAST_SAMPLED or self._expected <= 0:
             return [CurvePoint(scale, None) for scale in SCALES]
@@ -461,7 +461,7 @@ class PolicyReport:
 
     @classmethod
     def of(
-        cls, name: str, policy: EvictionPolicy, what_if: WhatIf | None, names: Sequence[str]
+        cls, name: str, policy: EvictionPolicy, curve: MissRatioCurve | None, names: Sequence[str]
     ) -> PolicyReport:
         """Return the report of *policy*, called *name*, whose partitions are called *names*."""
         partitions: list[PartitionUse] = []
@@ -471,8 +471,8 @@ class PolicyReport:
                 for number, quota in enumerate(policy.quotas)
             ]
             policy = policy.parts[0]
-        curve = {p.scale: p.hit_ratio for p in what_if.curve()} if what_if is not None else {}
-        known = {scale: ratio for scale, ratio in curve.items() if ratio is not None}
+        points = curve.points() if curve is not None else []
+        known = {p.scale: p.hit_ratio for p in points if p.hit_ratio is not None}
         return cls(name, int(getattr(policy, "fallbacks", 0)), known, partitions)
 
     def fill(self, status: pb.TierStatus) -> None:

@@ -17,7 +17,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction import quotas
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import (
@@ -25,10 +25,10 @@ from kvstore.server.eviction.quotas import (
     MAX_PARTITIONS,
     SCALES,
     Ids,
+    MissRatioCurve,
     PartitionedEviction,
     PartitionTable,
     Quota,
-    WhatIf,
     identities,
 )
 
@@ -201,23 +201,23 @@ def chain(start: int, length: int) -> Ids:
     return mix(np.arange(start * 100, start * 100 + length, dtype=np.uint64))
 
 
-def ratios(curve: WhatIf) -> list[float | None]:
-    return [point.hit_ratio for point in curve.curve()]
+def ratios(curve: MissRatioCurve) -> list[float | None]:
+    return [point.hit_ratio for point in curve.points()]
 
 
 def test_nothing_is_known_before_enough_was_asked_for() -> None:
-    curve = WhatIf(200)
+    curve = MissRatioCurve(200)
     assert ratios(curve) == [None] * 4
     for start in range(LEAST_SAMPLED // 2 - 1):
         curve.asked(chain(start, 2), 1, 0.0)
     assert ratios(curve) == [None] * 4
     curve.asked(chain(0, 2), 1, 0.0)
     assert ratios(curve) == pytest.approx([0.0, 0.0, 2 / 256, 2 / 256])
-    assert [point.scale for point in curve.curve()] == list(SCALES)
+    assert [point.scale for point in curve.points()] == list(SCALES)
 
 
 def test_a_loop_is_hit_by_caches_that_are_as_large_and_by_no_other() -> None:
-    curve = WhatIf(100)
+    curve = MissRatioCurve(100)
     for turn in range(60):
         curve.asked(chain(turn % 15, 10), 1, float(turn))
     half, same, double, most = ratios(curve)
@@ -228,7 +228,7 @@ def test_a_loop_is_hit_by_caches_that_are_as_large_and_by_no_other() -> None:
 def exact_curve(requests: list[Ids], capacity: int) -> list[float]:
     ratios = []
     for scale in SCALES:
-        cache = BlockReplay(LruEviction(), History(), int(scale * capacity))
+        cache = BlockReplay(LruEviction(), AccessHistory(), int(scale * capacity))
         for now_s, ids in enumerate(requests):
             cache.request(ids.tolist(), 1, now_s)
         ratios.append(cache.hit_blocks / cache.blocks)
@@ -239,18 +239,18 @@ def test_a_small_sample_tells_the_curve_within_three_points() -> None:
     rng = random.Random(3)
     starts = [int(rng.paretovariate(0.8) * 30) % 5000 for _ in range(6000)]
     requests = [chain(start, 12) for start in starts]
-    curve = WhatIf(6000, limit_nodes=4096)
+    curve = MissRatioCurve(6000, limit_nodes=4096)
     for now_s, ids in enumerate(requests):
         curve.asked(ids, 1, now_s)
     assert curve.rate == 1 / 8
     exact = exact_curve(requests, 6000)
     assert exact[3] - exact[0] > 0.1
-    for point, true in zip(curve.curve(), exact, strict=True):
+    for point, true in zip(curve.points(), exact, strict=True):
         assert point.hit_ratio == pytest.approx(true, abs=0.03)
 
 
 def test_a_sample_that_became_empty_says_that_nothing_is_known_or_what_was() -> None:
-    curve = WhatIf(1 << 40, limit_nodes=1)
+    curve = MissRatioCurve(1 << 40, limit_nodes=1)
     for start in range(50):
         curve.asked(chain(start, 10), 1, 0.0)
     assert curve.rate < 1 / 64
@@ -260,7 +260,7 @@ def test_a_sample_that_became_empty_says_that_nothing_is_known_or_what_was() -> 
 
 def test_old_requests_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "WINDOW_CHUNKS", 100)
-    curve = WhatIf(200)
+    curve = MissRatioCurve(200)
     for start in range(100):
         curve.asked(chain(start, 10), 1, 0.0)
     assert ratios(curve)[1] == 0.0
@@ -272,12 +272,12 @@ def test_old_requests_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_empty_lookups_and_chunks_of_no_size_do_no_harm() -> None:
-    curve = WhatIf(10)
+    curve = MissRatioCurve(10)
     curve.asked(np.zeros(0, np.uint64), 0, 0.0)
     curve.asked(chain(1, 3), 0, 0.0)
     assert ratios(curve) == [None] * 4
     with pytest.raises(InvalidRequestError, match="capacity_bytes=0"):
-        WhatIf(0)
+        MissRatioCurve(0)
 
 
 def test_identities_are_of_the_namespace_and_the_chain() -> None:
@@ -290,7 +290,7 @@ def test_identities_are_of_the_namespace_and_the_chain() -> None:
 
 @pytest.mark.parametrize("limit_nodes", [4, 64, 1024])
 def test_it_remembers_no_more_than_twice_its_limit(limit_nodes: int) -> None:
-    curve = WhatIf(500, limit_nodes)
+    curve = MissRatioCurve(500, limit_nodes)
     for now_s in range(400):
         curve.asked(chain(now_s * 7, 30), 1, float(now_s))
         assert len(curve) <= 2 * limit_nodes
@@ -299,7 +299,7 @@ def test_it_remembers_no_more_than_twice_its_limit(limit_nodes: int) -> None:
 
 
 def test_the_end_of_a_prompt_goes_before_what_begins_it() -> None:
-    curve = WhatIf(16)
+    curve = MissRatioCurve(16)
     for turn in range(60):
         curve.asked(chain(1, 8), 1, 0.0)
         curve.asked(chain(100 + turn, 12), 1, 0.0)
@@ -310,7 +310,7 @@ def test_the_end_of_a_prompt_goes_before_what_begins_it() -> None:
 
 
 def test_a_chunk_that_is_asked_for_twice_in_a_prompt_is_counted_once() -> None:
-    curve = WhatIf(100)
+    curve = MissRatioCurve(100)
     for _ in range(100):
         curve.asked(np.concatenate([chain(1, 4), chain(1, 4)]), 1, 0.0)
     assert len(curve) == 4
