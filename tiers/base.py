@@ -1,19 +1,19 @@
 """The Tier interface.
 
 A tier holds frames on one medium. It is a dumb shelf: it never picks a victim, never
-encodes, never calls another tier. The manager asks the policy and moves the bytes.
+encodes, never calls another tier. The store asks the policy and moves the bytes.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 DEFAULT_TENANT = "default"
@@ -133,37 +133,26 @@ class Tier(ABC):
         """Free the room of a reservation that will not be sealed."""
 
     @abstractmethod
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
 
-        The bytes are as the medium gives them: the caller verifies the frame.
-        Raises InvalidRequestError when *offset* and ``len(out)`` exceed the frame.
+        A whole frame is read with the *verifier* of *out*, from offset 0: it checks the bytes as
+        they come, while they are in cache, and its ``finish`` raises what is wrong with them.
+        Without one the bytes are as the medium gives them: the caller verifies what it read.
+        Raises InvalidRequestError when *offset* and ``len(out)`` exceed the frame, and what the
+        verifier's ``arriving`` raises.
         """
 
-    def read_ranges(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        """Fill each buffer from its offset in the frame, as ``read_into`` does each.
+    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+        """Fill each buffer from its offset in the frame, as ``read`` does each.
 
         Ranges that follow one another may be one read; after an error any may be filled.
         """
-        return all(self.read_into(key, out, offset) for offset, out in ranges)
+        return all(self.read(key, out, offset) for offset, out in ranges)
 
-    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
-        """Fill *out* with the frame from its start, as ``read_into`` does, in steps.
-
-        Yield how many bytes have come, so that they can be checked while they are in cache;
-        nothing when *key* is absent.
-        """
-        if self.read_into(key, out):
-            yield len(out)
-
-    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
-        """Do what ``read_steps`` does for *check*, which follows the steps.
-
-        A medium that sums what it reads tells *check*, and spares it that.
-        """
-        return self.read_steps(key, out)
-
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return what *key* has in common with others that are best read in a row, by one thread.
 
         None: nothing. Who reads a row says so to ``expect``.
@@ -230,6 +219,21 @@ class Tier(ABC):
     def tenant_of(self, key: ChunkKey) -> str:
         """Return whom a sealed chunk was reserved for, as far as the tier keeps that."""
         return DEFAULT_TENANT
+
+    def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
+        """Return the estimated seconds to read *key* of *size_bytes*.
+
+        None where all chunks of a size take as long, or nothing is known of this one.
+        """
+        return None
+
+    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> PeerPlace | None:
+        """Return at which of *peers*, numbers of servers, a reader finds *key* itself."""
+        return None
+
+    def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
+        """Return the numbers of the servers where readers may read some of *keys* themselves."""
+        return set()
 
     def note_corrupt(self, key: ChunkKey) -> None:  # noqa: B027 - mostly nobody is to blame
         """Take note that what was read of *key* was not its frame."""

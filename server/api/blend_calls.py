@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from kvstore.server.api.validation import Checks
     from kvstore.server.security.sessions import SessionTable
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 
 class BlendCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
-    _manager: TierManager
+    _store: Store
     _sessions: SessionTable
     _checks: Checks
     _stamp: pb.Server
@@ -33,7 +33,7 @@ class BlendCalls:
         started = clock()
         session = self._sessions.get(request.session_id)
         question = BlendChecks(self._checks).question(session, request)
-        blends = self._manager.blends
+        blends = self._store.blends
         found = blends.resolve(session, question)
         reply = blend_wire.resolution_to_message(found, blends.tier_names, self._stamp)
         reply.server_us = int(1e6 * (clock() - started))
@@ -44,12 +44,12 @@ class BlendCalls:
     ) -> pb.ReportReuseResponse:
         """Take in what an engine measured; all of it, or an error that names what is wrong."""
         session = self._sessions.get(request.session_id)
-        blends, checks = self._manager.blends, BlendChecks(self._checks)
+        blends, checks = self._store.blends, BlendChecks(self._checks)
         try:
             keys = checks.report_keys(session, request)
             report = checks.report(request, keys, blends.variant_tokens(keys))
         except InvalidRequestError:
-            self._manager.counters.add("blend_refused_reports")
+            self._store.counters.add("blend_refused_reports")
             raise
         gate = blends.report(session, report)
         return pb.ReportReuseResponse(server=self._stamp, gate=blend_wire.gate_to_message(gate))

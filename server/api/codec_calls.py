@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from kvstore.server.api.validation import Checks
     from kvstore.server.security.sessions import SessionTable
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 
 class CodecCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
-    _manager: TierManager
+    _store: Store
     _sessions: SessionTable
     _checks: Checks
     _stamp: pb.Server
@@ -35,5 +35,5 @@ class CodecCalls:
                 fix = f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
                 raise InvalidRequestError("weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
-            self._manager.transfers.importance.note(key, weights)
+            self._store.importance.note(key, weights)
         return pb.WeighResponse(server=self._stamp)

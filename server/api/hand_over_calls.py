@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
     from kvstore.server.api.validation import Checks
     from kvstore.server.security.sessions import SessionTable
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 
 class HandOverCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
-    _manager: TierManager
+    _store: Store
     _sessions: SessionTable
     _checks: Checks
     _stamp: pb.Server
@@ -28,5 +28,5 @@ class HandOverCalls:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        pending = self._manager.hand_over.promise(session, keys, request.ttl_ms)
+        pending = self._store.announcements.announce(session, keys, request.ttl_ms)
         return pb.PromiseResponse(server=self._stamp, pending=pending)

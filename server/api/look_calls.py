@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstore.server.api.validation import Checks
     from kvstore.server.security.pools import Standings
     from kvstore.server.security.sessions import SessionTable
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 LIST_PAGE_CHUNKS = 256
 MAX_RANKED = 16
@@ -32,7 +32,7 @@ MAX_RANKED = 16
 class LookCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
-    _manager: TierManager
+    _store: Store
     _sessions: SessionTable
     _standings: Standings
     _checks: Checks
@@ -45,7 +45,7 @@ class LookCalls:
         if request.ranks and len(keys) > MAX_RANKED:
             raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
         chunks = []
-        for held in self._manager.stat(keys):
+        for held in self._store.stat(keys):
             chunk = chunk_stat(held)
             if request.ranks:
                 self._rank(held.key, chunk)
@@ -53,7 +53,7 @@ class LookCalls:
         return pb.StatResponse(server=self._stamp, chunks=chunks)
 
     def _rank(self, key: ChunkKey, chunk: pb.ChunkStat) -> None:
-        catalog = self._manager.catalog
+        catalog = self._store.catalog
         for copy in chunk.copies:
             turn = catalog.eviction.rank(copy.tier, key)
             copy.before, copy.at_least = turn.before, turn.is_at_least
@@ -67,7 +67,7 @@ class LookCalls:
         for name, digest in (("after", request.after), ("prefix", request.prefix)):
             if len(digest) > DIGEST_BYTES:
                 raise InvalidRequestError(name, digest.hex(), f"at most {DIGEST_BYTES} bytes")
-        held = self._manager.catalog.queries.page(
+        held = self._store.catalog.queries.page(
             session.namespace, request.after, request.prefix, request.limit
         )
         for start in range(0, len(held), LIST_PAGE_CHUNKS):
@@ -80,7 +80,7 @@ class LookCalls:
         tenant = request.tenant or caller.tenant
         if tenant.startswith(PREFIX):
             tenant = self._standings.of(caller, tenant).tenant
-        counts = self._manager.catalog.queries.spaces()
+        counts = self._store.catalog.queries.spaces()
         spaces = [
             pb.KnownSpace(
                 key_namespace=space.namespace,
@@ -89,7 +89,7 @@ class LookCalls:
                 chunks=counts[space.namespace],
                 tenant=space.tenant,
             )
-            for space in self._manager.spaces.all()
+            for space in self._store.spaces.all()
             if tenant in (EVERY_TENANT, space.tenant)
         ][request.skip :]
         fit = list(fitting(spaces, MESSAGE_BYTES))

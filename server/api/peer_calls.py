@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvstore.server.api.validation import Checks
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.security.sessions import SessionTable
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 MAX_NODE_ID_CHARS = 128
 MAX_TOLD_PEERS = 16
@@ -27,7 +27,7 @@ MAX_TOLD_PEERS = 16
 class PeerCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
-    _manager: TierManager
+    _store: Store
     _sessions: SessionTable
     _checks: Checks
     _identity: Identity
@@ -54,16 +54,16 @@ class PeerCalls:
 
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
-        shelf = self._manager.transfers.peers
-        return cast("PeerTier", shelf.tier).lent()[:MAX_TOLD_PEERS] if shelf else []
+        slot = self._store.moves.tiers.remote
+        return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
 
     def LendPeer(
         self, request: pb.LendPeerRequest, context: grpc.ServicerContext
     ) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
-        shelf = self._manager.transfers.peers
-        peer = cast("PeerTier", shelf.tier).peers.numbered(request.number) if shelf else None
+        slot = self._store.moves.tiers.remote
+        peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
         if peer is None:
             raise InvalidRequestError("number", request.number, "of no server that is known")
         lent = peer.let_guest(session.namespace)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvstore.server.api.validation import Checks
     from kvstore.server.security.sessions import SessionTable
     from kvstore.server.store.scrub import Scrub
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 MAX_SCRUB_BYTES_PER_S = 1 << 40
 CLOSED = "this server does not scrub"
@@ -22,7 +22,7 @@ CLOSED = "this server does not scrub"
 class ScrubCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
-    _manager: TierManager
+    _store: Store
     _sessions: SessionTable
     _checks: Checks
     _stamp: pb.Server

@@ -1,4 +1,4 @@
-"""The gRPC service: checks messages, asks the manager, answers. No decision is made here."""
+"""The gRPC service: checks messages, asks the store, answers. No decision is made here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from kvstore.server.index.results import Leasing
 from kvstore.server.security.pools import Standings
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.server.store.writes import PutResult
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
 
@@ -83,7 +83,7 @@ class KVStoreService(
 
     def __init__(
         self,
-        manager: TierManager,
+        store: Store,
         sessions: SessionTable,
         data_plane: DataPlane | None,
         checks: Checks,
@@ -91,17 +91,17 @@ class KVStoreService(
         trust: Trust | None = None,
     ) -> None:
         self._standings = trust.standings if trust else Standings()
-        self._quotas = QuotaDesk(manager.catalog, trust.limits if trust else None)
-        self._manager = manager
+        self._quotas = QuotaDesk(store.catalog, trust.limits if trust else None)
+        self._store = store
         self._sessions = sessions
         self._data_plane = data_plane
         self._checks = checks
         self._identity = identity
         self._clock = checks.clock
         self._log = RequestLog(checks.clock)
-        self._explain = ExplainDesk(manager, sessions, checks)
+        self._explain = ExplainDesk(store, sessions, checks)
         features = wire.FEATURE_SHARED_MEMORY if data_plane is not None else 0
-        features |= wire.FEATURE_DURABLE_PUT if manager.can_be_durable else 0
+        features |= wire.FEATURE_DURABLE_PUT if store.can_be_durable else 0
         self._stamp = pb.Server(boot_id=identity.boot_id, features=features)
 
     # --- sessions
@@ -117,7 +117,7 @@ class KVStoreService(
         session = self._sessions.open(
             representation, client, standing.tenant, caller, standing.roles, request.process
         )
-        plane, gpu = self._data_plane, self._manager.transfers.gpu_tier
+        plane, gpu = self._data_plane, self._store.moves.tiers.gpu_tier
         return pb.OpenSessionResponse(
             server=self._stamp,
             session_id=session.session_id,
@@ -137,7 +137,7 @@ class KVStoreService(
             peers=self._lent(),
             server_pid=os.getpid(),
             pid_namespace=pid_namespace(),
-            weighs=self._manager.weighs(standing.tenant),
+            weighs=self._store.weighs(standing.tenant),
         )
 
     @override
@@ -164,9 +164,9 @@ class KVStoreService(
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
-            self._manager.hand_over.wait(keys, min(deadline, started + request.wait_ms / 1000))
+            self._store.announcements.wait(keys, min(deadline, started + request.wait_ms / 1000))
         least = fidelity(request.min_fidelity)
-        match = self._manager.lookup(
+        match = self._store.lookup(
             session,
             keys,
             deadline,
@@ -200,7 +200,7 @@ class KVStoreService(
         self._checks.batch("lengths", len(request.lengths))
         keys = self._checks.keys(session, request.chains)
         chains = wire.chains_of(keys, request.lengths)
-        plan, kept = self._manager.plan(session, chains, ttl_ms / 1000)
+        plan, kept = self._store.plan(session, chains, ttl_ms / 1000)
         return pb.PlanResponse(
             server=self._stamp,
             order=plan.order,
@@ -224,8 +224,8 @@ class KVStoreService(
             reach = reach - {Reach.file}  # an open file can be opened again for writing
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys))
-        lease_id, known = self._manager.open_get(session, keys, request.lease_id)
-        stream = GetStream(self._manager, session, self._stamp, lease_id, deadline, least)
+        lease_id, known = self._store.open_get(session, keys, request.lease_id)
+        stream = GetStream(self._store, session, self._stamp, lease_id, deadline, least)
         if request.ranges:
             messages = stream.ranges(keys[:known], request.ranges, reach)
         elif request.layer_major:
@@ -244,13 +244,13 @@ class KVStoreService(
             release = release and not told
         finally:
             if release:
-                self._manager.release(session, lease_id)
+                self._store.release(session, lease_id)
 
     def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
         """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
         if any(sources):  # what is there of the others may be of too low fidelity
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
-        return self._manager.transfers.cpu_tier.place_rows(keys[: len(sources)])
+        return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
     @override
     def Release(
@@ -259,7 +259,7 @@ class KVStoreService(
         session = self._sessions.get(request.session_id)
         self._checks.batch("lease_ids", len(request.lease_ids))
         hints = wire.hints_from_message(request.hints)
-        released = sum(self._manager.release(session, lease, hints) for lease in request.lease_ids)
+        released = sum(self._store.release(session, lease, hints) for lease in request.lease_ids)
         return pb.ReleaseResponse(server=self._stamp, released=released)
 
     # --- writing
@@ -271,7 +271,7 @@ class KVStoreService(
         first = next(request_iterator, None)
         kind = LayeredPutStream if first is not None and first.layer_major else PutStream
         messages = request_iterator if first is None else chain((first,), request_iterator)
-        results = kind(self._manager, self._sessions, self._checks).run(messages)
+        results = kind(self._store, self._sessions, self._checks).run(messages)
         return pb.PutResponse(server=self._stamp, **outcomes(results))
 
     @override
@@ -279,18 +279,18 @@ class KVStoreService(
         self, request: pb.ReserveRequest, context: grpc.ServicerContext
     ) -> pb.ReserveResponse:
         session = self._sessions.get(request.session_id)
-        self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
+        self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
         asked = self._checks.reserved(session, request)
-        infos, pieces = [info for info, _ in asked], [piece for _, piece in asked]
+        infos, parts = [info for info, _ in asked], [part for _, part in asked]
         deadline = self._checks.deadline(request.deadline_ms)
         hints = wire.hints_from_message(request.hints)
-        begun = self._manager.puts.begin_all(session, infos, deadline, hints, pieces)
+        begun = self._store.writes.begin_all(session, infos, deadline, hints, parts)
         tickets = [0 if isinstance(r, PutResult) else r.ticket_id for r in begun]
         answers = [r if isinstance(r, PutResult) else PutResult(PutOutcome.stored) for r in begun]
         if request.durable:
             existing = [r for r in begun if isinstance(r, PutResult)]
             keys = [i.key for i, r in zip(infos, begun, strict=True) if isinstance(r, PutResult)]
-            hardened = iter(self._manager.harden(keys, existing, deadline))
+            hardened = iter(self._store.harden(keys, existing, deadline))
             answers = [
                 next(hardened) if isinstance(r, PutResult) else answer
                 for r, answer in zip(begun, answers, strict=True)
@@ -305,35 +305,33 @@ class KVStoreService(
                 "offsets", len(request.offsets), "give one for each reservation"
             )
         self._checks.batch("reservation_ids", len(request.reservation_ids))
-        self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
+        self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
         if self._data_plane is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
         staging = self._data_plane.staging(session.session_id)
-        puts, keys, results = self._manager.puts, [], []
+        writes, keys, results = self._store.writes, [], []
         try:
             for reservation_id, offset in zip(
                 request.reservation_ids, request.offsets, strict=True
             ):
-                ticket = puts.claim(session, reservation_id)
+                ticket = writes.claim(session, reservation_id)
                 self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
-                results += puts.ingest([ticket], [frame])
+                results += writes.ingest([ticket], [frame])
                 keys.append(ticket.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:
-                puts.abort(session, reservation_id)
+                writes.abort(session, reservation_id)
             raise
         if request.durable:
-            results = self._manager.harden(
-                keys, results, self._checks.deadline(request.deadline_ms)
-            )
+            results = self._store.harden(keys, results, self._checks.deadline(request.deadline_ms))
         return pb.CommitResponse(server=self._stamp, **outcomes(results))
 
     @override
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
         session = self._sessions.get(request.session_id)
         self._checks.batch("reservation_ids", len(request.reservation_ids))
-        aborted = sum(self._manager.puts.abort(session, i) for i in request.reservation_ids)
+        aborted = sum(self._store.writes.abort(session, i) for i in request.reservation_ids)
         return pb.AbortResponse(server=self._stamp, aborted=aborted)
 
     # --- keeping and forgetting
@@ -344,7 +342,7 @@ class KVStoreService(
             return self._drop_damaged(request)
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        deleted, leased = self._manager.delete(keys, self._checks.deadline(0))
+        deleted, leased = self._store.delete(keys, self._checks.deadline(0))
         return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
 
     # --- the server
@@ -352,7 +350,7 @@ class KVStoreService(
     @override
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
         self._sessions.drain()
-        clean = self._manager.drain(self._checks.deadline(request.deadline_ms))
+        clean = self._store.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
 
     @override

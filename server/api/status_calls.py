@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kvstore.server.api.unix_server import DataPlane
     from kvstore.server.cluster.directory import Directory
     from kvstore.server.security.sessions import SessionTable
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 
 class StatusCalls:
     """A part of the service. What it reads is set by the service's constructor."""
 
-    _manager: TierManager
+    _store: Store
     _sessions: SessionTable
     _identity: Identity
     _clock: Callable[[], float]
@@ -40,21 +40,21 @@ class StatusCalls:
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
-        tiers = [tier_status(status) for status in self._manager.shelf_statuses()]
+        tiers = [tier_status(status) for status in self._store.slot_statuses()]
         if not principal_of(context).is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
             )
             return reply
-        catalog = self._manager.catalog
+        catalog = self._store.catalog
         for tier in tiers:
             catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)
-        reply.ghosts = catalog.ghost_count()
-        reply.gates.extend(map(gate_to_message, self._manager.blends.gates.views()))
+        reply.ghosts = catalog.evicted_count()
+        reply.gates.extend(map(gate_to_message, self._store.blends.gates.views()))
         reply.sessions = len(self._sessions)
         reply.leases = catalog.lease_count()
-        reply.counters.update(self._manager.counters.snapshot())
+        reply.counters.update(self._store.counters.snapshot())
         reply.socket_path = str(self._data_plane.path) if self._data_plane else ""
         if self.directory is not None:
             reply.directory.CopyFrom(self.directory.report().to_message())

@@ -1,7 +1,7 @@
 """The PeerTier: the memory of other servers, as a tier that can only be read.
 
 It stands between this server's own tiers and those that all share. What it knows of peers is
-hearsay: it ends after a while, and where it was wrong the chunk is lost, which is a miss.
+remote hints: it ends after a while, and where it was wrong the chunk is lost, which is a miss.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import ClassVar
@@ -19,6 +19,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
@@ -159,6 +160,7 @@ class PeerTier(Tier):
                 self._heard.move_to_end(key)
         return due
 
+    @override
     def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
         """Return how long the fastest peer that has *key* takes to send it; None without one."""
         offer = self._offer(key)
@@ -176,18 +178,20 @@ class PeerTier(Tier):
         """Return the numbers of all whom readers may ask."""
         return [peer.number for peer in self.peers.known() if peer.is_up]
 
+    @override
     def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
         """Return the numbers of those who have some of *keys*, and whom readers may ask."""
         offers = filter(None, map(self._offer, keys))
         peers = {peer for offer in offers for peer in offer.peers}
         return {peer.number for peer in peers if peer.is_up}
 
-    def peer_place(self, key: ChunkKey, numbers: Collection[int]) -> PeerPlace | None:
-        """Return from whom of *numbers* a reader gets *key* fastest; None from none of them."""
+    @override
+    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> PeerPlace | None:
+        """Return from whom of *peers* a reader gets *key* fastest; None from none of them."""
         offer = self._offer(key)
         if offer is None:
             return None
-        lent = [peer for peer in offer.peers if peer.number in numbers and peer.is_up]
+        lent = [peer for peer in offer.peers if peer.number in peers and peer.is_up]
         size_bytes = offer.info.size_bytes
         peer = min(lent, key=lambda one: one.speed.load_s(size_bytes), default=None)
         return None if peer is None else PeerPlace(peer.number, size_bytes)
@@ -195,7 +199,7 @@ class PeerTier(Tier):
     # --- reading
 
     @override
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return who has *key*, as chunks of one peer are asked for in one request."""
         offer = self._offer(key)
         return offer.peers if offer is not None else None
@@ -215,20 +219,13 @@ class PeerTier(Tier):
         return [found[0] for found in known if found is not None]
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when no peer has it any more."""
-        with closing(self._steps(key, out, offset)) as steps:
-            return sum(1 for _ in steps) > 0
-
-    @override
-    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
-        """Fill *out* with the frame, and yield how many bytes have come."""
-        return self._steps(key, out, 0)
-
-    def _steps(self, key: ChunkKey, out: Bytes, offset: int) -> Generator[int, None, None]:
         offer = self._offer(key)
         if offer is None:
-            return
+            return False
         sender = None
         try:
             more = self._next_offers(key)
@@ -236,12 +233,14 @@ class PeerTier(Tier):
                 for sender, arrived in steps:
                     if arrived == len(out):
                         self._sent(key, sender)
-                    yield arrived
+                    if verifier is not None:
+                        verifier.update(arrived)
         except TierUnavailableError:
             self._withdraw(key, sender)
             raise
         if sender is None:
             self.delete(key)
+        return sender is not None
 
     def _withdraw(self, key: ChunkKey, sender: Peer | None) -> None:
         """The *sender* of *key* has failed at it: the others are left."""

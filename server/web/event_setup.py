@@ -12,8 +12,8 @@ import structlog
 from kvstore.server.api.event_calls import EventDesk
 from kvstore.server.security.principal import Principal
 from kvstore.server.security.watched_file import WatchedFile
-from kvstore.server.settings.settings import ServerConfig
-from kvstore.server.store.store import TierManager
+from kvstore.server.settings.settings import Settings
+from kvstore.server.store.store import Store
 from kvstore.server.telemetry.events import EventLog
 
 if TYPE_CHECKING:  # its file loads ZeroMQ
@@ -27,8 +27,8 @@ class NodeEvents:
 
     def __init__(
         self,
-        config: ServerConfig,
-        manager: TierManager,
+        config: Settings,
+        store: Store,
         boot_id: int,
         holds: Callable[[Principal], bool],
         closers: list[Callable[[], object]],
@@ -43,18 +43,16 @@ class NodeEvents:
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
-        shelves = manager.transfers.shelves.values()
-        log = EventLog([one.name for one in shelves if not one.tier.shared], config.events_kept)
-        manager.catalog.listeners.append(log)
-        restarted = partial(manager.counters.add, "event_restarts")
-        self.desk = EventDesk(log, manager.catalog.queries.held_from, holds, restarted)
+        slots = store.tiers.slots.values()
+        log = EventLog([one.name for one in slots if not one.tier.shared], config.events_kept)
+        store.catalog.listeners.append(log)
+        restarted = partial(store.counters.add, "event_restarts")
+        self.desk = EventDesk(log, store.catalog.queries.held_from, holds, restarted)
         if (config.events, config.events_replay) != ("off", "off"):
-            self._publish(config, manager, boot_id, self.desk)
+            self._publish(config, store, boot_id, self.desk)
             closers.append(self.close)
 
-    def _publish(
-        self, config: ServerConfig, manager: TierManager, boot_id: int, desk: EventDesk
-    ) -> None:
+    def _publish(self, config: Settings, store: Store, boot_id: int, desk: EventDesk) -> None:
         from kvstore.server.web.event_keys import load_keys
         from kvstore.server.web.event_publisher import EventPublisher
         from kvstore.server.web.event_sockets import EventSockets, parse_readers
@@ -64,11 +62,11 @@ class NodeEvents:
             self._readers = WatchedFile((path,), parse_readers, frozenset[bytes])
         readers = self._readers
         keys = None if readers is None else load_keys(config.events_keys)
-        refused = partial(manager.counters.add, "zmq_refused_connections")
+        refused = partial(store.counters.add, "zmq_refused_connections")
         sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
         self.addresses = sockets.addresses
         self.publisher = EventPublisher(
-            sockets, desk, boot_id, manager.counters, time.time, time.monotonic
+            sockets, desk, boot_id, store.counters, time.time, time.monotonic
         )
         public_key = keys.public.decode() if keys else ""
         logger.info("events are published", addresses=self.addresses, public_key=public_key)

@@ -21,7 +21,7 @@ from redis_relay import SPOILS, outcome, relay
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_chunks import Manifest
@@ -46,10 +46,10 @@ def make_row(count: int = COUNT) -> list[Frame]:
 def load(tier: RedisTier, info: ChunkInfo) -> Bytes | None:
     """Load as the server does: checked as it comes. Return the frame, None when it is absent."""
     out = np.zeros(info.size_bytes, np.uint8)
-    check = FrameCheck(out, info.key, header_bytes(info.layout))
-    if not check.follow(tier.read_checked(info.key, out, check)):
+    verifier = FrameVerifier(out, info.key, header_bytes(info.layout))
+    if not tier.read(info.key, out, 0, verifier):
         return None
-    assert check.finish().info() == info
+    assert verifier.finish().info() == info
     return out
 
 
@@ -145,7 +145,7 @@ def test_asking_something_else_in_a_row_waits_for_no_connection(
         lambda: tier.find(keys),
         lambda: tier.delete(keys[-1]),
         lambda: get(tier, row[3][0]),
-        lambda: tier.read_into(keys[1], np.empty(77, np.uint8), 1000),
+        lambda: tier.read(keys[1], np.empty(77, np.uint8), 1000),
         lambda: load(tier, row[-1][0]),
         lambda: list(tier.scan()),
     ):
@@ -384,9 +384,9 @@ def test_raw_chunks_of_one_server_are_kin_and_others_are_not(
     coded = replace(coded, codec_id=7)
     for info in (coded, *raw):
         put(tier, info, np.zeros(info.size_bytes, np.uint8))
-    assert tier.kin(raw[0].key) == tier.kin(raw[1].key) is not None
-    assert tier.kin(coded.key) is None, "decoded by as many threads as there are"
-    assert tier.kin(make_row(4)[3][0].key) is None
+    assert tier.batch_key(raw[0].key) == tier.batch_key(raw[1].key) is not None
+    assert tier.batch_key(coded.key) is None, "decoded by as many threads as there are"
+    assert tier.batch_key(make_row(4)[3][0].key) is None
     url = redis.url.replace("redis:", "redis+cluster:").removesuffix("/0")
     cluster = open_redis_tier(url, timeout_ms=100)
-    assert cluster.kin(raw[0].key) is None
+    assert cluster.batch_key(raw[0].key) is None

@@ -22,7 +22,7 @@ LARGE_CHUNKS = ClientOptions("auto", chunk_tokens=1024, deadline_ms=DEADLINE_MS)
 """Of 8 MiB."""
 
 
-@pytest.fixture(params=["hit_density", "marconi", "discard_bit"])
+@pytest.fixture(params=["hit_density", "marconi", "discard_hint"])
 def server(request: pytest.FixtureRequest, make_server: ServerMaker) -> LocalServer:
     return make_server(*SMALL_CPU, "--policy", request.param, "--disk-write-budget", "1MiB")
 
@@ -116,10 +116,10 @@ def test_clocks_that_jump_leave_a_server_that_works(make_server: ServerMaker) ->
         server.settled()
         server.skip(jump_s)
         server.node.sessions.expire()
-        server.node.manager.tick()
+        server.node.store.tick()
         keys = keys_of(client, seed, PROMPT)
         assert set(outcomes(client, chunks_of(client, keys))) == {STORED}
         assert client.lookup(keys).ready == PROMPT
         assert len(client.get(keys)) == PROMPT
     assert server.settled().leases == 0
-    assert server.node.manager.transfers.placement.budgets()["disk"][1] <= (1 << 30) / 24
+    assert server.node.store.moves.placement.budgets()["disk"][1] <= (1 << 30) / 24
