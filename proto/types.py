@@ -552,11 +552,12 @@ def layer_order(representation: Representation) -> tuple[LayerPlace, ...]:
     return tuple(sorted(LayerPlace(layer, segment) for segment, layer in enumerate(ids)))
 
 
-POLICIES = ("lru", "marconi", "hit_density", "discard_bit", "learned")
+POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")
 """The names of the eviction policies; server/eviction/registry.py says where each is."""
 
 REPLACED_POLICIES = {
     "adaptive": "hit_density",
+    "discard_bit": "discard_hint",
     "gdsf": "hit_density",
     "lfu": "hit_density",
     "marconi_linear": "hit_density",

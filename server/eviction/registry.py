@@ -7,14 +7,14 @@ from importlib import import_module
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import policy_instead_of
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import EvictionPolicy
 
 _PLACES = {  # of each of proto's POLICIES
     "lru": "lru:LruEviction",
     "marconi": "marconi:MarconiEviction",
     "hit_density": "hit_density:HitDensityEviction",
-    "discard_bit": "discard_hint:DiscardBitEviction",
+    "discard_hint": "discard_hint:DiscardHintEviction",
     "learned": "learned:LearnedEviction",
 }
 
@@ -22,7 +22,7 @@ _HAVE_DEADLINES = {"hit_density", "learned"}
 
 
 def make_policy(
-    name: str, history: History, clock: Callable[[], float] | None = None
+    name: str, history: AccessHistory, clock: Callable[[], float] | None = None
 ) -> EvictionPolicy:
     """Return a new policy, which ranks by *history*.
 
