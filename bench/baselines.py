@@ -17,10 +17,9 @@ from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.flop_density import FlopDensity
 from kvstore.server.eviction.leaf_tree import LeafFirstEviction
 from kvstore.server.eviction.marconi import MarconiEviction
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.row_heap import RowHeap, RowOrder
-from kvstore.server.index.chunk_index import Rows
 
 _TICK_BITS = 48
 _MOST_USES = (1 << (64 - _TICK_BITS)) - 1

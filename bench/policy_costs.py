@@ -15,11 +15,10 @@ from kvstore.cli.simulate.state_replay import make_states
 from kvstore.cli.trace_blocks import BlockTrace
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.states.cache import StateCache
 from kvstore.server.eviction.states.hybrid_model import HYBRID_7B
-from kvstore.server.index.chunk_index import Rows
 
 MEMORY_CHUNKS = 100_000
 STATE_PROMPTS = 5_000

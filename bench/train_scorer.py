@@ -22,8 +22,8 @@ from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
 from kvstore.server.eviction.access_history import Facts, History
 from kvstore.server.eviction.learned import LearnedEviction
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.scorer import FEATURES, Features, Stump, StumpScorer
-from kvstore.server.index.chunk_index import Rows
 
 SHARES = (0.02, 0.05, 0.1, 0.25)
 """Sizes of the tier, as shares of the trace's blocks."""

@@ -47,7 +47,7 @@ from kvstore.server.telemetry.tracing import open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
 from kvstore.server.web.dashboard_view import Subject
 from kvstore.server.web.event_setup import NodeEvents
-from kvstore.server.wiring import build_manager
+from kvstore.server.wiring import build_store
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
     from kvstore.server.bulk.tcp_server import StreamPlane
@@ -65,7 +65,7 @@ Clock = Callable[[], float]
 
 
 class Node:
-    """One server: tiers, manager, data plane and gRPC. ``port`` is the one it got.
+    """One server: tiers, store, data plane and gRPC. ``port`` is the one it got.
 
     Raises KVStoreError with one sentence when something it was told to use cannot be used;
     nothing is left open then.
@@ -87,19 +87,19 @@ class Node:
         if config.assets is not None:
             ASSETS.load_folder(config.assets)
         models = KnownModels()
-        self.manager = build_manager(config, clock, self.counters, self._closers, models, _new_id)
+        self.store = build_store(config, clock, self.counters, self._closers, models, _new_id)
         self._keeper = self._open_keeper()
-        self.recovered_chunks = self.manager.recover()
+        self.recovered_chunks = self.store.recover()
         self._blends = self._open_blends()
         self.sessions = SessionTable(
             config.max_sessions, config.session_ttl_ms, tenant_salts(config), clock, os.urandom
         )
-        self.sessions.on_open += [models.note, self.manager.begin_session]
-        self.sessions.on_close.append(self.manager.end_session)
+        self.sessions.on_open += [models.note, self.store.begin_session]
+        self.sessions.on_close.append(self.store.end_session)
         self.trust = Trust(config, self.sessions, clock)
         self.trust.doorkeeper.times = self.counters.times
         self._closers.append(self.trust.close)
-        self.manager.catalog.limit_leases(self.trust.lease_terms)
+        self.store.catalog.limit_leases(self.trust.lease_terms)
         self._overload = overload = Overload(config.workers, self.counters, clock)
         self._closers.append(overload.close)
         scope = self._open_tracing()
@@ -123,10 +123,10 @@ class Node:
         )
         if self.directory is not None:
             self._closers.append(self.directory.close)
-            self.manager.directory = self.directory
-            self.manager.catalog.listeners.append(self.directory)
+            self.store.directory = self.directory
+            self.store.catalog.listeners.append(self.directory)
         me = Me(self.port, identity.boot_id)
-        self._begin_peers = ready_peers(config, self.manager, self.directory, me)
+        self._begin_peers = ready_peers(config, self.store, self.directory, me)
         self._serve(checks, identity)
         self.health_port = self._open_health()
         self._http = self._open_http()
@@ -140,15 +140,15 @@ class Node:
     def _serve(self, checks: Checks, identity: Identity) -> None:
         """Have gRPC and the Unix socket answer calls, once they are started."""
         self._scrub = self._open_scrub()
-        self.events = NodeEvents(self._config, self.manager, identity.boot_id, self._closers)
+        self.events = NodeEvents(self._config, self.store, identity.boot_id, self._closers)
         backend = Backend(
-            self.manager, self.sessions, checks, identity, self.trust, self.data_plane,
+            self.store, self.sessions, checks, identity, self.trust, self.data_plane,
             self.device_puts, self._scrub, self.events.log,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
-            learn = self.manager.catalog.spare_next
+            learn = self.store.catalog.drain_some
             calls = LocalCalls(service, self.trust.doorkeeper, learn)
             calls.tracing = self._tracing
             self.data_plane.answer_calls(calls.answer)
@@ -163,27 +163,27 @@ class Node:
         self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
-            for shelf in self.manager.transfers.shelves.values():
-                shelf.tracing = tracing
+            for slot in self.store.moves.slots.values():
+                slot.tracing = tracing
         return RequestScope(tracing)
 
     def _open_keeper(self) -> HistoryKeeper | None:
         if "disk" not in self._config.tiers:
             return None
-        folder, catalog = self._config.disk.path, self.manager.catalog
+        folder, catalog = self._config.disk.path, self.store.catalog
         keeper = HistoryKeeper(catalog, folder, self.counters, self._clock, time.time)
-        keeper.spaces = self.manager.spaces
+        keeper.spaces = self.store.spaces
         keeper.load()
         return keeper
 
     def _open_blends(self) -> BlendKeeper:
         folder = self._config.disk.path if "disk" in self._config.tiers else None
-        return BlendKeeper(self.manager, folder, self._config.blend_contents, self._clock)
+        return BlendKeeper(self.store, folder, self._config.blend_contents, self._clock)
 
     def _open_scrub(self) -> Scrub:
         config = self._config
-        transfers, rate = self.manager.transfers, config.scrub_bytes_per_s
-        scrub = Scrub(transfers, config.scrub_tiers, rate, self._clock)
+        moves, rate = self.store.moves, config.scrub_bytes_per_s
+        scrub = Scrub(moves, config.scrub_tiers, rate, self._clock)
         self._closers.append(scrub.close)
         return scrub
 
@@ -214,11 +214,11 @@ class Node:
         return plane
 
     def _open_device_puts(self) -> DevicePuts | None:
-        if self.manager.transfers.gpu_tier is None or self.data_plane is None:
+        if self.store.moves.gpu_tier is None or self.data_plane is None:
             return None
         from kvstore.server.store.device_puts import open_device_puts
 
-        puts = open_device_puts(self.manager)
+        puts = open_device_puts(self.store)
         if puts is not None:
             self._closers.append(puts.close)
             self.sessions.on_close.append(puts.end_session)
@@ -226,11 +226,11 @@ class Node:
         return puts
 
     def _slab_file(self, slab_id: int, tenant: str) -> tuple[int, int]:
-        transfers = self.manager.transfers
-        if slab_id == ARENA_SLAB and transfers.gpu_tier is not None:
-            arena = transfers.gpu_tier.arena_file()
+        moves = self.store.moves
+        if slab_id == ARENA_SLAB and moves.gpu_tier is not None:
+            arena = moves.gpu_tier.arena_file()
             return arena, os.fstat(arena).st_size
-        return transfers.cpu_tier.slab_file(slab_id, tenant), transfers.cpu_tier.slab_bytes
+        return moves.cpu_tier.slab_file(slab_id, tenant), moves.cpu_tier.slab_bytes
 
     def _open_bulk(self, checks: Checks) -> BulkAt | tuple[()]:
         config = self._config
@@ -240,7 +240,7 @@ class Node:
         from kvstore.server.bulk.tcp_requests import MAX_STREAMS
         from kvstore.server.bulk.tcp_setup import open_streams
 
-        service = BulkService(self.manager, self.sessions, checks, desk_limits(config))
+        service = BulkService(self.store, self.sessions, checks, desk_limits(config))
         service.tracing = self._tracing
         door, most = self.trust.doorkeeper.door, share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, where = open_streams(config, service, self.sessions, door, self._clock, most)
@@ -248,10 +248,10 @@ class Node:
         return where
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
-        shelf = self.manager.transfers.filed
-        if shelf is None:
+        slot = self.store.moves.filed
+        if slot is None:
             raise InvalidRequestError("extent", extent, "this server has no disk tier")
-        descriptor = shelf.tier.extent_file(extent, tenant)
+        descriptor = slot.tier.extent_file(extent, tenant)
         return descriptor, os.fstat(descriptor).st_size
 
     def _open_health(self) -> int | None:
@@ -268,7 +268,7 @@ class Node:
         from kvstore.server.web.http_start import HttpPort
 
         subject = Subject(
-            self.manager, self.sessions, self.counters, kvstore.__version__, self._clock
+            self.store, self.sessions, self.counters, kvstore.__version__, self._clock
         )
         port = HttpPort(self._config, subject, self.trust)
         self._closers.append(port.close)
@@ -284,7 +284,7 @@ class Node:
         if self.directory is not None:
             self.directory.start()
         self._begin_peers()
-        begin_choices(self.manager.transfers, self._config.codecs, os.urandom)
+        begin_choices(self.store.moves, self._config.codecs, os.urandom)
         self._set_health(serving=True)
 
     def _set_health(self, *, serving: bool) -> None:
@@ -301,11 +301,11 @@ class Node:
         plane = self.data_plane
         is_bulk_alive = self.bulk is None or self.bulk.is_alive()
         is_publishing = is_bulk_alive and self.events.is_alive()
-        return self.manager.is_alive() and is_publishing and (plane is None or plane.is_alive())
+        return self.store.is_alive() and is_publishing and (plane is None or plane.is_alive())
 
     def _tick(self) -> None:
         while not self._stopping.wait(TICK_S):
-            self.manager.tick()
+            self.store.tick()
             self.counters.add("expired_sessions", self.sessions.expire())
             self.counters.add("revoked_sessions", self.trust.tick())
             self.events.tick()
@@ -321,7 +321,7 @@ class Node:
     def _learn(self) -> None:
         """Tell the policies what happened, so that no request has to wait for that."""
         while not self._stopping.is_set():
-            self.manager.catalog.catch_up(TICK_S)
+            self.store.catalog.drain(TICK_S)
             if self._keeper is not None:
                 self._keeper.save_if_due()
             self._blends.step()
@@ -331,7 +331,7 @@ class Node:
         self._set_health(serving=False)
         self.sessions.drain()
         deadline = self._clock() + grace_s
-        self.manager.drain(deadline)
+        self.store.drain(deadline)
         self._stopping.set()
         for thread in self._threads:
             if thread.is_alive():
@@ -341,7 +341,7 @@ class Node:
         if self.data_plane is not None:
             self.data_plane.close()
         # Puts that had begun may have landed behind the first pass.
-        clean = self.manager.drain(deadline)
+        clean = self.store.drain(deadline)
         if self._keeper is not None:
             self._keeper.save()
         self._blends.save()

@@ -1,7 +1,7 @@
 """The Tier interface.
 
 A tier holds frames on one medium. It is a dumb shelf: it never picks a victim, never
-encodes, never calls another tier. The manager asks the policy and moves the bytes.
+encodes, never calls another tier. The store asks the policy and moves the bytes.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Tier(ABC):
         """
         return self.read_steps(key, out)
 
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return what *key* has in common with others that are best read in a row, by one thread.
 
         None: nothing. Who reads a row says so to ``expect``.

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW, spare_rows
 from kvstore.server.eviction.access_history import NO_FACTS, Facts, History
-from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.index.chunk_index import Rows
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 
 LEAST_ROWS = 1 << 18
 """Blocks that are remembered, here or evicted, whatever the size of the cache."""

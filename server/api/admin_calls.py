@@ -16,12 +16,12 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import chunk_stat, fidelity, fitting, tier_status
-from kvstore.server.index.model_registry import Space
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.security.pools import PREFIX
 from kvstore.server.security.principal import check_tenant
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.store.clear import EVERY_TENANT, clear, keys_of_tenant
-from kvstore.server.store.explain import Explainer, LoggedMiss, Near, Reason, Report
+from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
 
 CLEAR_DEADLINE_MS = 60_000
@@ -47,8 +47,8 @@ class AdminCalls:
 
     def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
         trust = backend.trust
-        self._manager = backend.manager
-        self._catalog = backend.manager.catalog
+        self._store = backend.store
+        self._catalog = backend.store.catalog
         self._sessions = backend.sessions
         self._checks = backend.checks
         self._clock = backend.checks.clock
@@ -69,19 +69,19 @@ class AdminCalls:
         if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
             raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
         keys = self._checks.keys(session, request.digests)
-        return pb.PinResponse(server=self._stamp, pinned=self._manager.pin(keys, request.ttl_ms))
+        return pb.PinResponse(server=self._stamp, pinned=self._store.pin(keys, request.ttl_ms))
 
     def Unpin(self, request: pb.UnpinRequest, context: grpc.ServicerContext) -> pb.UnpinResponse:
         """End pins."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        return pb.UnpinResponse(server=self._stamp, unpinned=self._manager.unpin(keys))
+        return pb.UnpinResponse(server=self._stamp, unpinned=self._store.unpin(keys))
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
-        shelves = self._manager.transfers.shelves
-        if request.tier and request.tier not in shelves:
-            raise InvalidRequestError("tier", request.tier, f"use one of {sorted(shelves)}")
+        slots = self._store.moves.slots
+        if request.tier and request.tier not in slots:
+            raise InvalidRequestError("tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)
         if request.session_id and request.tenant:
             fix = "name a tenant without a session, whose chunks are its own"
@@ -91,8 +91,8 @@ class AdminCalls:
             keys = self._catalog.queries.keys_from(space)
         else:
             tenant = request.tenant or principal_of(context).tenant
-            keys = keys_of_tenant(self._manager, tenant)
-        done = clear(self._manager, keys, deadline, request.tier, dry_run=request.dry_run)
+            keys = keys_of_tenant(self._store, tenant)
+        done = clear(self._store, keys, deadline, request.tier, dry_run=request.dry_run)
         return pb.ClearResponse(server=self._stamp, **done._asdict())
 
     def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
@@ -101,7 +101,7 @@ class AdminCalls:
             return self._drop_damaged(request)
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        deleted, leased = self._manager.delete(keys, self._checks.deadline(0))
+        deleted, leased = self._store.delete(keys, self._checks.deadline(0))
         return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
 
     def _drop_damaged(self, request: pb.DeleteRequest) -> pb.DeleteResponse:
@@ -122,7 +122,7 @@ class AdminCalls:
         if request.ranks and len(keys) > MAX_RANKED:
             raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
         chunks = []
-        for held in self._manager.stat(keys):
+        for held in self._store.stat(keys):
             chunk = chunk_stat(held)
             if request.ranks:
                 self._rank(held.key, chunk)
@@ -166,7 +166,7 @@ class AdminCalls:
                 chunks=counts[space.namespace],
                 tenant=space.tenant,
             )
-            for space in self._manager.spaces.all()
+            for space in self._store.spaces.all()
             if tenant in (EVERY_TENANT, space.tenant)
         ][request.skip :]
         fit = list(fitting(spaces, wire.MESSAGE_BYTES))
@@ -248,21 +248,21 @@ class AdminCalls:
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
-        tiers = [tier_status(status) for status in self._manager.shelf_statuses()]
+        tiers = [tier_status(status) for status in self._store.slot_statuses()]
         if not principal_of(context).is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
             )
             return reply
-        catalog, directory = self._catalog, self._manager.directory
+        catalog, directory = self._catalog, self._store.directory
         for tier in tiers:
             catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)
-        reply.ghosts = catalog.ghost_count()
-        reply.gates.extend(map(gate_to_message, self._manager.blends.gates.views()))
+        reply.ghosts = catalog.evicted_count()
+        reply.gates.extend(map(gate_to_message, self._store.blends.gates.views()))
         reply.sessions = len(self._sessions)
         reply.leases = catalog.lease_count()
-        reply.counters.update(self._manager.counters.snapshot())
+        reply.counters.update(self._store.counters.snapshot())
         reply.socket_path = str(self._data_plane.path) if self._data_plane else ""
         if directory is not None:
             reply.directory.CopyFrom(directory.report().to_message())
@@ -293,7 +293,7 @@ class AdminCalls:
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
         """Take no more sessions, and write down what waits. Say whether all was."""
         self._sessions.drain()
-        clean = self._manager.drain(self._checks.deadline(request.deadline_ms))
+        clean = self._store.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
 
     def Trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceResponse:
@@ -331,8 +331,8 @@ class AdminCalls:
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
             reply.chunks.extend(fitting(map(_reason, found.reasons), wire.MESSAGE_BYTES))
-            reply.near.extend(fitting(map(_near, found.near), LIST_BYTES))
-            reply.left_out += len(found.reasons) + len(found.near)
+            reply.near.extend(fitting(map(_similar, found.similar), LIST_BYTES))
+            reply.left_out += len(found.reasons) + len(found.similar)
             reply.left_out -= len(reply.chunks) + len(reply.near)
         if request.recent:
             self._add_recent(request.recent, reply)
@@ -343,7 +343,7 @@ class AdminCalls:
         return reply
 
     def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
-        log, gates = self._explainer.log, self._manager.blends.gates.views()
+        log, gates = self._explainer.log, self._store.blends.gates.views()
         misses, reports = log.misses(count), log.reports()
         reply.recent.extend(fitting(self._misses(misses), LIST_BYTES))
         reply.engines.extend(fitting(map(self._report, reports), LIST_BYTES))
@@ -364,7 +364,7 @@ class AdminCalls:
             )
         return Namespace(request.key_namespace)
 
-    def _known(self, space: Space) -> pb.KnownSpace:
+    def _known(self, space: ModelNamespace) -> pb.KnownSpace:
         return _space_message(space, self._catalog.queries.count_in(space.namespace))
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
@@ -408,16 +408,17 @@ def _reason(reason: Reason) -> pb.ChunkReason:
     )
 
 
-def _near(near: Near) -> pb.KnownSpace:
-    message = _space_message(near.space, near.chunks)
-    message.same_tokens = near.has_tokens
+def _similar(similar: SimilarModel) -> pb.KnownSpace:
+    message = _space_message(similar.space, similar.chunks)
+    message.same_tokens = similar.has_tokens
     message.differences.extend(
-        pb.Difference(field=one.field, stored=one.stored, asked=one.asked) for one in near.differing
+        pb.Difference(field=one.field, stored=one.stored, asked=one.asked)
+        for one in similar.differing
     )
     return message
 
 
-def _space_message(space: Space, chunks: int) -> pb.KnownSpace:
+def _space_message(space: ModelNamespace, chunks: int) -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
         representation=wire.representation_to_message(space.representation),

@@ -42,11 +42,10 @@ HEALTH_CONNECTIONS = 64
 
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     """Return what answers every RPC of kvstore.v1 over *backend*."""
-    manager, clock = backend.manager, backend.checks.clock
-    transfers = manager.transfers
+    store, clock = backend.store, backend.checks.clock
+    moves = store.moves
     explainer = Explainer(
-        manager.catalog, transfers.sources, transfers.outcomes, clock, manager.states,
-        manager.spaces,
+        store.catalog, moves.sources, moves.outcomes, clock, store.states, store.spaces,
     )  # fmt: skip
     backend.sessions.on_open.append(explainer.spaces.note)
     requests = RequestLog(clock)

@@ -13,8 +13,8 @@ from kvstore.proto.plans import NO_HINTS
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.reservations import Said
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.reservations import PutOptions
+from kvstore.server.store.store import Store
 from kvstore.server.store.writes import AnyTicket, PutResult
 
 
@@ -36,8 +36,8 @@ class LayeredPutStream:
     verified and sealed.
     """
 
-    def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
-        self._manager = manager
+    def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
+        self._store = store
         self._sessions = sessions
         self._checks = checks
         self._frames: list[_Incoming] = []
@@ -54,7 +54,7 @@ class LayeredPutStream:
                 session = self._sessions.get(message.session_id)
                 if first is None:
                     first = message
-                    self._checks.durable(message.durable, is_possible=self._manager.can_be_durable)
+                    self._checks.durable(message.durable, is_possible=self._store.can_be_durable)
                     deadline = self._checks.deadline(message.deadline_ms)
                     self._hints = hints_from_message(message.hints)
                 if message.frame == len(self._frames):
@@ -65,7 +65,7 @@ class LayeredPutStream:
         finally:
             for frame in self._frames:
                 if frame.ticket is not None:
-                    self._manager.puts.discard(frame.ticket)
+                    self._store.writes.discard(frame.ticket)
 
     def _begin(self, session: Session, message: pb.PutRequest, deadline: float) -> None:
         self._checks.batch("frames", len(self._frames) + 1)
@@ -73,13 +73,13 @@ class LayeredPutStream:
         if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
             raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
         info, _ = self._checks.header(session, header, message.frame_bytes)
-        begun = self._manager.puts.open(session, info, deadline, Said(self._hints))
+        begun = self._store.writes.open(session, info, deadline, PutOptions(self._hints))
         if isinstance(begun, PutResult):
             self._frames.append(_Incoming(begun, None, header))
             return
         # Ours: the end of the session must not free what we write into.
         self._frames.append(_Incoming(None, begun, header))
-        view = self._manager.puts.view(begun)
+        view = self._store.writes.view(begun)
         end = header.header_bytes
         for row in header.segments:  # what no segment covers, and no checksum
             view[end : int(row["offset"])] = 0
@@ -98,7 +98,7 @@ class LayeredPutStream:
             raise InvalidFrameError("data", stop, f"the frame has {frame.header.frame_bytes} bytes")
         frame.is_whole = is_header
         if frame.ticket is not None:
-            view: Bytes = self._manager.puts.view(frame.ticket)
+            view: Bytes = self._store.writes.view(frame.ticket)
             copy_bytes(view[start:stop], as_bytes(message.data))
 
     def _finish(self, first: pb.PutRequest) -> list[PutResult]:
@@ -109,10 +109,10 @@ class LayeredPutStream:
         for frame in self._frames:
             if frame.ticket is not None:
                 ticket, frame.ticket = frame.ticket, None
-                frame.result = self._manager.puts.commit(ticket)
+                frame.result = self._store.writes.commit(ticket)
             assert frame.result is not None
             results.append(frame.result)
         if not first.durable:
             return results
         keys = [frame.header.key for frame in self._frames]
-        return self._manager.harden(keys, results, self._checks.deadline(first.deadline_ms))
+        return self._store.harden(keys, results, self._checks.deadline(first.deadline_ms))

@@ -17,8 +17,8 @@ from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.reservations import Said
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.reservations import PutOptions
+from kvstore.server.store.store import Store
 from kvstore.server.store.writes import AnyTicket, PutResult, PutTicket
 
 
@@ -40,8 +40,8 @@ class PutStream:
     Leave its ``with`` to give back the room of a frame that did not become whole.
     """
 
-    def __init__(self, manager: TierManager, sessions: SessionTable, checks: Checks) -> None:
-        self._manager = manager
+    def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
+        self._store = store
         self._sessions = sessions
         self._checks = checks
         self._results: list[PutResult] = []
@@ -76,7 +76,7 @@ class PutStream:
 
     def open(self, *, durable: bool, deadline_ms: int, hints: Hints = NO_HINTS) -> None:
         """Begin. Raises InvalidRequestError for what this server cannot promise."""
-        self._checks.durable(durable, is_possible=self._manager.can_be_durable)
+        self._checks.durable(durable, is_possible=self._store.can_be_durable)
         self._durable, self._deadline_ms, self._hints = durable, deadline_ms, hints
         self._deadline = self._checks.deadline(deadline_ms)
 
@@ -137,8 +137,8 @@ class PutStream:
         self._incoming = None
         if incoming.ticket is not None:
             self._held = incoming
-            if not self._manager.puts.may_lose_state(incoming.ticket):
-                self._commit_held(is_end=False)
+            if not self._store.writes.may_lose_state(incoming.ticket):
+                self._commit_held(is_last=False)
 
     def finish(self) -> list[PutResult]:
         """Return what became of each frame, durable where that was asked for."""
@@ -146,10 +146,10 @@ class PutStream:
             raise InvalidFrameError(
                 "frame", self._incoming.received_bytes, "the stream ended inside it"
             )
-        self._commit_held(is_end=True)
+        self._commit_held(is_last=True)
         if self._durable:
             deadline = self._checks.deadline(self._deadline_ms)
-            return self._manager.harden(self._keys, self._results, deadline)
+            return self._store.harden(self._keys, self._results, deadline)
         return self._results
 
     def __enter__(self) -> PutStream:
@@ -162,34 +162,34 @@ class PutStream:
         trace: TracebackType | None,
     ) -> None:
         with suppress(KVStoreError):  # the frames before a bad one stay
-            self._commit_held(is_end=True)
+            self._commit_held(is_last=True)
         if self._incoming is not None and self._incoming.ticket is not None:
-            self._manager.puts.discard(self._incoming.ticket)
+            self._store.writes.discard(self._incoming.ticket)
         self._incoming = None
 
-    def _commit_held(self, *, is_end: bool) -> None:
+    def _commit_held(self, *, is_last: bool) -> None:
         held, self._held = self._held, None
         if held is not None and held.ticket is not None:
-            puts = self._manager.puts
-            self._results.append(puts.commit(held.ticket, held.check, is_end=is_end))
+            writes = self._store.writes
+            self._results.append(writes.commit(held.ticket, held.check, is_last=is_last))
 
     def _begin(self, session: Session, frame_bytes: int, data: Bytes) -> None:
         if not frame_bytes:
             raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
         self._checks.batch("frames", len(self._keys) + 1)
         header = parse_header(data, takes_portions=True)
-        info, piece = self._checks.header(session, header, frame_bytes)
+        info, part = self._checks.header(session, header, frame_bytes)
         if self._held is not None and self._held.ticket is not None:
-            self._commit_held(is_end=info.parent_key != self._held.ticket.key)
-        said = Said(self._hints, is_end=None)
-        begun = self._manager.puts.open(session, info, self._deadline, said, piece)
+            self._commit_held(is_last=info.parent_key != self._held.ticket.key)
+        options = PutOptions(self._hints, is_last=None)
+        begun = self._store.writes.open(session, info, self._deadline, options, part)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
             self._incoming = _Incoming(None, frame_bytes)
         else:
             # Ours: the end of the session must not free what we write into.
-            room = self._manager.puts.view(begun)
+            room = self._store.writes.view(begun)
             is_whole = isinstance(begun, PutTicket)
             check = FrameCheck(room, info.key, header.header_bytes) if is_whole else None
             self._incoming = _Incoming(begun, frame_bytes, room, check)

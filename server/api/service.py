@@ -36,7 +36,7 @@ from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
 from kvstore.server.store.explain import Explainer
 from kvstore.server.store.scrub import Scrub
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.server.store.writes import PutResult, check_put
 from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.request_trace import RequestLog
@@ -71,7 +71,7 @@ class Identity:
 class Backend:
     """What the RPCs of one server work on; None where it has no such part."""
 
-    manager: TierManager
+    store: Store
     sessions: SessionTable
     checks: Checks
     identity: Identity
@@ -85,7 +85,7 @@ class Backend:
     def stamp(self) -> pb.Server:
         """What each reply says of the server."""
         features = wire.FEATURE_SHARED_MEMORY if self.data_plane is not None else 0
-        features |= wire.FEATURE_DURABLE_PUT if self.manager.can_be_durable else 0
+        features |= wire.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
         return pb.Server(boot_id=self.identity.boot_id, features=features)
 
     @property
@@ -98,7 +98,7 @@ class DataCalls:
     """Answers the RPCs of data. *explainer* and *requests* record lookups. Thread-safe."""
 
     def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
-        self._manager = backend.manager
+        self._store = backend.store
         self._sessions = backend.sessions
         self._checks = backend.checks
         self._blend_checks = BlendChecks(backend.checks)
@@ -124,7 +124,7 @@ class DataCalls:
         session = self._sessions.open(
             representation, client, standing.tenant, caller, standing.roles, request.process
         )
-        plane, gpu = self._data_plane, self._manager.transfers.gpu_tier
+        plane, gpu = self._data_plane, self._store.moves.gpu_tier
         return pb.OpenSessionResponse(
             server=self._stamp,
             session_id=session.session_id,
@@ -144,7 +144,7 @@ class DataCalls:
             peers=self._lent(),
             server_pid=os.getpid(),
             pid_namespace=pid_namespace(),
-            weighs=self._manager.weighs(standing.tenant),
+            weighs=self._store.weighs(standing.tenant),
         )
 
     def Heartbeat(
@@ -171,9 +171,9 @@ class DataCalls:
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
-            self._manager.hand_over.wait(keys, min(deadline, started + request.wait_ms / 1000))
+            self._store.announcements.wait(keys, min(deadline, started + request.wait_ms / 1000))
         least = fidelity(request.min_fidelity)
-        match = self._manager.lookup(
+        match = self._store.lookup(
             session,
             keys,
             deadline,
@@ -207,7 +207,7 @@ class DataCalls:
         self._checks.batch("lengths", len(request.lengths))
         keys = self._checks.keys(session, request.chains)
         chains = wire.chains_of(keys, request.lengths)
-        plan, kept = self._manager.plan(session, chains, ttl_ms / 1000)
+        plan, kept = self._store.plan(session, chains, ttl_ms / 1000)
         return pb.PlanResponse(
             server=self._stamp,
             order=plan.order,
@@ -231,8 +231,8 @@ class DataCalls:
             reach = reach - {Reach.file}  # an open file can be opened again for writing
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys))
-        lease_id, known = self._manager.open_get(session, keys, request.lease_id)
-        stream = GetStream(self._manager, session, self._stamp, lease_id, deadline, least)
+        lease_id, known = self._store.open_get(session, keys, request.lease_id)
+        stream = GetStream(self._store, session, self._stamp, lease_id, deadline, least)
         if request.ranges:
             messages = stream.ranges(keys[:known], request.ranges, reach)
         elif request.layer_major:
@@ -251,13 +251,13 @@ class DataCalls:
             release = release and not told
         finally:
             if release:
-                self._manager.release(session, lease_id)
+                self._store.release(session, lease_id)
 
     def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
         """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
         if any(sources):  # what is there of the others may be of too low fidelity
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
-        return self._manager.transfers.cpu_tier.place_rows(keys[: len(sources)])
+        return self._store.moves.cpu_tier.place_rows(keys[: len(sources)])
 
     def Release(
         self, request: pb.ReleaseRequest, context: grpc.ServicerContext
@@ -266,7 +266,7 @@ class DataCalls:
         session = self._sessions.get(request.session_id)
         self._checks.batch("lease_ids", len(request.lease_ids))
         hints = wire.hints_from_message(request.hints)
-        released = sum(self._manager.release(session, lease, hints) for lease in request.lease_ids)
+        released = sum(self._store.release(session, lease, hints) for lease in request.lease_ids)
         return pb.ReleaseResponse(server=self._stamp, released=released)
 
     # --- writing
@@ -278,7 +278,7 @@ class DataCalls:
         first = next(request_iterator, None)
         kind = LayeredPutStream if first is not None and first.layer_major else PutStream
         messages = request_iterator if first is None else chain((first,), request_iterator)
-        results = kind(self._manager, self._sessions, self._checks).run(messages)
+        results = kind(self._store, self._sessions, self._checks).run(messages)
         return pb.PutResponse(server=self._stamp, **outcomes(results))
 
     def Reserve(
@@ -286,18 +286,18 @@ class DataCalls:
     ) -> pb.ReserveResponse:
         """Set CPU memory aside for chunks that come by shared memory."""
         session = self._sessions.get(request.session_id)
-        self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
+        self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
         asked = self._checks.reserved(session, request)
-        infos, pieces = [info for info, _ in asked], [piece for _, piece in asked]
+        infos, parts = [info for info, _ in asked], [part for _, part in asked]
         deadline = self._checks.deadline(request.deadline_ms)
         hints = wire.hints_from_message(request.hints)
-        begun = self._manager.puts.begin_all(session, infos, deadline, hints, pieces)
+        begun = self._store.writes.begin_all(session, infos, deadline, hints, parts)
         tickets = [0 if isinstance(r, PutResult) else r.ticket_id for r in begun]
         answers = [r if isinstance(r, PutResult) else PutResult(PutOutcome.stored) for r in begun]
         if request.durable:
             existing = [r for r in begun if isinstance(r, PutResult)]
             keys = [i.key for i, r in zip(infos, begun, strict=True) if isinstance(r, PutResult)]
-            hardened = iter(self._manager.harden(keys, existing, deadline))
+            hardened = iter(self._store.harden(keys, existing, deadline))
             answers = [
                 next(hardened) if isinstance(r, PutResult) else answer
                 for r, answer in zip(begun, answers, strict=True)
@@ -312,35 +312,33 @@ class DataCalls:
                 "offsets", len(request.offsets), "give one for each reservation"
             )
         self._checks.batch("reservation_ids", len(request.reservation_ids))
-        self._checks.durable(request.durable, is_possible=self._manager.can_be_durable)
+        self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
         if self._data_plane is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
         staging = self._data_plane.staging(session.session_id)
-        puts, keys, results = self._manager.puts, [], []
+        writes, keys, results = self._store.writes, [], []
         try:
             for reservation_id, offset in zip(
                 request.reservation_ids, request.offsets, strict=True
             ):
-                ticket = puts.claim(session, reservation_id)
+                ticket = writes.claim(session, reservation_id)
                 self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
-                results += puts.ingest([ticket], [frame])
+                results += writes.ingest([ticket], [frame])
                 keys.append(ticket.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:
-                puts.abort(session, reservation_id)
+                writes.abort(session, reservation_id)
             raise
         if request.durable:
-            results = self._manager.harden(
-                keys, results, self._checks.deadline(request.deadline_ms)
-            )
+            results = self._store.harden(keys, results, self._checks.deadline(request.deadline_ms))
         return pb.CommitResponse(server=self._stamp, **outcomes(results))
 
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
         """Give reservations back."""
         session = self._sessions.get(request.session_id)
         self._checks.batch("reservation_ids", len(request.reservation_ids))
-        aborted = sum(self._manager.puts.abort(session, i) for i in request.reservation_ids)
+        aborted = sum(self._store.writes.abort(session, i) for i in request.reservation_ids)
         return pb.AbortResponse(server=self._stamp, aborted=aborted)
 
     def PutDevice(
@@ -381,7 +379,7 @@ class DataCalls:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        pending = self._manager.hand_over.promise(session, keys, request.ttl_ms)
+        pending = self._store.announcements.announce(session, keys, request.ttl_ms)
         return pb.PromiseResponse(server=self._stamp, pending=pending)
 
     def Weigh(self, request: pb.WeighRequest, context: grpc.ServicerContext) -> pb.WeighResponse:
@@ -395,7 +393,7 @@ class DataCalls:
                 fix = f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
                 raise InvalidRequestError("weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
-            self._manager.transfers.importance.note(key, weights)
+            self._store.moves.importance.note(key, weights)
         return pb.WeighResponse(server=self._stamp)
 
     # --- blending
@@ -407,7 +405,7 @@ class DataCalls:
         started = self._clock()
         session = self._sessions.get(request.session_id)
         question = self._blend_checks.question(session, request)
-        blends = self._manager.blends
+        blends = self._store.blends
         found = blends.resolve(session, question)
         reply = blend_wire.resolution_to_message(found, blends.tier_names, self._stamp)
         reply.server_us = int(1e6 * (self._clock() - started))
@@ -418,12 +416,12 @@ class DataCalls:
     ) -> pb.ReportReuseResponse:
         """Take in what an engine measured; all of it, or an error that names what is wrong."""
         session = self._sessions.get(request.session_id)
-        blends, checks = self._manager.blends, self._blend_checks
+        blends, checks = self._store.blends, self._blend_checks
         try:
             keys = checks.report_keys(session, request)
             report = checks.report(request, keys, blends.variant_tokens(keys))
         except InvalidRequestError:
-            self._manager.counters.add("blend_refused_reports")
+            self._store.counters.add("blend_refused_reports")
             raise
         gate = blends.report(session, report)
         return pb.ReportReuseResponse(server=self._stamp, gate=blend_wire.gate_to_message(gate))
@@ -451,16 +449,16 @@ class DataCalls:
 
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
-        shelf = self._manager.transfers.peers
-        return cast("PeerTier", shelf.tier).lent()[:MAX_TOLD_PEERS] if shelf else []
+        slot = self._store.moves.peers
+        return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
 
     def LendPeer(
         self, request: pb.LendPeerRequest, context: grpc.ServicerContext
     ) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
-        shelf = self._manager.transfers.peers
-        peer = cast("PeerTier", shelf.tier).peers.numbered(request.number) if shelf else None
+        slot = self._store.moves.peers
+        peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
         if peer is None:
             raise InvalidRequestError("number", request.number, "of no server that is known")
         lent = peer.let_guest(session.namespace)

@@ -1,4 +1,4 @@
-"""Checks: from messages to values that hold, and back. Nothing is asked of the manager here."""
+"""Checks: from messages to values that hold, and back. Nothing is asked of the store here."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from kvstore.server.blending.resolver import Question, Report
 from kvstore.server.blending.scores import Context
 from kvstore.server.blending.token_priority import Scores
 from kvstore.server.blending.variant_choice import AskedSegment
-from kvstore.server.index.results import Holding
+from kvstore.server.index.results import ChunkDetails
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.parallel_writes import Piece
-from kvstore.server.store.store import ShelfStatus
+from kvstore.server.store.parallel_writes import ChunkPart
+from kvstore.server.store.store import SlotStatus
 from kvstore.server.store.writes import PutResult
 
 MAX_DEADLINE_MS = 600_000
@@ -151,8 +151,8 @@ class Checks:
 
     def header(
         self, session: Session, header: FrameHeader, frame_bytes: int
-    ) -> tuple[ChunkInfo, Piece | None]:
-        """Return the info of the chunk whose frame *session* may put, or a piece of it."""
+    ) -> tuple[ChunkInfo, ChunkPart | None]:
+        """Return the info of the chunk whose frame *session* may put, or a part of it."""
         if header.frame_bytes != frame_bytes:
             raise InvalidRequestError(
                 "frame_bytes", frame_bytes, f"its header: {header.frame_bytes}"
@@ -160,25 +160,25 @@ class Checks:
         portion = header.portion
         if portion is None:
             return self.info(session, header.info()), None
-        piece = Piece(portion, frame_bytes, is_streamed=True)
-        return self._whole(session, header.key, header.parent, piece), piece
+        part = ChunkPart(portion, frame_bytes, is_streamed=True)
+        return self._whole(session, header.key, header.parent, part), part
 
     def _whole(
-        self, session: Session, key: ChunkKey, parent: ChainDigest, piece: Piece
+        self, session: Session, key: ChunkKey, parent: ChainDigest, part: ChunkPart
     ) -> ChunkInfo:
-        """Return the info of the raw chunk that *piece* is of."""
-        if piece.frame_bytes != portion_frame_bytes(piece.portion):
-            fix = f"a raw rectangle like this has {portion_frame_bytes(piece.portion)}"
-            raise InvalidRequestError("frame_bytes", piece.frame_bytes, fix)
-        whole = piece.portion.whole
+        """Return the info of the raw chunk that *part* is of."""
+        if part.frame_bytes != portion_frame_bytes(part.portion):
+            fix = f"a raw rectangle like this has {portion_frame_bytes(part.portion)}"
+            raise InvalidRequestError("frame_bytes", part.frame_bytes, fix)
+        whole = part.portion.whole
         return self.info(session, ChunkInfo(key, parent, whole, 0, raw_frame_bytes(whole)))
 
     def reserved(
         self, session: Session, request: pb.ReserveRequest
-    ) -> list[tuple[ChunkInfo, Piece | None]]:
+    ) -> list[tuple[ChunkInfo, ChunkPart | None]]:
         """Return what a Reserve asks room for; all of it or an error.
 
-        A piece comes with the info of the chunk that it is of.
+        A part comes with the info of the chunk that it is of.
         """
         keys = self.keys(session, request.digests)
         parents = wire.split_digests(request.parents, self.limits.max_batch_chunks)
@@ -191,7 +191,7 @@ class Checks:
         portions = [wire.portion_from_message(message) for message in request.layouts]
         if any(index >= len(layouts) for index in request.layout):
             raise InvalidRequestError("layout", max(request.layout), "index into layouts")
-        found: list[tuple[ChunkInfo, Piece | None]] = []
+        found: list[tuple[ChunkInfo, ChunkPart | None]] = []
         rows = zip(keys, parents, request.layout, request.frame_bytes, strict=True)
         for key, parent, index, size in rows:
             portion = portions[index]
@@ -199,8 +199,8 @@ class Checks:
                 info = ChunkInfo(key, parent, layouts[index], 0, size)
                 found.append((self.info(session, info), None))
             else:
-                piece = Piece(portion, size)
-                found.append((self._whole(session, key, parent, piece), piece))
+                part = ChunkPart(portion, size)
+                found.append((self._whole(session, key, parent, part), part))
         return found
 
 
@@ -335,7 +335,7 @@ def fitting(messages: Iterable[M], room_bytes: int) -> Iterator[M]:
         yield message
 
 
-def chunk_stat(held: Holding) -> pb.ChunkStat:
+def chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     """Return what the catalog knows of a chunk as a message."""
     info = next(iter(held.copies.values()))
     return pb.ChunkStat(
@@ -364,7 +364,7 @@ def chunk_stat(held: Holding) -> pb.ChunkStat:
     )
 
 
-def tier_status(status: ShelfStatus) -> pb.TierStatus:
+def tier_status(status: SlotStatus) -> pb.TierStatus:
     """Return a tier's state as a message."""
     return pb.TierStatus(
         name=status.name,

@@ -1,4 +1,4 @@
-"""What the bulk channel asks of the manager: the same as the gRPC service's Get and Put."""
+"""What the bulk channel asks of the store: the same as the gRPC service's Get and Put."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvstore.server.api.validation import Checks, fidelity
 from kvstore.server.bulk.peer_server import DeskLimits, PeerDesk
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.layered_reads import LayeredGet
-from kvstore.server.store.ranged_reads import RangedRead, Span
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.layered_reads import LayerwiseRead
+from kvstore.server.store.ranged_reads import ByteRange, RangeRead
+from kvstore.server.store.store import Store
 from kvstore.server.store.writes import PutResult
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ class BulkService:
 
     def __init__(
         self,
-        manager: TierManager,
+        store: Store,
         sessions: SessionTable,
         checks: Checks,
         desk_limits: DeskLimits | None = None,
     ) -> None:
-        self._manager = manager
-        self.desk = PeerDesk(manager.transfers, desk_limits or DeskLimits())
+        self._store = store
+        self.desk = PeerDesk(store.moves, desk_limits or DeskLimits())
         self._sessions = sessions
         self._checks = checks
         self.tracing: Tracing | None = None
@@ -101,14 +101,14 @@ class BulkService:
         keys = self._checks.keys(session, digests)
         self._checks.ranges(ranges, len(keys))
         skipped = SkippedRows.unpack(skip_rows, len(keys))
-        lease_id, known = self._manager.open_get(session, keys, work.word.lease_id)
+        lease_id, known = self._store.open_get(session, keys, work.word.lease_id)
         try:
             least = fidelity(work.word.flags >> bulk.FIDELITY_SHIFT & 3)
             if work.word.flags & bulk.RANGES:
                 found = self._ranges(keys[:known], ranges, work.deadline, least)
             elif work.word.flags & bulk.LAYER_MAJOR:
-                transfers = self._manager.transfers
-                layered = LayeredGet(transfers, session, keys[:known], work.deadline, least)
+                moves = self._store.moves
+                layered = LayerwiseRead(moves, session, keys[:known], work.deadline, least)
                 layered.skipped = skipped
                 found = self._layers(layered)
             else:
@@ -119,15 +119,15 @@ class BulkService:
                         break
         finally:
             if not work.word.lease_id:
-                self._manager.release(session, lease_id)
+                self._store.release(session, lease_id)
 
     def _frames(
         self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
     ) -> Generator[Piece, None, None]:
-        for one in self._manager.gets.get(session, keys, deadline, least=least):
+        for one in self._store.reads.get(session, keys, deadline, least=least):
             yield Piece(one.index, one.tier, len(one.frame), 0, one.frame)
 
-    def _layers(self, layered: LayeredGet) -> Generator[Piece, None, None]:
+    def _layers(self, layered: LayerwiseRead) -> Generator[Piece, None, None]:
         for part in layered.parts():
             yield Piece(*part)
 
@@ -138,11 +138,11 @@ class BulkService:
         deadline: float,
         least: Fidelity,
     ) -> Generator[Piece, None, None]:
-        reading = RangedRead(self._manager.transfers, self._manager.gets, least, deadline)
+        reading = RangeRead(self._store.moves, self._store.reads, least, deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
-            spans = [Span(one.start, one.stop) for one in group]
+            spans = [ByteRange(one.start, one.stop) for one in group]
             with reading.read(keys[index], spans) as stored:
                 if stored is None:
                     continue
@@ -166,7 +166,7 @@ class BulkService:
 
     @contextmanager
     def _putting(self, word: bulk.Put) -> Iterator[PutStream]:
-        stream = PutStream(self._manager, self._sessions, self._checks)
+        stream = PutStream(self._store, self._sessions, self._checks)
         with self._traced("Put"), stream:
             durable = bool(word.flags & bulk.DURABLE)
             stream.open(durable=durable, deadline_ms=word.deadline_ms)

@@ -1,7 +1,7 @@
 """The PeerTier: the memory of other servers, as a tier that can only be read.
 
 It stands between this server's own tiers and those that all share. What it knows of peers is
-hearsay: it ends after a while, and where it was wrong the chunk is lost, which is a miss.
+remote hints: it ends after a while, and where it was wrong the chunk is lost, which is a miss.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class PeerTier(Tier):
     # --- reading
 
     @override
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return who has *key*, as chunks of one peer are asked for in one request."""
         offer = self._offer(key)
         return offer.peers if offer is not None else None

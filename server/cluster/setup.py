@@ -16,7 +16,7 @@ from kvstore.tiers.base import Tier
 if TYPE_CHECKING:  # one of their files loads redis
     from kvstore.server.cluster.directory import Directory
     from kvstore.server.cluster.peer_tier import PeerTier
-    from kvstore.server.store.store import TierManager
+    from kvstore.server.store.store import Store
 
 
 class Me(NamedTuple):
@@ -63,7 +63,7 @@ def desk_limits(config: ServerConfig) -> DeskLimits:
 
 
 def ready_peers(
-    config: ServerConfig, manager: TierManager, directory: Directory | None, me: Me
+    config: ServerConfig, store: Store, directory: Directory | None, me: Me
 ) -> Callable[[], None]:
     """Return what begins to reach for peers, who hear of this node as *me*.
 
@@ -72,10 +72,10 @@ def ready_peers(
     if config.asks_directory and directory is None:
         fix = "they are found in the Redis: add --directory and --redis, or name their addresses"
         raise InvalidRequestError("peers", DIRECTORY, fix)
-    shelf = manager.transfers.peers
-    if shelf is None:
+    slot = store.moves.peers
+    if slot is None:
         return lambda: None
-    peers = cast("PeerTier", shelf.tier).peers
+    peers = cast("PeerTier", slot.tier).peers
     peers.directory = directory if config.asks_directory else None
     name = config.node_id or f"{socket.gethostname()[:100]}:{me.port}"
     return lambda: peers.start(name, me.boot_id)

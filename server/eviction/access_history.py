@@ -20,8 +20,8 @@ from kvstore.server.eviction.chunk_classes import (
     pack_own,
     with_hint,
 )
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import DensityTable
-from kvstore.server.index.chunk_index import Rows
 
 
 class Report(NamedTuple):

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.leaf_tree import LeafFirstEviction
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
-from kvstore.server.index.chunk_index import Rows
 
 DISCARD = 1
 """The reuse hint that says a chunk is of no more use."""

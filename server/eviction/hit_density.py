@@ -14,10 +14,10 @@ from kvstore.server.eviction.access_history import History, Report
 from kvstore.server.eviction.chunk_classes import MAX_CLASSES
 from kvstore.server.eviction.class_ranking import QueueRanks
 from kvstore.server.eviction.leaf_tree import FEW, LeafFirstEviction
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
 from kvstore.server.eviction.reuse_statistics import EDGES_S
 from kvstore.server.eviction.victim_cursor import VictimChoice
-from kvstore.server.index.chunk_index import Rows
 
 BUDGET = 0.005
 """Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds

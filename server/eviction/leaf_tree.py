@@ -12,8 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW, spare_rows
-from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.index.chunk_index import Rows
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 
 FEW = 24
 """Rows from which on numpy is faster than Python."""

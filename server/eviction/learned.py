@@ -16,9 +16,9 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.flop_density import FlopDensity
 from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.scorer import FEATURES, Features, Scorer, StumpScorer
 from kvstore.server.eviction.scorer_weights import WEIGHTS
-from kvstore.server.index.chunk_index import Rows
 
 CANDIDATES = 32
 LEAST_CANDIDATES, MOST_CANDIDATES = 16, 64

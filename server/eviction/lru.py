@@ -9,8 +9,8 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.server.eviction.leaf_tree import LeafFirstEviction
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
-from kvstore.server.index.chunk_index import Rows
 
 
 class LruEviction(LeafFirstEviction):

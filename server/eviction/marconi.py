@@ -18,9 +18,9 @@ from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.alpha_tuner import AlphaTuner, TunerTerms
 from kvstore.server.eviction.flop_density import LEAST_DENSITY, MOST_DENSITY, FlopDensity
 from kvstore.server.eviction.leaf_tree import LeafFirstEviction
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
 from kvstore.server.eviction.row_heap import RowHeap
-from kvstore.server.index.chunk_index import Rows
 
 _STEPS = 8
 """Classes of efficiency a doubling."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
 from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
-from kvstore.server.index.chunk_index import Rows
 
 LENGTHS = 4
 LENGTH_TOKENS = 8192

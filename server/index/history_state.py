@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from kvstore.proto.types import KEY_BYTES
 from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
-from kvstore.server.index.chunk_index import Rows
 
 CHUNK = np.dtype(
     [

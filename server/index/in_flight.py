@@ -96,7 +96,7 @@ class InFlightPuts:
         with self._state.lock:
             row = self._state.index.row(key)
             if self._state.index.holders(row, Fidelity.exact):
-                self._state.knowledge.live_on(row, self._state.clock())
+                self._state.metadata.live_on(row, self._state.clock())
                 self._promises.over(key)
                 return False
             self._writers[key] = self._writers.get(key, 0) + 1

@@ -29,8 +29,8 @@ def _nobody(session_id: int) -> tuple[str, int]:
     return "", 0
 
 
-class LeaseTable:
-    """All leases and the pins they add up to. Not thread-safe: the manager's lock guards it.
+class Leases:
+    """All leases and the pins they add up to. Not thread-safe: the store's lock guards it.
 
     Invariant: ``pins[key]`` is the number of leases that name *key*, plus the copies of it
     that are being moved; no entry is zero.

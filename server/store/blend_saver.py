@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvstore.server.blending.content_reader import ContentReader
 from kvstore.server.store.gate_file import GateKeeper
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.server.store.variant_file import VariantKeeper
 
 
@@ -20,23 +20,23 @@ class BlendKeeper:
 
     def __init__(
         self,
-        manager: TierManager,
+        store: Store,
         folder: Path | None,
         content_limit: int,
         clock: Callable[[], float],
     ) -> None:
-        shelves = manager.transfers.shelves
-        kept = [shelves["cpu"]] + ([shelves["disk"]] if folder is not None else [])
-        self._gates = GateKeeper(manager.blends.gates, folder) if folder is not None else None
+        slots = store.moves.slots
+        kept = [slots["cpu"]] + ([slots["disk"]] if folder is not None else [])
+        self._gates = GateKeeper(store.blends.gates, folder) if folder is not None else None
         self._variants: VariantKeeper | None = None
         if folder is not None and content_limit:
-            self._variants = VariantKeeper(manager.blends.contents, folder, clock)
+            self._variants = VariantKeeper(store.blends.contents, folder, clock)
             self._variants.load()
         if self._gates is not None:
             self._gates.load()
         limit = content_limit if folder is not None else 0
-        contents = manager.blends.contents
-        self._reader = ContentReader(manager.catalog, contents, kept, limit, clock)
+        contents = store.blends.contents
+        self._reader = ContentReader(store.catalog, contents, kept, limit, clock)
 
     def step(self) -> None:
         """Read on for a short time, and write what changed."""

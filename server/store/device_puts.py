@@ -35,7 +35,7 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.slab import SlabPlace
 
@@ -61,7 +61,7 @@ class _Ring:
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
+class _Placed:
     """A frame of a ring that has room on the device."""
 
     reservation: Reservation
@@ -79,14 +79,14 @@ class DevicePuts:
     A ring stays mapped until its session has ended and nothing is copied out of it any more.
     """
 
-    def __init__(self, manager: TierManager, kernels: FrameKernels) -> None:
-        transfers = manager.transfers
-        assert transfers.gpu is not None
-        assert transfers.gpu_tier is not None
-        self._manager = manager
-        self._landing = manager.landing
-        self._shelf, self._tier = transfers.gpu, transfers.gpu_tier
-        self._clock = transfers.clock
+    def __init__(self, store: Store, kernels: FrameKernels) -> None:
+        moves = store.moves
+        assert moves.gpu is not None
+        assert moves.gpu_tier is not None
+        self._store = store
+        self._reservations = store.reservations
+        self._slot, self._tier = moves.gpu, moves.gpu_tier
+        self._clock = moves.clock
         self._kernels = kernels
         self._stream = self._tier.device.stream()
         self._rings: dict[int, _Ring] = {}
@@ -166,15 +166,15 @@ class DevicePuts:
         Nothing is reserved, and nothing waits on the device, before the client's event is over:
         one that never is holds up nobody else. Raises DeadlineError when it is late.
         """
-        if self._manager.puts.is_draining:
+        if self._store.writes.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
         with self._using(session) as ring:
             for header, offset in frames:
                 if offset + header.frame_bytes > len(ring.memory):
                     fix = f"within a ring of {len(ring.memory)} bytes"
                     raise InvalidRequestError("offset", (offset, header.frame_bytes), fix)
-            if self._shelf.breaker.is_open:
-                reason = f"gpu is left alone for now: {self._shelf.breaker.reason}"
+            if self._slot.breaker.is_open:
+                reason = f"gpu is left alone for now: {self._slot.breaker.reason}"
                 return [PutResult(PutOutcome.refused, reason)] * len(frames)
             written = self._tier.device.import_event(event)
             self._wait_for(written, session, deadline)
@@ -200,37 +200,37 @@ class DevicePuts:
         hints: Hints,
     ) -> list[PutResult]:
         results: list[PutResult | None] = []
-        landing: deque[_Landing] = deque()
+        placed: deque[_Placed] = deque()
         try:
             for header, offset in frames:
                 info = header.info()
-                room = self._landing.reserve_on(self._shelf, session, info, deadline, hints)
+                room = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
                 if isinstance(room, PutResult):
                     results.append(room)
                 else:
                     results.append(None)
-                    landing.append(_Landing(room, header, offset))
-            sums = iter(self._copied(ring, landing))
+                    placed.append(_Placed(room, header, offset))
+            sums = iter(self._copied(ring, placed))
             for at, result in enumerate(results):
                 if result is None:
-                    one = landing.popleft()
+                    one = placed.popleft()
                     results[at] = self._seal(one, next(sums), session, hints)
         finally:
-            for one in landing:
-                self._landing.give_back_on(self._shelf, one.reservation)
+            for one in placed:
+                self._reservations.give_back_on(self._slot, one.reservation)
         return [result for result in results if result is not None]
 
-    def _copied(self, ring: Imported, landing: Sequence[_Landing]) -> list[list[int]]:
+    def _copied(self, ring: Imported, placed: Sequence[_Placed]) -> list[list[int]]:
         """Copy frames to their room; return the sums of what is there then."""
-        if not landing:
+        if not placed:
             return []
-        heads = [np.frombuffer(bytearray(pack_header(one.header)), np.uint8) for one in landing]
-        frames = [one.at() for one in landing]
+        heads = [np.frombuffer(bytearray(pack_header(one.header)), np.uint8) for one in placed]
+        frames = [one.at() for one in placed]
         stream, begun = self._stream, list[Sums]()
 
         def work() -> bool:
             try:
-                for one, head in zip(landing, heads, strict=True):
+                for one, head in zip(placed, heads, strict=True):
                     out = self._tier.opened(one.reservation, stream)
                     body = ring.memory[one.offset + len(head) : one.offset + len(out)]
                     stream.copy(out[: len(head)], tensor_over(head))
@@ -240,32 +240,34 @@ class DevicePuts:
                 stream.record().synchronize()
             return True
 
-        self._shelf.guarded(work, "write")
+        self._slot.guarded(work, "write")
         return begun[0]()
 
     def _seal(
-        self, one: _Landing, found: Sequence[int], session: Session, hints: Hints
+        self, one: _Placed, found: Sequence[int], session: Session, hints: Hints
     ) -> PutResult:
         """Make a frame visible if what was copied has the sums that its header says."""
         header = one.header
         try:
             check_sums(header, found)
         except ChunkCorruptError as error:
-            self._landing.counters.add("put_invalid_chunks")
-            self._landing.note_invalid(header.key, error)
-            self._landing.give_back_on(self._shelf, one.reservation)
+            self._reservations.counters.add("put_invalid_chunks")
+            self._reservations.record_invalid(header.key, error)
+            self._reservations.give_back_on(self._slot, one.reservation)
             return PutResult(PutOutcome.refused, str(error))
-        return self._landing.seal_on(self._shelf, one.reservation, header, session.tenant, hints)
+        return self._reservations.seal_on(
+            self._slot, one.reservation, header, session.tenant, hints
+        )
 
 
-def open_device_puts(manager: TierManager) -> DevicePuts | None:
+def open_device_puts(store: Store) -> DevicePuts | None:
     """Return what takes puts on the device of the gpu tier; None, after a warning, where the
     kernels that sum them cannot be had.
     """
-    tier = manager.transfers.gpu_tier
+    tier = store.moves.gpu_tier
     assert tier is not None
     try:
-        return DevicePuts(manager, open_kernels(tier.memory.device))
+        return DevicePuts(store, open_kernels(tier.memory.device))
     except TierUnavailableError as error:
         logger.warning("puts out of device memory are off", reason=str(error))
         return None

@@ -14,14 +14,19 @@ from kvstore.proto.text import printable
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Match, Namespace
 from kvstore.proto.wire import REFUSED
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.model_registry import Differing, KnownSpaces, Space, nearest
+from kvstore.server.index.model_registry import (
+    FieldDifference,
+    ModelNamespace,
+    ModelRegistry,
+    nearest,
+)
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.tiering.state_admission import StateAdmission
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
-MAX_NEAR = 3
+MAX_SIMILAR = 3
 """Other Representations that an answer names."""
 
 _SEARCHED = 32
@@ -46,11 +51,11 @@ _MAX_TOLD = 4
 Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
 """Tiers and what lies there, in the order in which they are read."""
 
-Others: TypeAlias = Sequence[tuple[Space, Sequence[Differing]]]
+Others: TypeAlias = Sequence[tuple[ModelNamespace, Sequence[FieldDifference]]]
 """Spaces, and in what each differs from the one that was asked for."""
 
 
-class Facts(NamedTuple):
+class ChunkFacts(NamedTuple):
     """What was known of one chunk at ``at_s``, by which it is a hit or none; no words yet.
 
     ``down`` has the tiers with a copy that were left alone, and why.
@@ -75,11 +80,11 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class SimilarModel:
     """Another Representation with chunks: in what it differs, and whether it has these tokens."""
 
-    space: Space
-    differing: Sequence[Differing]
+    space: ModelNamespace
+    differing: Sequence[FieldDifference]
     chunks: int
     has_tokens: bool
 
@@ -90,7 +95,7 @@ class Explanation:
 
     hit_chunks: int
     reasons: Sequence[Reason]
-    near: Sequence[Near] = ()
+    similar: Sequence[SimilarModel] = ()
 
 
 class LoggedMiss(NamedTuple):
@@ -98,14 +103,14 @@ class LoggedMiss(NamedTuple):
 
     at_s: float
     session: Session
-    facts: Facts
+    facts: ChunkFacts
     asked: int
     ready: int
     pending: int
 
 
 class Report(NamedTuple):
-    """What an engine counted since its birth, as its client last said."""
+    """What an engine counted since its birth, as its client last options."""
 
     at_s: float
     session: Session
@@ -122,7 +127,7 @@ class MissLog:
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
 
-    def note(self, session: Session, asked: int, match: Match, facts: Facts) -> None:
+    def note(self, session: Session, asked: int, match: Match, facts: ChunkFacts) -> None:
         """Take note of a lookup that found less than it asked for."""
         miss = LoggedMiss(self._clock(), session, facts, asked, match.ready, match.pending)
         with self._lock:
@@ -163,7 +168,7 @@ class MissLog:
 
 
 class Explainer:
-    """Explains to who asks. *sources* are the shelves in the order in which they are read.
+    """Explains to who asks. *sources* are the slots in the order in which they are read.
 
     *states* says whose state was turned away, *spaces* are those of earlier sessions.
     Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
@@ -172,18 +177,18 @@ class Explainer:
     def __init__(
         self,
         catalog: Catalog,
-        sources: Sequence[Shelf],
+        sources: Sequence[TierSlot],
         outcomes: Outcomes,
         clock: Callable[[], float],
         states: StateAdmission | None = None,
-        spaces: KnownSpaces | None = None,
+        spaces: ModelRegistry | None = None,
     ) -> None:
         self._states = states
         self._catalog = catalog
-        self._shelves = {shelf.name: shelf for shelf in sources}
+        self._slots = {slot.name: slot for slot in sources}
         self._outcomes = outcomes
         self._clock = clock
-        self.spaces = KnownSpaces() if spaces is None else spaces
+        self.spaces = ModelRegistry() if spaces is None else spaces
         self.log = MissLog(clock)
 
     def record_lookup(
@@ -211,10 +216,10 @@ class Explainer:
             if reasons[at].state == "ready":
                 text = f"here, but chunk {first} before it is not"
                 reasons[at] = replace(reasons[at], state="behind", text=text)
-        return Explanation(hits, reasons, self._near(others, keys) if absent else ())
+        return Explanation(hits, reasons, self._similar(others, keys) if absent else ())
 
     def _usable(self, keys: Sequence[ChunkKey], least: Fidelity) -> int:
-        return len(self._catalog.held([next(iter(self._shelves))], keys, least)[0])
+        return len(self._catalog.held([next(iter(self._slots))], keys, least)[0])
 
     def others(self, space: Namespace) -> Others:
         """Return the other spaces of its tenant, those that differ least first."""
@@ -230,9 +235,9 @@ class Explainer:
         if asked is None:
             return ()
         found = (other for other in self.spaces.others(asked) if self._has(other, key))
-        return nearest(asked, islice(found, MAX_NEAR))
+        return nearest(asked, islice(found, MAX_SIMILAR))
 
-    def of_miss(self, miss: Facts, others: Others) -> Reason:
+    def of_miss(self, miss: ChunkFacts, others: Others) -> Reason:
         """Say why a lookup did not find a chunk then, with what can be said of it only now."""
         found = self.reason(miss, (), "before")
         if found.state == "ready":
@@ -245,21 +250,21 @@ class Explainer:
             return found
         return replace(found, text=f"{found.text}; stored since")
 
-    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
+    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> ChunkFacts:
         """Return what is known of a chunk now, in some microseconds."""
         seen = self._catalog.queries.status(key)
         outcome = None if seen.copies else self._outcomes.of(key)
         down = {}
         for name in seen.copies:
-            shelf = self._shelves.get(name)
-            if shelf is not None and shelf.breaker.is_open:
-                down[name] = shelf.breaker.reason
-        return Facts(key, least, self._clock(), seen, outcome, down)
+            slot = self._slots.get(name)
+            if slot is not None and slot.breaker.is_open:
+                down[name] = slot.breaker.reason
+        return ChunkFacts(key, least, self._clock(), seen, outcome, down)
 
-    def reason(self, facts: Facts, others: Others, ago: str = "ago") -> Reason:
+    def reason(self, facts: ChunkFacts, others: Others, ago: str = "ago") -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
         key, seen, outcome = facts.key, facts.seen, facts.outcome
-        order = [name for name in self._shelves if name in seen.copies]
+        order = [name for name in self._slots if name in seen.copies]
         copies = tuple((name, seen.copies[name]) for name in order)
         if seen.is_expired:
             return Reason(key, "expired", "its time to live is up; put it again", copies)
@@ -275,11 +280,11 @@ class Explainer:
         named = self._elsewhere(key, others)
         if named is not None:
             return named
-        if seen.is_ghost:
+        if seen.is_evicted:
             return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
         return Reason(key, "unknown", "never stored here, or forgotten since")
 
-    def _of_copies(self, facts: Facts, copies: Copies) -> Reason:
+    def _of_copies(self, facts: ChunkFacts, copies: Copies) -> Reason:
         key, least = facts.key, facts.least
         fit = [name for name, info in copies if info.fidelity >= least]
         if not fit:
@@ -294,7 +299,7 @@ class Explainer:
 
     # --- other identities
 
-    def _near(self, others: Others, keys: Sequence[ChunkKey]) -> list[Near]:
+    def _similar(self, others: Others, keys: Sequence[ChunkKey]) -> list[SimilarModel]:
         """Return a few other spaces that have chunks, those with these tokens first."""
         found = [
             (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
@@ -303,10 +308,12 @@ class Explainer:
         found.sort(key=lambda one: not one[2])
         # Counting goes through the whole index, so few are counted.
         counted = [
-            Near(other, differing, self._catalog.queries.count_in(other.namespace), has_tokens)
+            SimilarModel(
+                other, differing, self._catalog.queries.count_in(other.namespace), has_tokens
+            )
             for other, differing, has_tokens in found[:_COUNTED]
         ]
-        return [near for near in counted if near.chunks][:MAX_NEAR]
+        return [similar for similar in counted if similar.chunks][:MAX_SIMILAR]
 
     def _elsewhere(self, key: ChunkKey, others: Others) -> Reason | None:
         """Return the reason of a chunk that one of *others* has; None where none has it."""
@@ -315,7 +322,7 @@ class Explainer:
             return None
         return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
 
-    def _has(self, space: Space, key: ChunkKey) -> bool:
+    def _has(self, space: ModelNamespace, key: ChunkKey) -> bool:
         """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
 
@@ -332,7 +339,7 @@ def _told(outcome: Outcome, ago: str) -> str:
     return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
 
 
-def _said(differing: Sequence[Differing]) -> str:
+def _said(differing: Sequence[FieldDifference]) -> str:
     told = [f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing[:_MAX_TOLD]]
     more = [f"{len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else []
     return "; ".join(told + more)

@@ -1,4 +1,4 @@
-"""The Assembly: chunks that several writers put portion by portion, until they are whole.
+"""Parallel writes: chunks that several writers put portion by portion, until they are whole.
 
 Ranks of a parallel engine each have some layers or heads. What they put is verified, copied to
 where it belongs in the room of the whole raw frame, and the frame sealed once every layer and
@@ -25,8 +25,8 @@ from kvstore.proto.frame import (
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.partial_chunks import Claim, Unfinished
-from kvstore.server.store.reservations import NOTHING_SAID, Landing, PutResult, Said
+from kvstore.server.store.partial_chunks import Claim, PartialChunk
+from kvstore.server.store.reservations import NO_OPTIONS, PutOptions, PutResult, Reservations
 from kvstore.tiers.cpu import CpuTier
 
 UNFINISHED_PERCENT = 25
@@ -37,21 +37,21 @@ UNFINISHED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class AssemblyLimits:
-    """The assembly's bounds: bytes and number of unfinished chunks, and their time."""
+class PartialChunkLimits:
+    """Bounds of partial chunks: bytes, number, and seconds until one is dropped."""
 
     limit_bytes: int
     chunks: int = MAX_UNFINISHED_CHUNKS
     unfinished_s: float = UNFINISHED_S
 
     @classmethod
-    def of(cls, tier: CpuTier, unfinished_s: float) -> AssemblyLimits:
+    def of(cls, tier: CpuTier, unfinished_s: float) -> PartialChunkLimits:
         """Return the limits of a server with that memory."""
         return cls(tier.capacity_bytes * UNFINISHED_PERCENT // 100, unfinished_s=unfinished_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkPart:
     """What is put of a chunk: a frame of ``frame_bytes`` of a portion.
 
     A streamed one waits in memory of the server until it is whole.
@@ -63,14 +63,14 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class PortionTicket:
+class PartTicket:
     """A portion that is being put; owned by a session. The room is the unfinished chunk's."""
 
     ticket_id: int
     session: Session
     info: ChunkInfo
-    piece: Piece
-    said: Said = NOTHING_SAID
+    part: ChunkPart
+    options: PutOptions = NO_OPTIONS
     frame: Bytes | None = None
     """Memory for a streamed one."""
 
@@ -82,23 +82,23 @@ class PortionTicket:
     @property
     def frame_bytes(self) -> int:
         """Size of the frame that is to come."""
-        return self.piece.frame_bytes
+        return self.part.frame_bytes
 
 
-class Assembly:
+class ParallelWrites:
     """Unfinished chunks, by key. Thread-safe."""
 
-    def __init__(self, landing: Landing, limits: AssemblyLimits) -> None:
-        self._landing = landing
+    def __init__(self, reservations: Reservations, limits: PartialChunkLimits) -> None:
+        self._reservations = reservations
         self._limits = limits
-        self._counters = landing.counters
-        self._clock = landing.clock
-        self._chunks: dict[ChunkKey, Unfinished] = {}
+        self._counters = reservations.counters
+        self._clock = reservations.clock
+        self._chunks: dict[ChunkKey, PartialChunk] = {}
         self._used_bytes = 0
         # Guards the two above, and all of a chunk but the copying of its bytes.
         self._lock = threading.Lock()
 
-    def begin(self, ticket: PortionTicket, deadline: float) -> PutResult | None:
+    def begin(self, ticket: PartTicket, deadline: float) -> PutResult | None:
         """Have room for the chunk of *ticket*, or say why there is nothing to write.
 
         Raises InvalidRequestError for a portion of another chunk than other writers state,
@@ -121,8 +121,8 @@ class Assembly:
         self._counters.add("put_refused_chunks")
         return PutResult(PutOutcome.refused, reason)
 
-    def _take_scratch(self, ticket: PortionTicket) -> str:
-        if not ticket.piece.is_streamed:
+    def _take_scratch(self, ticket: PartTicket) -> str:
+        if not ticket.part.is_streamed:
             return ""
         with self._lock:
             if self._used_bytes + ticket.frame_bytes > self._limits.limit_bytes:
@@ -135,15 +135,15 @@ class Assembly:
         limit_bytes, chunks = self._limits.limit_bytes, self._limits.chunks
         return f"unfinished chunks have all of their {limit_bytes} bytes or are {chunks}"
 
-    def _join(self, ticket: PortionTicket) -> bool:
+    def _join(self, ticket: PartTicket) -> bool:
         """Take part in a chunk that is there; False when there is none."""
         with self._lock:
             chunk = self._chunks.get(ticket.key)
             if chunk is not None:
-                chunk.join(ticket.session, ticket.piece.portion, ticket.info.parent)
+                chunk.join(ticket.session, ticket.part.portion, ticket.info.parent)
             return chunk is not None
 
-    def _open(self, ticket: PortionTicket, deadline: float) -> bool | PutResult:
+    def _open(self, ticket: PartTicket, deadline: float) -> bool | PutResult:
         """Begin a chunk: admission, quota and room are asked for here, once."""
         info, need_bytes = ticket.info, ticket.info.size_bytes
         with self._lock:
@@ -155,7 +155,7 @@ class Assembly:
         if is_full:
             return self._refused(self._full())
         try:
-            reserved = self._landing.reserve(ticket.session, info, deadline, ticket.said)
+            reserved = self._reservations.reserve(ticket.session, info, deadline, ticket.options)
         except KVStoreError:
             self._release(need_bytes)
             raise
@@ -163,14 +163,14 @@ class Assembly:
             self._release(need_bytes)
             return reserved
         until = self._clock() + self._limits.unfinished_s
-        room = self._landing.view(reserved)
-        chunk = Unfinished(reserved, room, ticket.session.tenant, until)
+        room = self._reservations.view(reserved)
+        chunk = PartialChunk(reserved, room, ticket.session.tenant, until)
         with self._lock:
             first = self._chunks.setdefault(info.key, chunk)
         if first is not chunk:  # another writer was quicker
-            self._landing.give_back(reserved)
+            self._reservations.give_back(reserved)
             self._release(need_bytes)
-        elif self._landing.has(info.key):  # others were, and have made it whole since
+        elif self._reservations.has(info.key):  # others were, and have made it whole since
             self._let_go(lambda one: one is chunk)
             return PutResult(PutOutcome.exists)
         return self._join(ticket) or self._too_late(ticket)
@@ -179,13 +179,13 @@ class Assembly:
         with self._lock:
             self._used_bytes -= size_bytes
 
-    def discard(self, ticket: PortionTicket) -> None:
+    def discard(self, ticket: PartTicket) -> None:
         """Give up one portion; the chunk waits for another writer of it."""
         if ticket.frame is not None:
             ticket.frame = None
             self._release(ticket.frame_bytes)
 
-    def take(self, ticket: PortionTicket, frame: Bytes) -> PutResult:
+    def take(self, ticket: PartTicket, frame: Bytes) -> PutResult:
         """Verify *frame*, which its writer may still have a hand on, and put it where it belongs.
 
         The last one makes the chunk visible. Raises InvalidFrameError, ChunkCorruptError,
@@ -195,7 +195,7 @@ class Assembly:
             header = _read_header(ticket, frame)
             with self._lock:
                 chunk = self._chunks.get(ticket.key)
-                claim = None if chunk is None else chunk.claim(ticket.piece.portion)
+                claim = None if chunk is None else chunk.claim(ticket.part.portion)
             if chunk is None or claim is None:
                 return self._too_late(ticket)
             return self._fill(chunk, claim, ticket, header, frame)
@@ -205,27 +205,27 @@ class Assembly:
         finally:
             self.discard(ticket)
 
-    def _too_late(self, ticket: PortionTicket) -> PutResult:
-        if self._landing.has(ticket.key):
+    def _too_late(self, ticket: PartTicket) -> PutResult:
+        if self._reservations.has(ticket.key):
             return PutResult(PutOutcome.exists)
         reason = "its other portions did not come in time"
-        self._landing.note_refused(ticket.key, reason)
+        self._reservations.record_refused(ticket.key, reason)
         return self._refused(reason)
 
     def _fill(
         self,
-        chunk: Unfinished,
+        chunk: PartialChunk,
         claim: Claim,
-        ticket: PortionTicket,
+        ticket: PartTicket,
         header: FrameHeader,
         frame: Bytes,
     ) -> PutResult:
-        portion = ticket.piece.portion
+        portion = ticket.part.portion
         is_right = is_whole = False
         try:
             chunk.fill(header, frame, portion, claim)
             with self._lock:
-                chunk.agree(header, ticket.said.hints)
+                chunk.agree(header, ticket.options.hints)
             is_right = True
         finally:
             with self._lock:
@@ -233,7 +233,7 @@ class Assembly:
                 is_gone = chunk.is_dropped and not chunk.writers
                 chunk.is_sealing = chunk.is_sealing or (is_whole and not chunk.is_dropped)
             if is_gone:
-                self._landing.give_back(chunk.reservation)
+                self._reservations.give_back(chunk.reservation)
         if chunk.is_dropped:
             return self._too_late(ticket)
         self._counters.add("put_portions")
@@ -241,12 +241,12 @@ class Assembly:
             return PutResult(PutOutcome.pending, "waits for the chunk's other portions")
         try:
             whole = chunk.sum_up()
-            return self._landing.seal(chunk.reservation, whole, chunk.tenant, chunk.hints)
+            return self._reservations.seal(chunk.reservation, whole, chunk.tenant, chunk.hints)
         finally:  # not before it is visible: it is known all the time
             with self._lock:
                 self._forget(chunk)
 
-    def _forget(self, chunk: Unfinished) -> None:
+    def _forget(self, chunk: PartialChunk) -> None:
         del self._chunks[chunk.info.key]
         self._used_bytes -= chunk.info.size_bytes
 
@@ -265,12 +265,12 @@ class Assembly:
                 chunk.sessions.discard(session_id)
         return self._drop(lambda chunk: chunk in theirs and not chunk.sessions)
 
-    def _drop(self, is_over: Callable[[Unfinished], bool]) -> int:
+    def _drop(self, is_over: Callable[[PartialChunk], bool]) -> int:
         count = self._let_go(is_over)
         self._counters.add("dropped_unfinished_chunks", count)
         return count
 
-    def _let_go(self, is_over: Callable[[Unfinished], bool]) -> int:
+    def _let_go(self, is_over: Callable[[PartialChunk], bool]) -> int:
         with self._lock:
             over = [one for one in self._chunks.values() if is_over(one) and not one.is_sealing]
             for chunk in over:
@@ -278,7 +278,7 @@ class Assembly:
                 self._forget(chunk)
             free = [chunk for chunk in over if not chunk.writers]
         for chunk in free:
-            self._landing.give_back(chunk.reservation)
+            self._reservations.give_back(chunk.reservation)
         return len(over)
 
     @property
@@ -290,7 +290,7 @@ class Assembly:
         return len(self._chunks)
 
 
-def _read_header(ticket: PortionTicket, frame: Bytes) -> FrameHeader:
+def _read_header(ticket: PartTicket, frame: Bytes) -> FrameHeader:
     """Return the header of *frame* if it is what was announced.
 
     Read once: whoever still writes to the frame cannot slip another one past.
@@ -299,7 +299,7 @@ def _read_header(ticket: PortionTicket, frame: Bytes) -> FrameHeader:
     end = min(max(stated_header_bytes(start), FIXED_BYTES), len(frame)) if len(start) else 0
     header = parse_header(frame[:end].copy(), takes_portions=True)
     check_identity(header, len(frame), ticket.key)
-    if header.portion != ticket.piece.portion or header.parent != ticket.info.parent:
+    if header.portion != ticket.part.portion or header.parent != ticket.info.parent:
         raise InvalidRequestError(
             "frame", header.key.hex(), "its rectangle or parent is not what was reserved"
         )

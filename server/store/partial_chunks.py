@@ -1,4 +1,4 @@
-"""An Unfinished chunk: its room, and which layers and heads of it have come."""
+"""A partial chunk: its room, and which layers and heads of it have come."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Claim: TypeAlias = "list[NDArray[np.bool_]]"
 """Which tiles a writer fills: for each extent of its portion, (layers, heads)."""
 
 
-class Unfinished:
+class PartialChunk:
     """One chunk whose portions come one by one, into the room of its raw frame.
 
     Of each component a layer's head is a tile: free, claimed by one writer, or covered. Whoever

@@ -1,4 +1,4 @@
-"""Hand-over: one engine puts what another is about to read, and lookups wait for it."""
+"""Put announcements: one engine puts what another is about to read, and lookups wait for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.metrics import Counters
 
 
-class HandOver:
-    """Promises, and lookups that wait: *waiters* at a time, each in a thread. Thread-safe."""
+class PutAnnouncements:
+    """What sessions are about to put, and lookups that wait for it: *waiters* at a time, each in
+    a thread. Thread-safe.
+    """
 
     def __init__(self, catalog: Catalog, counters: Counters, waiters: int) -> None:
         self._catalog = catalog
@@ -37,7 +39,7 @@ class HandOver:
         finally:
             self._waiters.release()
 
-    def promise(self, session: Session, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
+    def announce(self, session: Session, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
         """Let lookups know that *session* will put *keys* within *ttl_ms*; 0: that it will not.
 
         Return how many chunks are pending by that. Raises InvalidRequestError.
@@ -45,7 +47,7 @@ class HandOver:
         if ttl_ms > MAX_HANDOVER_MS:
             raise InvalidRequestError("ttl_ms", ttl_ms, f"use 0 to {MAX_HANDOVER_MS}")
         count = self._catalog.in_flight.promise(session.session_id, keys, ttl_ms / 1000)
-        if session.is_closed:  # its promises were already ended; these came too late for that
+        if session.is_closed:  # its announcements were already ended; these are too late for that
             self._catalog.in_flight.promise(session.session_id, keys, 0.0)
         if not ttl_ms:
             return 0

@@ -1,4 +1,4 @@
-"""Landing: room in memory for what is put, and what follows when a frame there is whole."""
+"""Reservations: room in memory for what is put, and what follows when a frame there is whole."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
 from kvstore.server.cluster.refill import Refill
-from kvstore.server.index.chunk_metadata import Origin
+from kvstore.server.index.chunk_metadata import PutInfo
 from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.outcomes import Fate
-from kvstore.server.tiering.admission import Moment
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.admission import Trigger
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.state_admission import StateAdmission
-from kvstore.server.tiering.tier_slot import Room, Shelf
+from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.tiers.base import Reservation
 
 WITHOUT_STATE = "kept without its state: no prompt ended or parted here (--state-admission)"
@@ -35,17 +35,20 @@ class PutResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a writer says of a chunk. ``is_end``: nothing of the put continues it; None: unknown."""
+class PutOptions:
+    """What a writer states of a chunk.
+
+    ``is_last``: nothing of the put continues it; None: not known yet.
+    """
 
     hints: Hints = NO_HINTS
-    is_end: bool | None = True
+    is_last: bool | None = True
 
 
-NOTHING_SAID = Said()
+NO_OPTIONS = PutOptions()
 
 
-class Landing:
+class Reservations:
     """Where puts land. Thread-safe.
 
     ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says
@@ -54,22 +57,22 @@ class Landing:
 
     def __init__(
         self,
-        transfers: Transfers,
+        moves: Moves,
         headroom_percent: int,
         states: StateAdmission | None = None,
     ) -> None:
-        self._transfers = transfers
+        self._moves = moves
         self._states = states
         # By the id of its reservation, what is kept of a chunk whose state was turned away.
         # Single operations on a dictionary: no lock.
         self._bare: dict[int, KVLayout] = {}
-        self._catalog = transfers.catalog
-        self._reserved = transfers.reserved
-        shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
-        self._refills = [Refill(transfers, shelf) for shelf in shared]
-        self.counters = transfers.counters
-        self.clock = transfers.clock
-        cpu = transfers.cpu_tier
+        self._catalog = moves.catalog
+        self._reserved = moves.reserved
+        shared = [slot for slot in moves.lower_slots() if slot.tier.shared]
+        self._refills = [Refill(moves, slot) for slot in shared]
+        self.counters = moves.counters
+        self.clock = moves.clock
+        cpu = moves.cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
 
@@ -79,21 +82,21 @@ class Landing:
             refill.tick()
 
     def reserve(
-        self, session: Session, info: ChunkInfo, deadline: float, said: Said
+        self, session: Session, info: ChunkInfo, deadline: float, options: PutOptions
     ) -> Reservation | PutResult:
         """Take room for a frame, or say why there is nothing to write.
 
         From then on the chunk is pending, until ``seal`` or ``give_back``. Raises
         QuotaExceededError, InvalidRequestError.
         """
-        bare = self._bare_layout(info, said)
+        bare = self._bare_layout(info, options)
         kept = info if bare is None else replace(info, layout=bare)
-        answer = self._begin(kept, said.hints, "" if bare is None else WITHOUT_STATE)
+        answer = self._begin(kept, options.hints, "" if bare is None else WITHOUT_STATE)
         if answer is not None:
             return answer
-        category = said.hints.category
-        room = Room(info, session.tenant, deadline, self._headroom_bytes, category)
-        reserved = self._reserve(self._transfers.cpu, room)
+        category = options.hints.category
+        room = SpaceRequest(info, session.tenant, deadline, self._headroom_bytes, category)
+        reserved = self._reserve(self._moves.cpu, room)
         if isinstance(reserved, Reservation):
             partition = self._catalog.eviction.partition(info.key, session.tenant, category)
             self._reserved.note(reserved, partition)
@@ -102,24 +105,24 @@ class Landing:
         return reserved
 
     def reserve_on(
-        self, shelf: Shelf, session: Session, info: ChunkInfo, deadline: float, hints: Hints
+        self, slot: TierSlot, session: Session, info: ChunkInfo, deadline: float, hints: Hints
     ) -> Reservation | PutResult:
-        """The same on another shelf of memory, for ``seal_on`` or ``give_back_on``."""
+        """The same on another slot of memory, for ``seal_on`` or ``give_back_on``."""
         if self._states is not None and info.layout.has(LayerKind.state):
             return self._refused(info.key, "whether its state is kept is judged in CPU memory")
-        most_bytes = shelf.tier.max_frame_bytes()
+        most_bytes = slot.tier.max_frame_bytes()
         if info.size_bytes > most_bytes:
-            return self._refused(info.key, f"tier {shelf.name!r} takes {most_bytes} at most")
+            return self._refused(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
         answer = self._begin(info, hints)
         if answer is not None:
             return answer
-        room = Room(info, session.tenant, deadline, category=hints.category)
-        return self._reserve(shelf, room)
+        room = SpaceRequest(info, session.tenant, deadline, category=hints.category)
+        return self._reserve(slot, room)
 
     def _begin(self, kept: ChunkInfo, hints: Hints, note: str = "") -> PutResult | None:
         """Make the chunk pending; or say why there is nothing to write."""
         key = kept.key
-        if self._catalog.is_outgrown(key, kept.layout) and not self._transfers.replace(kept):
+        if self._catalog.is_less_complete(key, kept.layout) and not self._moves.replace(kept):
             return self._refused(key, "somebody reads it as it is, without its checkpoint")
         self._forget_hearsay(key)
         if not self._catalog.in_flight.begin(key):
@@ -130,41 +133,41 @@ class Landing:
             return PutResult(PutOutcome.exists, note)
         return None
 
-    def _reserve(self, shelf: Shelf, room: Room) -> Reservation | PutResult:
+    def _reserve(self, slot: TierSlot, room: SpaceRequest) -> Reservation | PutResult:
         key = room.info.key
         try:
-            return self._transfers.reserve_for_put(shelf, room)
+            return self._moves.reserve_for_put(slot, room)
         except TierFullError as error:
             self._catalog.in_flight.end(key)
             return self._refused(key, str(error))
         except KVStoreError as error:
             self._catalog.in_flight.end(key)
-            self.note_refused(key, str(error))
+            self.record_refused(key, str(error))
             raise
 
     def _refused(self, key: ChunkKey, reason: str) -> PutResult:
         self.counters.add("put_refused_chunks")
-        self.note_refused(key, reason)
+        self.record_refused(key, reason)
         return PutResult(PutOutcome.refused, reason)
 
     def _forget_hearsay(self, key: ChunkKey) -> None:
         """What only another server has in its memory may be put here all the same."""
-        peers = self._transfers.peers
+        peers = self._moves.peers
         if peers is None or self._catalog.holders(key) != [peers.name]:
             return
         if self._catalog.cast_out(peers.name, key, even_if_held=False):
-            self._catalog.swept(peers.name, key)
+            self._catalog.purged(peers.name, key)
 
-    def _bare_layout(self, info: ChunkInfo, said: Said) -> KVLayout | None:
+    def _bare_layout(self, info: ChunkInfo, options: PutOptions) -> KVLayout | None:
         """Return what is kept of a chunk whose state is not worth it; None: all of it."""
         if self._states is None or not info.layout.has(LayerKind.state):
             return None
         bare = without_state(info.layout)
-        if bare is None or not self._catalog.is_absent_or_outgrown(info.key, info.layout):
+        if bare is None or not self._catalog.is_absent_or_less_complete(info.key, info.layout):
             return None
         # Of a chunk that is known, and whose end is not, somebody asks a second time.
-        is_end = self._catalog.is_outgrown(info.key, info.layout) if said.is_end is None else False
-        admitted = self._states.admits(info.key, is_end=bool(said.is_end or is_end))
+        is_last = options.is_last is None and self._catalog.is_less_complete(info.key, info.layout)
+        admitted = self._states.admits(info.key, is_end=bool(options.is_last or is_last))
         return None if admitted else bare
 
     def may_lose_state(self, reservation: Reservation) -> bool:
@@ -176,13 +179,13 @@ class Landing:
         if self._bare.pop(id(reservation), None) is not None and self._states is not None:
             self._states.forget(reservation.info.key)
 
-    def note_refused(self, key: ChunkKey, reason: str) -> None:
+    def record_refused(self, key: ChunkKey, reason: str) -> None:
         """Remember why a chunk was not taken, for who asks."""
-        self._transfers.outcomes.note(key, Fate.refused, detail=reason)
+        self._moves.outcomes.note(key, Fate.refused, detail=reason)
 
-    def note_invalid(self, key: ChunkKey, error: KVStoreError) -> None:
+    def record_invalid(self, key: ChunkKey, error: KVStoreError) -> None:
         """Remember why a frame that came was no good, for who asks."""
-        self._transfers.outcomes.note(key, Fate.invalid, detail=str(error))
+        self._moves.outcomes.note(key, Fate.invalid, detail=str(error))
 
     def has(self, key: ChunkKey) -> bool:
         """Whether an exact copy of the chunk is there."""
@@ -190,17 +193,17 @@ class Landing:
 
     def view(self, reservation: Reservation) -> Bytes:
         """Return the reserved memory."""
-        return self._transfers.cpu_tier.view(reservation)
+        return self._moves.cpu_tier.view(reservation)
 
     def give_back(self, reservation: Reservation) -> None:
         """Free room that nothing comes into any more."""
         self.keep_state(reservation)
         self._reserved.forget(reservation)
-        self.give_back_on(self._transfers.cpu, reservation)
+        self.give_back_on(self._moves.cpu, reservation)
 
-    def give_back_on(self, shelf: Shelf, reservation: Reservation) -> None:
-        """The same on *shelf*."""
-        shelf.tier.abort(reservation)
+    def give_back_on(self, slot: TierSlot, reservation: Reservation) -> None:
+        """The same on *slot*."""
+        slot.tier.abort(reservation)
         self._catalog.in_flight.end(reservation.info.key)
 
     def seal(
@@ -217,24 +220,24 @@ class Landing:
                 self._catalog.in_flight.end(key)
                 return self._refused(key, str(error))
             reason = WITHOUT_STATE
-        return self.seal_on(self._transfers.cpu, reservation, header, tenant, hints, reason)
+        return self.seal_on(self._moves.cpu, reservation, header, tenant, hints, reason)
 
     def seal_on(
         self,
-        shelf: Shelf,
+        slot: TierSlot,
         reservation: Reservation,
         header: FrameHeader,
         tenant: str,
         hints: Hints,
         reason: str = "",
     ) -> PutResult:
-        """The same on *shelf*, of what is kept as it came."""
+        """The same on *slot*, of what is kept as it came."""
         key = reservation.info.key
         try:
-            sealed = shelf.tier.seal(reservation)
+            sealed = slot.tier.seal(reservation)
             if sealed:
-                origin = Origin(tenant, hints, header.content, header.position)
-                self._catalog.note_sealed(shelf.name, header.info(), origin)
+                put_info = PutInfo(tenant, hints, header.content, header.position)
+                self._catalog.note_sealed(slot.name, header.info(), put_info)
                 self._hint(key, hints)
         finally:
             self._catalog.in_flight.end(key)
@@ -243,7 +246,7 @@ class Landing:
             return PutResult(PutOutcome.exists)
         self.counters.add("put_stored_chunks")
         self.counters.add("put_bytes", reservation.info.size_bytes)
-        self._transfers.settle_quota(shelf, key)
+        self._moves.settle_quota(slot, key)
         self._copy_through(key)
         return PutResult(PutOutcome.stored, reason)
 
@@ -251,16 +254,16 @@ class Landing:
         self, reservation: Reservation, header: FrameHeader, layout: KVLayout, hints: Hints
     ) -> tuple[Reservation, FrameHeader]:
         """Put what is kept of a verified frame into room of its size; raise with neither left."""
-        cpu = self._transfers.cpu_tier
+        cpu = self._moves.cpu_tier
         try:
             fresh, frame = trimmed(header, cpu.view(reservation), layout)
         finally:
             cpu.abort(reservation)
-        room = Room(
+        room = SpaceRequest(
             fresh.info(), reservation.tenant, self.clock() + _TRIM_S, self._headroom_bytes,
             hints.category,
         )  # fmt: skip
-        smaller = self._transfers.reserve_for_put(self._transfers.cpu, room)
+        smaller = self._moves.reserve_for_put(self._moves.cpu, room)
         copy_bytes(cpu.view(smaller), frame)
         self.counters.add("put_states_left_out")
         return smaller, fresh
@@ -270,11 +273,11 @@ class Landing:
             self.counters.add("ignored_pins", self._catalog.hint([key], hints))
 
     def _copy_through(self, key: ChunkKey) -> None:
-        for shelf in self._transfers.lower_shelves():
-            if not self._transfers.placement.admits(shelf, key, Moment.stored):
+        for slot in self._moves.lower_slots():
+            if not self._moves.placement.admits(slot, key, Trigger.stored):
                 continue
-            if shelf.breaker.is_open or self._transfers.copy_down(key, shelf) is None:
-                self._transfers.placement.given_up(shelf.name, key)
+            if slot.breaker.is_open or self._moves.copy_down(key, slot) is None:
+                self._moves.placement.cancelled(slot.name, key)
                 self.counters.add("skipped_copies")
 
 

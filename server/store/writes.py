@@ -1,4 +1,4 @@
-"""Intake: chunks on their way in. Reserved, written by the caller, verified, then visible."""
+"""Writes: chunks on their way in. Reserved, written by the caller, verified, then visible."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.parallel_writes import Assembly, Piece, PortionTicket
-from kvstore.server.store.reservations import NOTHING_SAID, Landing, Said
+from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
+from kvstore.server.store.reservations import NO_OPTIONS, PutOptions, Reservations
 from kvstore.server.store.reservations import PutResult as PutResult
 from kvstore.tiers.base import Reservation
 
@@ -55,26 +55,26 @@ class PutTicket:
         return self.reservation.info.size_bytes
 
 
-AnyTicket: TypeAlias = PutTicket | PortionTicket
+AnyTicket: TypeAlias = PutTicket | PartTicket
 """A chunk that is being put, or a portion of one."""
 
 
-class Intake:
+class Writes:
     """Puts at work, by ticket, each owned by a session. Thread-safe.
 
-    *new_id* returns unpredictable numbers below 2^64. Portions go to the *assembly*.
+    *new_id* returns unpredictable numbers below 2^64. Portions go to *parallel*.
     """
 
     def __init__(
         self,
-        landing: Landing,
-        assembly: Assembly,
+        reservations: Reservations,
+        parallel: ParallelWrites,
         limit_per_session: int,
         new_id: Callable[[], int],
     ) -> None:
-        self._landing = landing
-        self.assembly = assembly
-        self._counters = landing.counters
+        self._reservations = reservations
+        self.parallel = parallel
+        self._counters = reservations.counters
         self._limit = limit_per_session
         self._new_id = new_id
         self._tickets: dict[int, AnyTicket] = {}
@@ -88,29 +88,29 @@ class Intake:
         session: Session,
         info: ChunkInfo,
         deadline: float,
-        said: Said = NOTHING_SAID,
-        piece: Piece | None = None,
+        options: PutOptions = NO_OPTIONS,
+        part: ChunkPart | None = None,
         until: float = math.inf,
     ) -> AnyTicket | PutResult:
         """Reserve room for a frame, or say why there is nothing to write.
 
         The caller commits or discards the put. *info* is that of the whole chunk, also where only
-        a *piece* of it is put. Raises ShuttingDownError, QuotaExceededError, InvalidRequestError,
+        a *part* of it is put. Raises ShuttingDownError, QuotaExceededError, InvalidRequestError,
         and LeaseExpiredError for a session that has ended.
         """
         if self._draining:
             raise ShuttingDownError("the server drains; no new puts")
         ticket: AnyTicket
-        if piece is not None:
-            ticket = PortionTicket(self._new_id(), session, info, piece, said)
-            answer = self.assembly.begin(ticket, deadline)
+        if part is not None:
+            ticket = PartTicket(self._new_id(), session, info, part, options)
+            answer = self.parallel.begin(ticket, deadline)
             if answer is not None:
                 return answer
         else:
-            reserved = self._landing.reserve(session, info, deadline, said)
+            reserved = self._reservations.reserve(session, info, deadline, options)
             if isinstance(reserved, PutResult):
                 return reserved
-            ticket = PutTicket(self._new_id(), session, reserved, said.hints, until)
+            ticket = PutTicket(self._new_id(), session, reserved, options.hints, until)
         if session.is_closed:
             self.discard(ticket)
             raise _closed(session)
@@ -131,19 +131,19 @@ class Intake:
         infos: Sequence[ChunkInfo],
         deadline: float,
         hints: Hints = NO_HINTS,
-        pieces: Sequence[Piece | None] | None = None,
+        parts: Sequence[ChunkPart | None] | None = None,
     ) -> list[AnyTicket | PutResult]:
         """Begin a batch, to be claimed within RESERVED_S.
 
         All of its room is given back when one of it is invalid.
         """
-        until = self._landing.clock() + RESERVED_S
+        until = self._reservations.clock() + RESERVED_S
         begun: list[AnyTicket | PutResult] = []
         continued = {info.parent_key for info in infos}
         try:
-            for info, piece in zip(infos, pieces or [None] * len(infos), strict=True):
-                said = Said(hints, info.key not in continued)
-                ticket = self.open(session, info, deadline, said, piece, until)
+            for info, part in zip(infos, parts or [None] * len(infos), strict=True):
+                options = PutOptions(hints, info.key not in continued)
+                ticket = self.open(session, info, deadline, options, part, until)
                 begun.append(self._owned(ticket))
         except KVStoreError:
             for result in begun:
@@ -170,7 +170,7 @@ class Intake:
     def view(self, ticket: AnyTicket) -> Bytes:
         """Return the memory to write the frame into."""
         if isinstance(ticket, PutTicket):
-            return self._landing.view(ticket.reservation)
+            return self._reservations.view(ticket.reservation)
         assert ticket.frame is not None
         return ticket.frame
 
@@ -196,9 +196,9 @@ class Intake:
     def discard(self, ticket: AnyTicket) -> None:
         """Give back the room of a put that is the caller's."""
         if isinstance(ticket, PutTicket):
-            self._landing.give_back(ticket.reservation)
+            self._reservations.give_back(ticket.reservation)
         else:
-            self.assembly.discard(ticket)
+            self.parallel.discard(ticket)
 
     def abort(self, session: Session, ticket_id: int) -> bool:
         """Give up a put. Return whether the session had it."""
@@ -211,23 +211,25 @@ class Intake:
 
     def may_lose_state(self, ticket: AnyTicket) -> bool:
         """Whether the chunk will be kept without its state, unless it ends its put."""
-        return isinstance(ticket, PutTicket) and self._landing.may_lose_state(ticket.reservation)
+        return isinstance(ticket, PutTicket) and self._reservations.may_lose_state(
+            ticket.reservation
+        )
 
     def commit(
-        self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_end: bool = False
+        self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_last: bool = False
     ) -> PutResult:
         """Verify what was written into a put of the caller's and make it visible, or abort it.
 
-        *check* followed what was written, where its writer has no hand on it. *is_end*: it turned
+        *check* followed what was written, where its writer has no hand on it. *is_last*: it turned
         out that nothing of the put continues it.
         Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
         for frames that are not what was reserved; nothing of them stays.
         """
         if isinstance(ticket, PutTicket):
-            if is_end:
-                self._landing.keep_state(ticket.reservation)
+            if is_last:
+                self._reservations.keep_state(ticket.reservation)
             return self._finish(ticket, check_frame if check is None else partial(_found, check))
-        return self.assembly.take(ticket, self.view(ticket))
+        return self.parallel.take(ticket, self.view(ticket))
 
     def _finish(
         self, ticket: PutTicket, receive: Callable[[Bytes, ChunkKey], FrameHeader]
@@ -238,11 +240,11 @@ class Intake:
             check_put(header, info, ticket.session)
         except KVStoreError as error:
             self._counters.add("put_invalid_chunks")
-            self._landing.note_invalid(info.key, error)
+            self._reservations.record_invalid(info.key, error)
             self.discard(ticket)
             raise
         session = ticket.session
-        return self._landing.seal(ticket.reservation, header, session.tenant, ticket.hints)
+        return self._reservations.seal(ticket.reservation, header, session.tenant, ticket.hints)
 
     def ingest(self, tickets: Sequence[AnyTicket], frames: Sequence[Bytes]) -> list[PutResult]:
         """Copy frames into puts of the caller's and commit them, in order.
@@ -255,7 +257,7 @@ class Intake:
                 if isinstance(ticket, PutTicket):
                     results.append(self._finish(ticket, partial(_copy_from, frame)))
                 else:
-                    results.append(self.assembly.take(ticket, frame))
+                    results.append(self.parallel.take(ticket, frame))
         except KVStoreError:
             for ticket in tickets[len(results) + 1 :]:
                 self.discard(ticket)
@@ -264,13 +266,13 @@ class Intake:
 
     def expire(self) -> int:
         """Give back room that nobody came to write to in time; return of how many chunks."""
-        now = self._landing.clock()
+        now = self._reservations.clock()
         with self._lock:
             late = [one for one in self._tickets.values() if isinstance(one, PutTicket)]
             late = [one for one in late if one.until <= now]
         count = sum(self.abort(one.session, one.ticket_id) for one in late)
         self._counters.add("dropped_unfinished_chunks", count)
-        return count + self.assembly.expire()
+        return count + self.parallel.expire()
 
     def abort_session(self, session: Session) -> None:
         """Give up every put of a session that ended."""
@@ -278,7 +280,7 @@ class Intake:
             owned = list(self._by_session.get(session.session_id, ()))
         for ticket_id in owned:
             self.abort(session, ticket_id)
-        self.assembly.end_session(session.session_id)
+        self.parallel.end_session(session.session_id)
 
     def drain(self) -> None:
         """Refuse new puts from now on."""

@@ -1,4 +1,4 @@
-"""A Shelf: one tier as the manager sees it, with its codec, policy, breaker and speed."""
+"""A TierSlot: one tier as the store sees it, with its codec, policy, breaker and speed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What is asked of a shelf: room for a frame, by when, leaving how much free."""
+class SpaceRequest:
+    """What is asked of a slot: room for a frame, by when, leaving how much free."""
 
     info: ChunkInfo
     tenant: str
@@ -68,7 +68,7 @@ class Room:
 
 
 @dataclass(slots=True, eq=False)
-class Shelf:
+class TierSlot:
     """One tier and what is needed to use it.
 
     Calls go through the breaker: TierUnavailableError counts as a failure of the medium, any
@@ -83,7 +83,7 @@ class Shelf:
     encoder: TierCodec = None  # type: ignore[assignment] # filled in at birth
     """What encodes frames for it; without one, *codec* does."""
     admission: TierAdmission | None = None
-    """Which copies it is given; None for what the manager's limits say."""
+    """Which copies it is given; None for what the store's limits say."""
     is_exclusive: bool = False
     """Whether a copy goes once its chunk has come up to memory."""
     decode_bytes_per_s: float = 0.0
@@ -172,7 +172,7 @@ class Shelf:
     def encode_for(
         self, frame: Bytes, tenant: str = DEFAULT_TENANT, least: Fidelity = Fidelity.none
     ) -> Bytes:
-        """Return *frame* under this shelf's codec: the same bytes when it already is.
+        """Return *frame* under this slot's codec: the same bytes when it already is.
 
         An exact one stays so where *least* is.
         """

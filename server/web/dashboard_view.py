@@ -10,13 +10,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server.index.model_registry import Space
+from kvstore.server.eviction.quotas import PolicyReport
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.index.results import UsedPrefix
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.store.store import ShelfStatus, TierManager
+from kvstore.server.store.store import SlotStatus, Store
 from kvstore.server.telemetry.flows import Finds, Times
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.telemetry.policy_report import PolicyReport
 
 LOOK_EVERY_S = 5.0
 LOOKS_KEPT = 121
@@ -59,7 +59,7 @@ class TopPrefix(NamedTuple):
     """A prefix that lookups found often, and whose it is as far as that is known."""
 
     used: UsedPrefix
-    space: Space | None
+    space: ModelNamespace | None
 
     @property
     def digest(self) -> str:
@@ -82,7 +82,7 @@ class View:
     ratios: Sequence[float | None]
     """Hit ratios between the looks of the last ``ratios_s``."""
     ratios_s: float
-    tiers: Sequence[tuple[ShelfStatus, PolicyReport]]
+    tiers: Sequence[tuple[SlotStatus, PolicyReport]]
     prefixes: Sequence[TopPrefix]
     nodes: Sequence[NodeRow]
 
@@ -100,7 +100,7 @@ class View:
 class Subject:
     """The server that is looked at. *clock* returns monotonic seconds."""
 
-    manager: TierManager
+    store: Store
     sessions: SessionTable
     counters: Counters
     version: str
@@ -138,7 +138,7 @@ class Viewer:
         with self._lock:
             looks = [*self._looks, now]
         old = [look for look in looks if now.at_s - look.at_s >= RECENT_S]
-        catalog = subject.manager.catalog
+        catalog = subject.store.catalog
         return View(
             subject.version,
             "draining" if subject.sessions.is_draining else "serving",
@@ -152,7 +152,7 @@ class Viewer:
             now.at_s - looks[0].at_s,
             [
                 (status, catalog.eviction.policy_report(status.name))
-                for status in subject.manager.shelf_statuses()
+                for status in subject.store.slot_statuses()
             ],
             self._top_prefixes(now.at_s),
             self._nodes(),
@@ -160,17 +160,17 @@ class Viewer:
 
     def _top_prefixes(self, now_s: float) -> Sequence[TopPrefix]:
         if now_s - self._prefixes_s >= TOP_EVERY_S:
-            manager = self._subject.manager
-            found = manager.catalog.queries.top_prefixes(TOP_PREFIXES)
+            store = self._subject.store
+            found = store.catalog.queries.top_prefixes(TOP_PREFIXES)
             self._prefixes = [
-                TopPrefix(one, manager.spaces.of(one.key[:DIGEST_BYTES]))  # type: ignore[arg-type]
+                TopPrefix(one, store.spaces.of(one.key[:DIGEST_BYTES]))  # type: ignore[arg-type]
                 for one in found
             ]
             self._prefixes_s = now_s
         return self._prefixes
 
     def _nodes(self) -> list[NodeRow]:
-        directory = self._subject.manager.directory
+        directory = self._subject.store.directory
         if directory is None:
             return []
         report = directory.report()

@@ -11,7 +11,7 @@ import structlog
 
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import ServerConfig
-from kvstore.server.store.store import TierManager
+from kvstore.server.store.store import Store
 from kvstore.server.telemetry.events import EventLog
 
 if TYPE_CHECKING:  # its file loads ZeroMQ
@@ -26,7 +26,7 @@ class NodeEvents:
     def __init__(
         self,
         config: ServerConfig,
-        manager: TierManager,
+        store: Store,
         boot_id: int,
         closers: list[Callable[[], object]],
     ) -> None:
@@ -37,19 +37,17 @@ class NodeEvents:
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
-        shelves = manager.transfers.shelves.values()
-        tiers = [one.name for one in shelves if not one.tier.shared]
-        restarted = partial(manager.counters.add, "event_restarts")
-        held = manager.catalog.queries.held_from
+        slots = store.moves.slots.values()
+        tiers = [one.name for one in slots if not one.tier.shared]
+        restarted = partial(store.counters.add, "event_restarts")
+        held = store.catalog.queries.held_from
         self.log = EventLog(tiers, config.events_kept, held, restarted)
-        manager.catalog.listeners.append(self.log)
+        store.catalog.listeners.append(self.log)
         if (config.events, config.events_replay) != ("off", "off"):
-            self._publish(config, manager, boot_id, self.log)
+            self._publish(config, store, boot_id, self.log)
             closers.append(self.close)
 
-    def _publish(
-        self, config: ServerConfig, manager: TierManager, boot_id: int, log: EventLog
-    ) -> None:
+    def _publish(self, config: ServerConfig, store: Store, boot_id: int, log: EventLog) -> None:
         from kvstore.server.web.event_keys import load_keys
         from kvstore.server.web.event_publisher import EventPublisher
         from kvstore.server.web.event_sockets import EventSockets, parse_readers
@@ -59,11 +57,11 @@ class NodeEvents:
             self._readers = WatchedFile((path,), parse_readers, frozenset[bytes])
         readers = self._readers
         keys = None if readers is None else load_keys(config.events_keys)
-        refused = partial(manager.counters.add, "zmq_refused_connections")
+        refused = partial(store.counters.add, "zmq_refused_connections")
         sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
         self.addresses = sockets.addresses
         self.publisher = EventPublisher(
-            sockets, log, boot_id, manager.counters, time.time, time.monotonic
+            sockets, log, boot_id, store.counters, time.time, time.monotonic
         )
         public_key = keys.public.decode() if keys else ""
         logger.info("events are published", addresses=self.addresses, public_key=public_key)

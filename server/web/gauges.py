@@ -6,10 +6,9 @@ import math
 from typing import TYPE_CHECKING, cast
 
 from kvstore.proto.blend import GateView
-from kvstore.server.eviction.quotas import Quota
-from kvstore.server.store.store import TierManager
+from kvstore.server.eviction.quotas import PartitionUse, PolicyReport, Quota
+from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Gauge
-from kvstore.server.telemetry.policy_report import PartitionUse, PolicyReport
 
 if TYPE_CHECKING:
     from kvstore.server.cluster.peer_tier import PeerTier
@@ -36,9 +35,9 @@ def _policy(tier: str, report: PolicyReport) -> list[Gauge]:
     return rows
 
 
-def _gates(manager: TierManager) -> list[Gauge]:
+def _gates(store: Store) -> list[Gauge]:
     rows: list[Gauge] = []
-    views = manager.blends.gates.views()[-SHOWN_GATES:]
+    views = store.blends.gates.views()[-SHOWN_GATES:]
     for one in views or [GateView(is_open=False, ratio=math.nan)]:
         labels = {"model": one.model, "tag": one.tag}
         rows += [
@@ -49,17 +48,17 @@ def _gates(manager: TierManager) -> list[Gauge]:
     return rows
 
 
-def _peers(manager: TierManager) -> list[Gauge]:
-    shelf = manager.transfers.peers
-    known = cast("PeerTier", shelf.tier).peers.known() if shelf is not None else []
+def _peers(store: Store) -> list[Gauge]:
+    slot = store.moves.peers
+    known = cast("PeerTier", slot.tier).peers.known() if slot is not None else []
     return [
         ("peers_known", "other servers whose memory may be read", "", len(known)),
         ("peers_up", "those that answer", "", sum(peer.is_up for peer in known)),
     ]
 
 
-def _directory(manager: TierManager) -> list[Gauge]:
-    directory = manager.directory
+def _directory(store: Store) -> list[Gauge]:
+    directory = store.directory
     if directory is None:
         levels = (0, 0, 0, 0)
     else:
@@ -74,33 +73,33 @@ def _directory(manager: TierManager) -> list[Gauge]:
     ]
 
 
-def gauges(manager: TierManager, session_count: int) -> list[Gauge]:
+def gauges(store: Store, session_count: int) -> list[Gauge]:
     """Return every level as it is now: its name, what it is, its label and its value."""
-    catalog = manager.catalog
+    catalog = store.catalog
     rows: list[Gauge] = [
         ("sessions", "open sessions", "", session_count),
         ("leases", "live leases", "", catalog.lease_count()),
         ("known_chunks", "chunks in the index", "", len(catalog)),
-        ("ghost_chunks", "evicted chunks that policies remember", "", catalog.ghost_count()),
+        ("ghost_chunks", "evicted chunks that policies remember", "", catalog.evicted_count()),
     ]
-    contents, variants, left_out, priority_bytes = manager.blends.contents.counts()
-    gates = manager.blends.gates.open_count()
+    contents, variants, left_out, priority_bytes = store.blends.contents.counts()
+    gates = store.blends.gates.open_count()
     rows += [
         ("blend_contents", "contents that blending finds chunks by", "", contents),
         ("blend_variants", "chunks with these contents", "", variants),
         ("blend_left_out", "chunks not taken in, contents being at their limit", "", left_out),
         ("blend_priority_bytes", "what is known of their tokens", "", priority_bytes),
         ("blend_open_gates", "models and tags whose variants are given", "", gates),
-        *_gates(manager),
-        *_directory(manager),
-        *_peers(manager),
+        *_gates(store),
+        *_directory(store),
+        *_peers(store),
     ]
-    for tier, (a_day, left) in manager.transfers.placement.budgets().items() or [("", (0, 0.0))]:
+    for tier, (a_day, left) in store.moves.placement.budgets().items() or [("", (0, 0.0))]:
         rows += [
             ("write_budget_bytes", "bytes a day that the tier may write, 0 for all", tier, a_day),
             ("write_budget_left_bytes", "what it may write now; less than 0 is debt", tier, left),
         ]
-    for status in manager.shelf_statuses():
+    for status in store.slot_statuses():
         name, stats = status.name, status.stats
         rows += [
             ("tier_capacity_bytes", "size of the tier", name, stats.capacity_bytes),

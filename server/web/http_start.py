@@ -36,9 +36,9 @@ class HttpPort:
         from kvstore.server.web.metrics_text import MetricsText
 
         assert config.http_address is not None
-        manager, sessions = subject.manager, subject.sessions
-        tiers = [shelf.name for shelf in manager.transfers.shelves.values()]
-        metrics = MetricsText(subject.counters, lambda: gauges(manager, len(sessions)), tiers)
+        store, sessions = subject.store, subject.sessions
+        tiers = [slot.name for slot in store.moves.slots.values()]
+        metrics = MetricsText(subject.counters, lambda: gauges(store, len(sessions)), tiers)
         self._viewer = viewer = Viewer(subject)
         dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
 

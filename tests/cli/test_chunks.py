@@ -193,9 +193,9 @@ def test_a_damaged_chunk_is_not_written_and_stat_says_what_is_wrong(
     server = make_server("--cpu", "4MiB")
     keys = store(server.connect("grpc"), 1, 1)
     server.settled()
-    slab = server.node.manager.transfers.cpu_tier.find(keys)[0]
+    slab = server.node.store.moves.cpu_tier.find(keys)[0]
     assert slab is not None
-    server.node.manager.delete(keys, server.node.manager.transfers.clock() + 5, "cpu")
+    server.node.store.delete(keys, server.node.store.moves.clock() + 5, "cpu")
     flip_a_bit(server.config.disk.path, keys[0])
     status, _, _ = kvstore(
         "get", digest(keys[0]), "-o", tmp_path / "x.frame", "--address", server.address
@@ -425,7 +425,7 @@ def test_a_representation_stands_for_a_namespace_that_the_server_forgot(
     kvstore: Kvstore, server: LocalServer, tmp_path: Path
 ) -> None:
     keys = store(server.connect("grpc"), 1, 2)
-    server.node.manager.spaces.restore([])
+    server.node.store.spaces.restore([])
     assert listed(kvstore, "--address", server.address) == []
     path = tmp_path / "model.json"
     path.write_text(json_format.MessageToJson(representation_to_message(SMALL)))

@@ -121,17 +121,17 @@ def store(server: LocalServer, client: Client, count: int = COUNT) -> list[Chunk
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
     assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
-    catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
+    catalog, moves = server.node.store.catalog, server.node.store.moves
     assert eventually(lambda: catalog.eviction.count_on("disk") == count)
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        transfers.delete_from(transfers.cpu, key)
+        moves.delete_from(moves.cpu, key)
     return keys
 
 
 def codecs_on_disk(server: LocalServer, keys: Sequence[ChunkKey]) -> set[int]:
-    return {server.node.manager.catalog.copies(key)["disk"].codec_id for key in keys}
+    return {server.node.store.catalog.copies(key)["disk"].codec_id for key in keys}
 
 
 def assert_as_read_on_the_host(
@@ -223,7 +223,7 @@ def test_a_damaged_frame_ends_the_prefix_and_is_dropped(
     flip_a_bit(tmp_path / "disk", keys[damaged])
     engine = Engine(MODEL, blocks_for(COUNT))
     assert read(client, keys, engine) == damaged
-    copies = server.node.manager.catalog.copies
+    copies = server.node.store.catalog.copies
     assert eventually(lambda: "disk" not in copies(keys[damaged]))
     assert all("disk" in copies(key) for key in keys if key != keys[damaged])
     server.settled()

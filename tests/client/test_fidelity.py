@@ -108,7 +108,7 @@ def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
     make_server: ServerMaker,
 ) -> None:
     server = make_server("--disk-codec", "coarse", "--cpu", "4MiB")
-    client, catalog = server.connect("auto", MEDIUM), server.node.manager.catalog
+    client, catalog = server.connect("auto", MEDIUM), server.node.store.catalog
     size = client.options.chunk_tokens
     system = tokens(1, CHUNKS * size)
     prompts = [client.keys([*system, *tokens(seed, 2 * size)]) for seed in (100, 101)]
@@ -136,7 +136,7 @@ def test_a_lease_shows_lossy_frames_only_to_who_asked_for_them(
 ) -> None:
     for _ in range(2):
         client.get(lossy, min_fidelity=Fidelity.bounded)
-    holders = server.node.manager.catalog.holders
+    holders = server.node.store.catalog.holders
     assert eventually(lambda: all("cpu" in holders(key) for key in lossy)), "not promoted"
     with client.lease(lossy, min_fidelity=Fidelity.bounded) as lease:
         assert lease.match.ready == len(lease.get()) == CHUNKS

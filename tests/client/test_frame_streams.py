@@ -43,7 +43,7 @@ from kvstore.proto.stream_wire import StreamWire
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.tcp_requests import StreamAnswers
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
-from kvstore.server.store.writes import Intake
+from kvstore.server.store.writes import Writes
 
 SOON_S = 20.0
 
@@ -94,13 +94,13 @@ def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.Monke
     client = server.connect("tcp")
     forbid_grpc(monkeypatch)
     taken: list[Hints] = []
-    opened = Intake.open
+    opened = Writes.open
 
-    def noted(intake: Intake, *terms: Any, **others: Any) -> object:
+    def noted(writes: Writes, *terms: Any, **others: Any) -> object:
         taken.append(terms[3].hints)
-        return opened(intake, *terms, **others)
+        return opened(writes, *terms, **others)
 
-    monkeypatch.setattr(Intake, "open", noted)
+    monkeypatch.setattr(Writes, "open", noted)
     hints = Hints(Reuse.keep, priority=3, ttl_ms=60_000, category="code")
     assert_reads(client, store(client, 1, 2, hints))
     assert taken == [hints] * 2

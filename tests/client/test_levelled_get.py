@@ -82,12 +82,12 @@ def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> 
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
     assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
-    catalog, transfers = server.node.manager.catalog, server.node.manager.transfers
+    catalog, moves = server.node.store.catalog, server.node.store.moves
     assert eventually(lambda: catalog.eviction.count_on("disk") == count)
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        transfers.delete_from(transfers.cpu, key)
+        moves.delete_from(moves.cpu, key)
     return keys
 
 
@@ -304,11 +304,11 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     before = server.counter("get_bytes")
     with transport.get_ranges(digests, asked, 0, DEADLINE_MS, Fidelity.bounded) as pieces:
         found = [(p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces]
-    disk = server.node.manager.transfers.shelves["disk"].tier
+    disk = server.node.store.moves.slots["disk"].tier
     spans = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]
     assert spans == [(0, 0, 192), (1, 64, 640), (1, 640, 1000)]
     for index, tier, offset, data, frame_bytes in found:
-        info = server.node.manager.catalog.copies(keys[index])["disk"]
+        info = server.node.store.catalog.copies(keys[index])["disk"]
         whole = np.empty(info.size_bytes, np.uint8)
         assert disk.read_into(keys[index], whole)
         assert (tier, frame_bytes) == ("disk", len(whole))
@@ -373,7 +373,7 @@ def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not
         with client:
             keys = stored_layered(server, client, MANY)
             link = bulk if transport == "tcp" else control
-            sizes = [server.node.manager.catalog.copies(key)["disk"].size_bytes for key in keys]
+            sizes = [server.node.store.catalog.copies(key)["disk"].size_bytes for key in keys]
             slo_s = 2.0
 
             def is_in_time() -> bool:

@@ -220,8 +220,8 @@ def test_evicted_chunks_are_no_variants_any_more(make_server: ServerMaker) -> No
         put_prompt(client, *prompt_of(tokens(seed, 64), tokens(seed + 500, 64)))
     with client.resolve(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1] == ["none"]
-    contents, variants, left_out, _ = server.node.manager.blends.contents.counts()
-    assert variants == len(server.node.manager.catalog)
+    contents, variants, left_out, _ = server.node.store.blends.contents.counts()
+    assert variants == len(server.node.store.catalog)
     assert (contents > 0, left_out) == (True, 0)
 
 
@@ -230,10 +230,10 @@ def test_a_variant_that_gave_way_goes_early(server: LocalServer) -> None:
     client = server.connect()
     heads = [tokens(300 + number, 16) for number in range(MAX_VARIANTS + 1)]
     keys = [keys_of(client, put_prompt(client, *prompt_of(head, DOCUMENT))[1])[0] for head in heads]
-    catalog = server.node.manager.catalog
+    catalog = server.node.store.catalog
     with catalog.state.lock:
-        known = [key in catalog.knowledge.contents for key in keys]
-        ranks = [catalog.knowledge.hints.priority(catalog.state.index.row(key)) for key in keys]
+        known = [key in catalog.metadata.contents for key in keys]
+        ranks = [catalog.metadata.hints.priority(catalog.state.index.row(key)) for key in keys]
     assert known.count(False) == 1
     assert ranks == [NO_PRIORITY if one else GAVE_WAY_PRIORITY for one in known]
 
@@ -245,7 +245,7 @@ def test_documents_are_found_again_after_a_restart(make_server: ServerMaker) -> 
     assert server.stop()
     again = make_server()
     client = again.connect()
-    contents = again.node.manager.blends.contents
+    contents = again.node.store.blends.contents
     assert eventually(lambda: contents.counts()[1] == 5)
     with client.resolve(*prompt_of(OTHER_HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[1:3] == [["variant"] * 2] * 2

@@ -19,8 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey, KVLayout
 from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.index.chunk_index import Rows
+from kvstore.server.eviction.policy import EvictionPolicy, Rows
 
 ALL = 1 << 60
 """More bytes, or chunks, than there are."""

@@ -44,12 +44,12 @@ def test_lmcache_3388_a_load_that_falls_short_is_never_told_as_a_hit(
 
 
 def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
-    manager = server.node.manager
-    assert eventually(lambda: manager.catalog.eviction.count_on("disk") == len(keys))
+    core = server.node.store
+    assert eventually(lambda: core.catalog.eviction.count_on("disk") == len(keys))
     server.settled()
     for key in keys:
-        assert manager.catalog.cast_out("cpu", key)
-        manager.transfers.delete_from(manager.transfers.cpu, key)
+        assert core.catalog.cast_out("cpu", key)
+        core.moves.delete_from(core.moves.cpu, key)
 
 
 def test_lmcache_717_an_approximation_is_never_taken_for_the_original(

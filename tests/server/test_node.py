@@ -165,8 +165,8 @@ def test_health_is_serving_by_every_name_that_probes_use(channel: grpc.Channel, 
 def test_health_turns_not_serving_before_the_server_stops(
     server: LocalServer, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stub, manager = health_pb2_grpc.HealthStub(channel), server.node.manager
-    request, drain = health_pb2.HealthCheckRequest(service="readiness"), manager.drain
+    stub, store = health_pb2_grpc.HealthStub(channel), server.node.store
+    request, drain = health_pb2.HealthCheckRequest(service="readiness"), store.drain
     seen: list[int] = []
 
     def ask_and_drain(deadline: float) -> bool:
@@ -174,7 +174,7 @@ def test_health_turns_not_serving_before_the_server_stops(
             seen.append(stub.Check(request, timeout=20).status)
         return drain(deadline)
 
-    monkeypatch.setattr(manager, "drain", ask_and_drain)
+    monkeypatch.setattr(store, "drain", ask_and_drain)
     assert stub.Check(request, timeout=20).status == States.SERVING
     server.stop()
     assert seen[0] == States.NOT_SERVING

@@ -16,7 +16,7 @@ from kvstore.server.eviction.marconi import MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction
 from kvstore.server.eviction.registry import POLICIES, make_policy
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
 from kvstore.server.wiring_policies import Policies
@@ -32,7 +32,7 @@ def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
     policies = Policies(load_config(["--policy", "marconi,disk=lru"]), CAPACITIES)
     assert isinstance(policies.by_tier["cpu"], MarconiEviction)
     assert isinstance(policies.by_tier["disk"], LruEviction)
-    assert policies.knowledge.policy_names == {"cpu": "marconi", "disk": "lru"}
+    assert policies.metadata.policy_names == {"cpu": "marconi", "disk": "lru"}
 
 
 def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
@@ -43,7 +43,7 @@ def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
     assert isinstance(disk, PartitionedEviction)
     assert [quota.limit_bytes for quota in cpu.quotas] == [0, 0, 2 * MIB]
     assert [quota.limit_bytes for quota in disk.quotas] == [0, MIB, 2 * MIB]
-    assert policies.knowledge.category_ttls_s == {"batch": 10.0, "chat": 5.0}
+    assert policies.metadata.category_ttls_s == {"batch": 10.0, "chat": 5.0}
 
 
 def test_more_than_a_tier_has_cannot_be_guaranteed() -> None:
@@ -62,7 +62,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 
 def make_core(policy: str, clock: FakeClock) -> Core:
-    def make(tier: Tier, known: Knowledge) -> EvictionPolicy:
+    def make(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
         return make_policy(policy, known.history)
 
     return Core([SimDisk(24_000, no_faults())], clock=clock, policy=make)
@@ -82,9 +82,9 @@ def test_clocks_that_jump_change_no_answer(policy: str) -> None:
             core.put(session, versions)
             clock.advance(jump_s)
             keys = keys_of(versions)
-            match = core.manager.lookup(session, keys, core.later(), lease=False)
+            match = core.store.lookup(session, keys, core.later(), lease=False)
             assert match.ready == 5
-            core.manager.tick()
+            core.store.tick()
         assert core.catalog.held_count() == 0
 
 
@@ -92,13 +92,13 @@ def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:
     with closing(make_core(policy, FakeClock())) as core:
         session, versions = core.open_session(), prompt(6)
         core.put(session, versions[:2] + versions[3:])
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
         assert (match.ready, match.missing) == (2, 4)
         for seed in range(1, 12):
             results = core.put(session, prompt(3, seed=seed))
             assert {result.outcome for result in results} == {PutOutcome.stored}
         core.put(session, versions)
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
         assert match.ready == 6
 
 
@@ -106,12 +106,12 @@ def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> 
     with closing(make_core(policy, FakeClock())) as core:
         session, versions = core.open_session(), prompt(12)
         core.put(session, versions)
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert match.ready == 12
         assert outcomes(core, 1) == {PutOutcome.refused}
-        assert (len(core.manager.puts), core.catalog.in_flight.count()) == (0, 0)
+        assert (len(core.store.writes), core.catalog.in_flight.count()) == (0, 0)
         assert core.cpu.stats().reservations == 0
-        core.manager.release(session, match.lease_id)
+        core.store.release(session, match.lease_id)
         assert outcomes(core, 1) == {PutOutcome.stored}
 
 

@@ -88,9 +88,9 @@ class NetworkSchedule:
         world = self.world
         checks = Checks(ServiceLimits(64, 1 << 16, 1000), world.clock)
         identity = Identity(1, "simulated", "", 0.0)
-        tiers = [shelf.name for shelf in world.shelves]
-        self._scrub = Scrub(world.manager.transfers, tiers, 0, world.clock)
-        backend = Backend(world.manager, world.sessions, checks, identity, scrub=self._scrub)
+        tiers = [slot.name for slot in world.slots]
+        self._scrub = Scrub(world.store.moves, tiers, 0, world.clock)
+        backend = Backend(world.store, world.sessions, checks, identity, scrub=self._scrub)
         self.service = servicer_of(backend)
 
     # --- the schedule
@@ -266,14 +266,14 @@ class NetworkSchedule:
 
     def work(self) -> None:
         for _ in range(self.draw.randrange(1, 4)):
-            self.world.mover.step(self.draw.choice([None, *self.world.mover.depth()]))
+            self.world.work_queue.step(self.draw.choice([None, *self.world.work_queue.depth()]))
 
     def tick(self) -> None:
-        self.world.manager.tick()
+        self.world.store.tick()
         self.world.sessions.expire()
 
     def scrub(self) -> None:
-        self._answered(lambda: self._scrub.run_pass([s.name for s in self.world.shelves], 0))
+        self._answered(lambda: self._scrub.run_pass([s.name for s in self.world.slots], 0))
 
     def spoil(self) -> None:
         if self.world.plan.spoils and self.world.lower:
@@ -291,7 +291,7 @@ class NetworkSchedule:
 
     def _check(self) -> None:
         world = self.world
-        assert not world.mover.surprises, world.mover.surprises
+        assert not world.work_queue.surprises, world.work_queue.surprises
         cpu = world.cpu.stats()
         assert cpu.used_bytes <= cpu.capacity_bytes
         for tier in world.lower:
@@ -307,11 +307,11 @@ class NetworkSchedule:
         world.clock.advance(30.0 + BREAKER_RETRY_S)
         world.sessions.expire()
         for _ in range(3):
-            world.manager.tick()
+            world.store.tick()
             world.settle()
         assert len(world.sessions) == 0
         assert world.catalog.held_count() == world.catalog.lease_count() == 0
-        assert world.catalog.in_flight.count() == len(world.manager.puts) == 0
+        assert world.catalog.in_flight.count() == len(world.store.writes) == 0
         assert world.cpu.stats().reservations == 0
         client = Client()
         self.open(client, arrives=1.0)

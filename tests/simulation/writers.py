@@ -48,7 +48,7 @@ class Writers:
         with bounded(self.world, deadline):
             try:
                 hints = self.world.next_hints()
-                begun = self.world.manager.puts.begin_all(session, [version.info], deadline, hints)[
+                begun = self.world.store.writes.begin_all(session, [version.info], deadline, hints)[
                     0
                 ]
             except (QuotaExceededError, ShuttingDownError):
@@ -64,18 +64,18 @@ class Writers:
             return
         ticket_id = self.draw.choice(list(self.oracle.puts))
         put = self.oracle.puts.pop(ticket_id)
-        puts = self.world.manager.puts
-        frame = puts.view(put.ticket)
+        writes = self.world.store.writes
+        frame = writes.view(put.ticket)
         frame[:] = put.version.frame
         spoilt = self.draw.random() < 0.25
         if spoilt:
             self._spoil(frame, put)
-        ticket = puts.claim(put.ticket.session, ticket_id)
+        ticket = writes.claim(put.ticket.session, ticket_id)
         if not spoilt:
-            self.note(put.version, puts.commit(ticket))
+            self.note(put.version, writes.commit(ticket))
             return
         try:
-            puts.commit(ticket)
+            writes.commit(ticket)
         except (InvalidFrameError, ChunkCorruptError, InvalidRequestError):
             return
         raise AssertionError("a frame that is not what was reserved was committed")
@@ -109,16 +109,16 @@ class Writers:
         infos = [v.packed_info if packed else v.info for v in versions]
         frames = [v.packed if packed else v.frame for v in versions]
         deadline = self.deadline()
-        puts = self.world.manager.puts
+        writes = self.world.store.writes
         with bounded(self.world, deadline):
             try:
-                begun = puts.begin_all(session, infos, deadline, self.world.next_hints())
+                begun = writes.begin_all(session, infos, deadline, self.world.next_hints())
             except (QuotaExceededError, ShuttingDownError):
                 return
         tickets = [b for b in begun if isinstance(b, PutTicket)]
         taken = [at for at, b in enumerate(begun) if isinstance(b, PutTicket)]
         for ticket in tickets:
-            puts.claim(session, ticket.ticket_id)
+            writes.claim(session, ticket.ticket_id)
         chosen = [frames[at] for at in taken]
         bad = self.draw.randrange(len(taken)) if taken and self.draw.random() < 0.1 else None
         if bad is not None:
@@ -128,7 +128,7 @@ class Writers:
         for at in taken[:bad]:
             self.oracle.note_stored(versions[at])
         try:
-            results = puts.ingest(tickets, chosen)
+            results = writes.ingest(tickets, chosen)
         except (ChunkCorruptError, InvalidFrameError, InvalidRequestError):
             assert bad is not None
             return
@@ -140,10 +140,10 @@ class Writers:
 
     def put_one(self, session: Session, key: ChunkKey) -> None:
         """Put one chunk where nothing is in the way."""
-        puts, version = self.world.manager.puts, universe().chunks[key].versions[0]
-        begun = puts.begin_all(session, [version.info], self.world.clock() + 1)[0]
+        writes, version = self.world.store.writes, universe().chunks[key].versions[0]
+        begun = writes.begin_all(session, [version.info], self.world.clock() + 1)[0]
         assert isinstance(begun, PutTicket)
-        (result,) = puts.ingest([puts.claim(session, begun.ticket_id)], [version.frame])
+        (result,) = writes.ingest([writes.claim(session, begun.ticket_id)], [version.frame])
         assert result.outcome is PutOutcome.stored
         self.note(version, result)
 
@@ -151,8 +151,8 @@ class Writers:
         if self.oracle.puts:
             ticket_id = self.draw.choice(list(self.oracle.puts))
             session = self.oracle.puts.pop(ticket_id).ticket.session
-            assert self.world.manager.puts.abort(session, ticket_id)
-            assert not self.world.manager.puts.abort(session, ticket_id)
+            assert self.world.store.writes.abort(session, ticket_id)
+            assert not self.world.store.writes.abort(session, ticket_id)
 
     def harden_known(self, session: Session) -> None:
         keys = self.keys_of(session.tenant)
@@ -160,13 +160,13 @@ class Writers:
 
     def harden(self, keys: list[ChunkKey], results: list[PutResult]) -> None:
         """What is acknowledged as durable is on the disk, flushed, when the answer comes."""
-        manager, disk = self.world.manager, self.world.disk
-        assert manager.can_be_durable == (disk is not None)
+        store, disk = self.world.store, self.world.disk
+        assert store.can_be_durable == (disk is not None)
         if disk is None:
             return
         deadline = self.deadline()
         with bounded(self.world, deadline):
-            hardened = manager.harden(keys, results, deadline)
+            hardened = store.harden(keys, results, deadline)
         self.oracle.forget_what_is_gone()
         for key, result in zip(keys, hardened, strict=True):
             if result.outcome is not PutOutcome.refused:
@@ -183,9 +183,9 @@ class Writers:
         until = self.world.clock() + ttl_ms / 1000
         known = [key for key in keys if self.world.catalog.copies(key)]
         try:
-            count = self.world.manager.pin(keys, ttl_ms)
+            count = self.world.store.pin(keys, ttl_ms)
         except QuotaExceededError:
-            held = self.world.manager.stat(keys)
+            held = self.world.store.stat(keys)
             self.oracle.pins |= {h.key: until for h in held if h.is_pinned}
             return
         assert count == len(known)
@@ -193,7 +193,7 @@ class Writers:
 
     def unpin(self, session: Session) -> None:
         keys = self.keys_of(session.tenant)
-        assert self.world.manager.unpin(keys) == sum(key in self.oracle.pins for key in keys)
+        assert self.world.store.unpin(keys) == sum(key in self.oracle.pins for key in keys)
         for key in keys:
             self.oracle.pins.pop(key, None)
 
@@ -203,11 +203,11 @@ class Writers:
         deadline = self.deadline()
         redis = self.world.redis
         shared = set(redis.medium.chunks) if redis is not None else set()
-        shared -= self.world.catalog.strays("redis") if redis is not None else set()
+        shared -= self.world.catalog.orphans("redis") if redis is not None else set()
         known = [key for key in keys if key in shared or self.world.catalog.copies(key)]
         raised = self.world.faults.raised
         with bounded(self.world, deadline):
-            deleted, leased = self.world.manager.delete(keys, deadline)
+            deleted, leased = self.world.store.delete(keys, deadline)
         self.oracle.durable.difference_update(keys)
         assert deleted + leased <= len(keys)
         if self.world.plan.is_quiet and deadline > self.world.clock():
@@ -224,9 +224,9 @@ class Writers:
             assert self.world.cpu.find([key]) == [None]
             for tier in self.world.lower:
                 if key in tier.medium.chunks:
-                    asked = self.world.plan.lane_limit == 1000 and not self.world.faults.raised
+                    asked = self.world.plan.queue_limit == 1000 and not self.world.faults.raised
                     assert not asked, "a deleted chunk is still there"
-                    assert tier.shared or key in self.world.catalog.strays(tier.name)
+                    assert tier.shared or key in self.world.catalog.orphans(tier.name)
 
     def clear(self, session: Session) -> None:
         """Other tenants keep what they have."""
@@ -234,14 +234,14 @@ class Writers:
         theirs = [key for tenant in others for chain in universe().chains[tenant] for key in chain]
         # What they do not hold may be evicted meanwhile, as ever.
         kept = [k for k in theirs if self.oracle.is_held(k) and self.world.catalog.copies(k)]
-        known = {holding.key for holding in self.world.manager.holdings(session.namespace)}
+        known = {holding.key for holding in self.world.store.chunks_of(session.namespace)}
         deadline = self.deadline()
         with bounded(self.world, deadline):
-            self.world.manager.clear(session.namespace, deadline)
+            self.world.store.clear(session.namespace, deadline)
         self.oracle.durable = {k for k in self.oracle.durable if k[:16] != session.namespace}
         if self.world.plan.is_quiet:
             assert all(self.world.catalog.copies(key) for key in kept)
-            left = {holding.key for holding in self.world.manager.holdings(session.namespace)}
+            left = {holding.key for holding in self.world.store.chunks_of(session.namespace)}
             if deadline > self.world.clock():
                 assert all(self.oracle.is_held(key) for key in known & left)
 
@@ -249,7 +249,7 @@ class Writers:
         """Nothing is in CPU memory alone after a clean drain, and no put begins."""
         deadline = self.deadline()
         with bounded(self.world, deadline):
-            clean = self.world.manager.drain(deadline)
+            clean = self.world.store.drain(deadline)
         self.oracle.forget_what_is_gone()
         if clean:
             assert self.world.catalog.queries.only_on("cpu") == []
@@ -257,7 +257,7 @@ class Writers:
             self.oracle.durable |= self.oracle.named()["disk"] - self.world.disk.lost
         chunk = self.draw.choice(list(universe().chunks.values()))
         try:
-            self.world.manager.puts.begin_all(session, [chunk.versions[0].info], deadline)
+            self.world.store.writes.begin_all(session, [chunk.versions[0].info], deadline)
         except ShuttingDownError:
             return
         raise AssertionError("a put began after the drain")

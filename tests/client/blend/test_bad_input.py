@@ -219,12 +219,12 @@ def test_variants_that_went_under_their_lease_are_computed(
     """A tier lost them, whatever was promised."""
     server.settled()
     with client.resolve(*ASKED, TRIAL) as resolved:
-        manager = server.node.manager
+        store = server.node.store
         key = ChunkKey(client.namespace + list(resolved.chunks())[2].best.digest)
         for name in ("cpu", "disk"):
-            shelf = manager.transfers.shelves[name]
-            manager.transfers.delete_from(shelf, key)
-            manager.catalog.forget(name, key)
+            slot = store.moves.slots[name]
+            store.moves.delete_from(slot, key)
+            store.catalog.forget(name, key)
         assert "LayoutMismatchError" in assert_computed(blender, resolved, client)
 
 

@@ -179,7 +179,7 @@ def test_patience_is_what_loads_took_with_slack_and_no_more_than_half_a_full_pre
         for _ in range(TRIALS):
             client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
         draws = iter([0.0, 1.0, 1.0])  # the first is compared
-        table = server.node.manager.blends.gates._table
+        table = server.node.store.blends.gates._table
         monkeypatch.setattr(table, "_draw", lambda: next(draws))
         gated = GatedBlender(client, blender)
         compared = gated.run(*ASKED)

@@ -92,10 +92,10 @@ def short(engine: PlainEngine, server: LocalServer) -> None:
 
 def pending(engine: PlainEngine, server: LocalServer) -> None:
     keys = engine.client.keys(PROMPT)
-    begun = [server.node.manager.catalog.in_flight.begin(key) for key in keys]
+    begun = [server.node.store.catalog.in_flight.begin(key) for key in keys]
     engine.load(PROMPT)
     for key in keys:
-        server.node.manager.catalog.in_flight.end(key)
+        server.node.store.catalog.in_flight.end(key)
     assert all(begun)
 
 
@@ -105,8 +105,8 @@ def absent(engine: PlainEngine, server: LocalServer) -> None:
 
 def slow(engine: PlainEngine, server: LocalServer) -> None:
     engine.store(PROMPT)
-    for shelf in server.node.manager.transfers.shelves.values():
-        shelf.rate.round_trip_s = 1e-3
+    for slot in server.node.store.moves.slots.values():
+        slot.rate.round_trip_s = 1e-3
     fast = PlainEngine(engine.client, PrefillModel(0.0, 1e-9))
     engine.connector = fast.connector
     engine.load(PROMPT)

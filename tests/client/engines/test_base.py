@@ -178,9 +178,9 @@ def test_chunks_carry_their_place_and_cost(server: LocalServer) -> None:
     connector = Connector(server.connect(), token_flops=5.0)
     prompt = tokens(5, 2 * CHUNK_TOKENS)
     connector.store_chunks(prompt, lambda span: tensors_for(prompt, span))
-    manager = server.node.manager
+    store = server.node.store
     keys = connector.client.keys(prompt)
-    copies = [manager.catalog.copies(key)["cpu"] for key in keys]
+    copies = [store.catalog.copies(key)["cpu"] for key in keys]
     assert [info.prefill_flops for info in copies] == [80.0, 80.0]
     assert copies[1].parent_key == keys[0]
 
@@ -384,8 +384,8 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
 ) -> None:
     prompt = tokens(6, 3 * CHUNK_TOKENS)
     connect().store(prompt)
-    for shelf in server.node.manager.transfers.shelves.values():
-        shelf.rate.round_trip_s = 1e-3
+    for slot in server.node.store.moves.slots.values():
+        slot.rate.round_trip_s = 1e-3
     engine = Engine(Connector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
     assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
     stats = engine.connector.stats()
@@ -398,12 +398,12 @@ def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None
         engine = Engine(Connector(server.connect()))
         prompt = tokens(7, 3 * CHUNK_TOKENS)
         engine.store(prompt)
-        manager = server.node.manager
-        assert eventually(lambda: manager.catalog.eviction.count_on("disk") == 3)
+        store = server.node.store
+        assert eventually(lambda: store.catalog.eviction.count_on("disk") == 3)
         server.settled()
         for key in engine.connector.client.keys(prompt):
-            assert manager.catalog.cast_out("cpu", key)
-            manager.transfers.delete_from(manager.transfers.cpu, key)
+            assert store.catalog.cast_out("cpu", key)
+            store.moves.delete_from(store.moves.cpu, key)
         assert engine.load(prompt) == Prefix()
         assert engine.store(prompt) == 3, "originals take the place of lossy copies"
         assert engine.load(prompt).stored_tokens == 48

@@ -128,7 +128,7 @@ def test_frames_are_stored_and_answered_for_one_by_one(
     found, _ = bulk.unpack_outcomes(3, payload)
     stored, exists = PutOutcome.stored, PutOutcome.exists
     assert list(map(PutOutcome, found)) == [stored, stored, exists]
-    cpu = server.node.manager.transfers.cpu_tier
+    cpu = server.node.store.moves.cpu_tier
     for frame, seed in zip(frames[:2], (1, 2), strict=True):
         out = frame * 0
         assert cpu.read_into(key_of(terms, seed), out)
@@ -240,7 +240,7 @@ def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
 def test_a_drained_server_refuses_puts(
     server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
-    server.node.manager.puts.drain()
+    server.node.store.writes.drain()
     writer.say(put_word(terms))
     writer.hear()
     writer.say(*parts_of(frame_of(key_of(terms), SMALL))[0])

@@ -53,9 +53,9 @@ def client_of(server: LocalServer) -> Client:
 
 
 def tier_of(server: LocalServer) -> PeerTier:
-    shelf = server.node.manager.transfers.peers
-    assert shelf is not None
-    return cast("PeerTier", shelf.tier)
+    slot = server.node.store.moves.peers
+    assert slot is not None
+    return cast("PeerTier", slot.tier)
 
 
 def is_up(server: LocalServer, count: int = 1) -> bool:
@@ -110,7 +110,7 @@ def test_what_was_read_once_goes_when_memory_is_full_and_what_is_read_again_stay
     assert eventually(lambda: second.counter("peer_passed_chunks") == 1)
     assert second.settled().tiers[0][1].chunks == len(own)
     assert_hits(reader, once)
-    second.node.manager.tick()
+    second.node.store.tick()
     assert set(reader.lookup(once).tiers) == {"cpu"}
     assert second.counter("peer_passed_chunks") == 1
 
@@ -598,13 +598,13 @@ def test_lookups_beyond_those_that_ask_themselves_have_it_done(
     second = node(make_server, "--peers", first.address)
     assert eventually(lambda: is_up(second))
     keys = store(client_of(first), 1, CHUNKS)
-    finder = second.node.manager._finder
+    lookup = second.node.store._lookup
     for _ in range(ASKING):
-        finder._asking.acquire()
+        lookup._asking.acquire()
     reader = client_of(second)
     assert_hits(reader, keys)
     for _ in range(ASKING):
-        finder._asking.release()
+        lookup._asking.release()
     assert_hits(reader, store(client_of(first), 2, CHUNKS))
 
 

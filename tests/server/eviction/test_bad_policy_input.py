@@ -116,10 +116,10 @@ def test_clocks_that_jump_leave_a_server_that_works(make_server: ServerMaker) ->
         server.settled()
         server.skip(jump_s)
         server.node.sessions.expire()
-        server.node.manager.tick()
+        server.node.store.tick()
         keys = keys_of(client, seed, PROMPT)
         assert set(outcomes(client, chunks_of(client, keys))) == {STORED}
         assert client.lookup(keys).ready == PROMPT
         assert len(client.get(keys)) == PROMPT
     assert server.settled().leases == 0
-    assert server.node.manager.transfers.placement.budgets()["disk"][1] <= (1 << 30) / 24
+    assert server.node.store.moves.placement.budgets()["disk"][1] <= (1 << 30) / 24

@@ -59,14 +59,14 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
     chunks = [finite(chunk_of(client, keys, at, ends)) for at, ends in enumerate(("w", "ws"))]
     assert outcomes(client, chunks) == [stored, stored]
     node = server.node
-    catalog = node.manager.catalog
+    catalog = node.store.catalog
     assert eventually(lambda: all(len(catalog.holders(key)) == 2 for key in keys))
-    copies = node.manager.catalog.copies(keys[1])
+    copies = node.store.catalog.copies(keys[1])
     assert copies["disk"].fidelity is not Fidelity.exact
     assert copies["disk"].layout == copies["cpu"].layout
     for key in keys:
-        assert node.manager.catalog.cast_out("cpu", key)
-        node.manager.transfers.delete_from(node.manager.transfers.cpu, key)
+        assert node.store.catalog.cast_out("cpu", key)
+        node.store.moves.delete_from(node.store.moves.cpu, key)
     assert client.lookup(keys).ready == 0
     assert client.lookup(keys, min_fidelity=Fidelity.none).ready == 2
     found = client.get(keys, min_fidelity=Fidelity.none)
@@ -82,12 +82,12 @@ def test_a_copy_with_another_end_than_the_others_is_not_counted(
     client = connect(server)
     keys = keys_of(client, 1, 2)
     put_ends(client, keys, ["", ends])
-    catalog = server.node.manager.catalog
+    catalog = server.node.store.catalog
     assert eventually(lambda: "disk" in catalog.holders(keys[1]))
     other = chunk_of(client, keys, 1, "w").arrays(HYBRID)[0]
     info = catalog.copies(keys[1])["cpu"]
     catalog.forget("disk", keys[1])
     catalog.note_sealed("disk", type(info)(info.key, info.parent, other, 0, 900))
     assert catalog.holders(keys[1]) == ["cpu"]
-    assert catalog.is_stray("disk", keys[1])
+    assert catalog.is_orphan("disk", keys[1])
     assert client.lookup(keys).ready == ready

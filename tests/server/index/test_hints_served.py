@@ -27,7 +27,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
 from kvstore.server.eviction.registry import make_policy
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.writes import RESERVED_S, PutResult
 from kvstore.tiers.base import Tier
@@ -46,13 +46,13 @@ def core(clock: FakeClock) -> Iterator[Core]:
     """Room for twelve chunks, of which pins may take six."""
     terms = {"batch": 5.0}
     with closing(
-        Core(clock=clock, knowledge=Knowledge(category_ttls_s=terms), pin_share=2)
+        Core(clock=clock, metadata=ChunkMetadata(category_ttls_s=terms), pin_share=2)
     ) as core:
         yield core
 
 
 def ready(core: Core, session: Session, versions: list[Version]) -> int:
-    return core.manager.lookup(session, keys_of(versions), core.later(), lease=False).ready
+    return core.store.lookup(session, keys_of(versions), core.later(), lease=False).ready
 
 
 def here(core: Core, versions: list[Version]) -> list[bool]:
@@ -73,7 +73,7 @@ def test_a_chunk_is_nobodys_hit_from_the_moment_its_time_is_up(
     clock.advance(0.001)
     assert ready(core, session, versions) == 1
     assert core.get(session, keys_of(versions)) == core.get(session, keys_of(versions[:1]))
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     assert (match.ready, match.pending, match.missing) == (1, 0, 2)
 
 
@@ -82,14 +82,14 @@ def test_a_lease_taken_in_time_is_read_to_its_end(
 ) -> None:
     versions = prompt(2)
     core.put(session, versions, hints=TEN_S)
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     clock.advance(11)
-    core.manager.tick()
+    core.store.tick()
     assert here(core, versions) == [True, True]
-    arrivals = core.manager.gets.get(session, keys_of(versions), core.later())
-    assert len(list(arrivals)) == 2
-    core.manager.release(session, match.lease_id)
-    core.manager.tick()
+    results = core.store.reads.get(session, keys_of(versions), core.later())
+    assert len(list(results)) == 2
+    core.store.release(session, match.lease_id)
+    core.store.tick()
     assert here(core, versions) == [False, False]
 
 
@@ -100,7 +100,7 @@ def test_expired_chunks_are_dropped_and_counted_on_every_tier(clock: FakeClock) 
         core.put(session, versions, durable=True, hints=TEN_S)
         assert core.tiers_of(versions[0]) == ["cpu", "disk"]
         clock.advance(10)
-        core.manager.tick()
+        core.store.tick()
         core.settle()
         assert core.cpu.stats().chunks == disk.stats().chunks == 0
         assert core.counters["expired_chunks"] == 6
@@ -145,7 +145,7 @@ def test_a_clock_that_jumps_leaves_a_server_that_works(
 ) -> None:
     core.put(session, prompt(12), hints=TEN_S)
     clock.advance(jump_s)
-    core.manager.tick()
+    core.store.tick()
     versions = prompt(6, seed=1)
     assert {r.outcome for r in core.put(session, versions)} == {PutOutcome.stored}
     assert ready(core, session, versions) == 6
@@ -160,7 +160,7 @@ def test_a_pin_keeps_chunks_for_its_time(core: Core, session: Session, clock: Fa
     core.put(session, prompt(12, seed=1))
     assert here(core, pinned) == [True] * 3
     clock.advance(5)
-    core.manager.tick()
+    core.store.tick()
     core.put(session, prompt(12, seed=2))
     assert here(core, pinned) == [False] * 3
 
@@ -191,8 +191,8 @@ def test_what_is_said_at_the_release_is_of_the_chunks_of_the_lease(
 ) -> None:
     versions = prompt(3)
     core.put(session, versions)
-    match = core.manager.lookup(session, keys_of(versions[:2]), core.later(), lease=True)
-    assert core.manager.release(session, match.lease_id, TEN_S)
+    match = core.store.lookup(session, keys_of(versions[:2]), core.later(), lease=True)
+    assert core.store.release(session, match.lease_id, TEN_S)
     clock.advance(10)
     assert ready(core, session, versions[2:]) == 1
     assert ready(core, session, versions) == 0
@@ -202,9 +202,9 @@ def test_the_release_of_no_lease_says_nothing(core: Core, session: Session) -> N
     versions = prompt(1)
     core.put(session, versions)
     stranger = core.open_session()
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
-    assert not core.manager.release(stranger, match.lease_id, TEN_S)
-    assert core.knowledge.hints.mortal_count == 0
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
+    assert not core.store.release(stranger, match.lease_id, TEN_S)
+    assert core.metadata.hints.expiring_count == 0
 
 
 # --- engines that lie
@@ -218,8 +218,8 @@ LIES = [
 ]
 
 
-def by_density(tier: Tier, knowledge: Knowledge) -> EvictionPolicy:
-    return make_policy("hit_density", knowledge.history)
+def by_density(tier: Tier, metadata: ChunkMetadata) -> EvictionPolicy:
+    return make_policy("hit_density", metadata.history)
 
 
 def hits_of_a_day(lie: Hints) -> int:
@@ -236,7 +236,7 @@ def hits_of_a_day(lie: Hints) -> int:
                 core.put(liar, prompt(2, seed=1_000 + second, tenant="blue"), hints=lie)
             clock.advance(1)
             if second % 20 == 0:
-                core.manager.tick()
+                core.store.tick()
     return hits
 
 
@@ -257,16 +257,16 @@ def test_an_engine_that_lies_costs_others_little(lie: Hints, honest_hits: int) -
 def with_quotas(clock: FakeClock) -> Core:
     """Three slabs; red may take three chunks and is sure of two, the category batch takes two."""
     size = prompt(1)[0].info.size_bytes
-    knowledge = Knowledge(partitions=PartitionTable(["red"], ["batch"]))
+    metadata = ChunkMetadata(partitions=PartitionTable(["red"], ["batch"]))
     quotas = (Quota(), Quota(3 * size, 2 * size), Quota(2 * size))
 
-    def policy(tier: Tier, known: Knowledge) -> EvictionPolicy:
+    def policy(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
         return PartitionedEviction(
             lambda: make_policy("lru", known.history), known.hints.partition, quotas,
             tier.capacity_bytes,
         )  # fmt: skip
 
-    return Core(clock=clock, knowledge=knowledge, policy=policy, slabs=3)
+    return Core(clock=clock, metadata=metadata, policy=policy, slabs=3)
 
 
 def test_a_put_over_the_quota_evicts_the_tenants_own(clock: FakeClock) -> None:
@@ -297,12 +297,12 @@ def test_a_tenant_that_leases_all_it_may_have_is_refused_and_nobody_else(clock: 
         red, blue = core.open_session("red"), core.open_session("blue")
         mine = prompt(3)
         core.put(red, mine)
-        match = core.manager.lookup(red, keys_of(mine), core.later(), lease=True)
+        match = core.store.lookup(red, keys_of(mine), core.later(), lease=True)
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.refused
         assert core.put(blue, prompt(1, seed=2, tenant="blue"))[0].outcome is PutOutcome.stored
-        core.manager.release(red, match.lease_id)
+        core.store.release(red, match.lease_id)
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.stored
-        assert len(core.manager.puts) == 0
+        assert len(core.store.writes) == 0
 
 
 def test_a_category_has_its_quota_too(clock: FakeClock) -> None:
@@ -321,17 +321,17 @@ def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(
     with closing(with_quotas(clock)) as core:
         red, blue = core.open_session("red"), core.open_session("blue")
         mine = prompt(6)
-        puts = core.manager.puts
-        begun = puts.begin_all(red, [v.info for v in mine], core.later())
+        writes = core.store.writes
+        begun = writes.begin_all(red, [v.info for v in mine], core.later())
         assert [isinstance(one, PutResult) for one in begun] == [False] * 3 + [True] * 3
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.refused
         assert core.put(blue, prompt(1, seed=2, tenant="blue"))[0].outcome is PutOutcome.stored
         first, second, third = (one.ticket_id for one in begun[:3])  # type: ignore[union-attr]
-        puts.ingest([puts.claim(red, first)], [mine[0].frame])
-        assert puts.abort(red, second)
+        writes.ingest([writes.claim(red, first)], [mine[0].frame])
+        assert writes.abort(red, second)
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.stored
         assert here(core, mine[:1]) == [True], "two are there and one has room: that is the quota"
-        puts.ingest([puts.claim(red, third)], [mine[2].frame])
+        writes.ingest([writes.claim(red, third)], [mine[2].frame])
         assert core.put(red, prompt(3, seed=3))[2].outcome is PutOutcome.stored
         assert sum(here(core, [*mine, *prompt(1, seed=1), *prompt(3, seed=3)])) == 3
 
@@ -340,19 +340,19 @@ def test_room_that_nobody_comes_to_fill_is_given_back(clock: FakeClock) -> None:
     with closing(with_quotas(clock)) as core:
         red = core.open_session("red")
         mine = prompt(3)
-        puts = core.manager.puts
-        begun = puts.begin_all(red, [v.info for v in mine], core.later())
+        writes = core.store.writes
+        begun = writes.begin_all(red, [v.info for v in mine], core.later())
         clock.advance(RESERVED_S - 1)
-        core.manager.tick()
-        assert len(puts) == 3
-        claimed = puts.claim(red, begun[0].ticket_id)  # type: ignore[union-attr]
+        core.store.tick()
+        assert len(writes) == 3
+        claimed = writes.claim(red, begun[0].ticket_id)  # type: ignore[union-attr]
         clock.advance(1)
-        core.manager.tick()
-        assert len(puts) == 0
+        core.store.tick()
+        assert len(writes) == 0
         assert core.counters["dropped_unfinished_chunks"] == 2
         with pytest.raises(LeaseExpiredError, match="reserve again"):
-            puts.claim(red, begun[1].ticket_id)  # type: ignore[union-attr]
-        puts.ingest([claimed], [mine[0].frame])
+            writes.claim(red, begun[1].ticket_id)  # type: ignore[union-attr]
+        writes.ingest([claimed], [mine[0].frame])
         assert here(core, mine) == [True, False, False], "who had begun to fill it was let"
         assert core.put(red, prompt(2, seed=1))[1].outcome is PutOutcome.stored
 

@@ -15,7 +15,7 @@ from simulation.universe import Version, make_version
 
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
-from kvstore.server.index.planned_uses import MAX_ANNOUNCED, MAX_BATCHES, AnnouncedUses
+from kvstore.server.index.planned_uses import MAX_ANNOUNCED, MAX_BATCHES, PlannedUses
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.batch_plan import plan_batch
 
@@ -30,7 +30,7 @@ def key(number: int) -> ChunkKey:
 
 
 def test_a_chunk_is_kept_until_its_last_use() -> None:
-    uses = AnnouncedUses(1000)
+    uses = PlannedUses(1000)
     uses.announce(1, {key(1): 2}, 10.0)
     assert uses.keep(key(1), 100)
     uses.used([key(1)])
@@ -41,7 +41,7 @@ def test_a_chunk_is_kept_until_its_last_use() -> None:
 
 
 def test_what_is_over_the_limit_is_not_kept_and_what_nobody_needs_costs_nothing() -> None:
-    uses = AnnouncedUses(150)
+    uses = PlannedUses(150)
     uses.announce(1, {key(1): 1, key(2): 1}, 10.0)
     assert [uses.keep(key(n), 100) for n in (1, 2, 3)] == [True, False, True]
     assert [key(n) in uses for n in (1, 2, 3)] == [True, False, False]
@@ -49,7 +49,7 @@ def test_what_is_over_the_limit_is_not_kept_and_what_nobody_needs_costs_nothing(
 
 
 def test_an_announcement_ends_with_its_time_or_its_session() -> None:
-    uses = AnnouncedUses(1000)
+    uses = PlannedUses(1000)
     uses.announce(1, {key(1): 1}, 10.0)
     uses.announce(2, {key(1): 1, key(2): 1}, 20.0)
     assert all(uses.keep(key(n), 10) for n in (1, 2))
@@ -61,7 +61,7 @@ def test_an_announcement_ends_with_its_time_or_its_session() -> None:
 
 
 def test_uses_count_against_the_asker_s_own_announcement_first() -> None:
-    uses = AnnouncedUses(1000)
+    uses = PlannedUses(1000)
     for session in (1, 2):
         uses.announce(session, {key(1): 1}, 10.0)
     uses.keep(key(1), 10)
@@ -71,13 +71,13 @@ def test_uses_count_against_the_asker_s_own_announcement_first() -> None:
 
 
 def test_announcements_beyond_the_limit_are_cut() -> None:
-    uses = AnnouncedUses(1 << 60)
+    uses = PlannedUses(1 << 60)
     uses.announce(1, {key(n): 1 for n in range(MAX_ANNOUNCED + 5)}, 10.0)
     assert sum(uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_ANNOUNCED + 1)) == 1
 
 
 def test_so_many_announcements_stand_at_once_and_no_more() -> None:
-    uses = AnnouncedUses(1 << 60)
+    uses = PlannedUses(1 << 60)
     for number in range(MAX_BATCHES + 1):
         uses.announce(1, {key(number): 1}, 10.0)
     kept = [uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_BATCHES - 1, MAX_BATCHES)]
@@ -86,7 +86,7 @@ def test_so_many_announcements_stand_at_once_and_no_more() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("audgex"), st.integers(0, 3), st.integers(0, 3))))
 def test_bytes_are_those_of_the_chunks_kept(steps: list[tuple[str, int, int]]) -> None:
-    uses = AnnouncedUses(25)
+    uses = PlannedUses(25)
     for what, one, two in steps:
         if what == "a":
             uses.announce(one, {key(one): 1 + two, key(two): 1}, 10.0 + two)
@@ -105,7 +105,7 @@ def test_bytes_are_those_of_the_chunks_kept(steps: list[tuple[str, int, int]]) -
     assert (uses.kept_bytes, bool(uses)) == (0, False)
 
 
-# --- through the manager
+# --- through the store
 
 
 def tree(groups: int, leaves: int, length: int = 4, shared: int = 2) -> list[list[Version]]:
@@ -128,9 +128,9 @@ def fork(group: int, leaf: int, length: int, shared: int) -> list[Version]:
 
 def serve(core: Core, session: Session, versions: Sequence[Version]) -> int:
     """Serve one prompt as an engine does; return how many chunks were found."""
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     core.put(session, versions[match.ready :])
-    core.manager.release(session, match.lease_id)
+    core.store.release(session, match.lease_id)
     return match.ready
 
 
@@ -146,7 +146,7 @@ def test_a_batch_in_order_finds_what_an_endless_cache_does() -> None:
             order = list(range(len(prompts)))
             if is_planned:
                 chains = [keys_of(versions) for versions in prompts]
-                batch, kept = core.manager.plan(session, chains, 60.0)
+                batch, kept = core.store.plan(session, chains, 60.0)
                 order = list(batch.order)
                 assert (kept, batch.peak_chunks) == (0, 4)
             found[is_planned] = sum(serve(core, session, prompts[at]) for at in order)
@@ -160,7 +160,7 @@ def test_announced_chunks_stay_while_others_come() -> None:
         session, other = core.open_session(), core.open_session()
         versions = prompt(3)
         core.put(session, versions)
-        batch, kept = core.manager.plan(session, [keys_of(versions)] * 2, 60.0)
+        batch, kept = core.store.plan(session, [keys_of(versions)] * 2, 60.0)
         assert (kept, set(batch.uses.values())) == (3, {2})
         for seed in range(5, 10):
             core.put(other, prompt(8, seed=seed))
@@ -179,12 +179,12 @@ def test_a_session_that_ends_and_time_that_passes_free_what_was_announced() -> N
             session = core.open_session()
             versions = prompt(3)
             core.put(session, versions)
-            core.manager.plan(session, [keys_of(versions)], 60.0)
+            core.store.plan(session, [keys_of(versions)], 60.0)
             if ending == "session":
                 core.sessions.close(session.session_id)
             else:
                 clock.advance(61)
-                core.manager.tick()
+                core.store.tick()
             assert not core.catalog.state.holds.uses
             assert core.catalog.state.holds.uses.kept_bytes == 0
 
@@ -193,7 +193,7 @@ def test_a_plan_for_no_time_keeps_nothing() -> None:
     with closing(Core(clock=FakeClock())) as core:
         session = core.open_session()
         core.put(session, prompt(3))
-        _, kept = core.manager.plan(session, [keys_of(prompt(3))], 0.0)
+        _, kept = core.store.plan(session, [keys_of(prompt(3))], 0.0)
         assert kept == 0
         assert not core.catalog.state.holds.uses
 
@@ -202,9 +202,9 @@ def test_announcing_everything_leaves_room_for_others_and_is_counted() -> None:
     with closing(Core(clock=FakeClock(), pin_share=2)) as core:
         greedy, other = core.open_session(), core.open_session()
         versions = prompt(MEMORY_CHUNKS)
-        core.manager.plan(greedy, [keys_of(versions)] * 100, 60.0)
+        core.store.plan(greedy, [keys_of(versions)] * 100, 60.0)
         core.put(greedy, versions)
-        core.manager.tick()
+        core.store.tick()
         assert core.counters["unkept_chunks"] > 0
         assert core.catalog.state.holds.uses.kept_bytes <= core.cpu.capacity_bytes // 2
         results = core.put(other, prompt(4, seed=3))
@@ -215,7 +215,7 @@ def test_a_chunk_that_is_deleted_is_kept_no_more() -> None:
     with closing(Core(clock=FakeClock(), limits=replace(LIMITS))) as core:
         session = core.open_session()
         core.put(session, prompt(1))
-        core.manager.plan(session, [keys_of(prompt(1))] * 2, 60.0)
+        core.store.plan(session, [keys_of(prompt(1))] * 2, 60.0)
         core.catalog.forget("cpu", keys_of(prompt(1))[0])
         assert core.catalog.state.holds.uses.kept_bytes == 0
         assert plan_batch([keys_of(prompt(1))]).peak_chunks == 1

@@ -20,7 +20,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import LayeredGet
+from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.writes import PutResult, PutTicket
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
 
@@ -50,7 +50,7 @@ def core() -> Iterator[Core]:
 
 def forget(core: Core, version: Version, tier: str = "cpu") -> None:
     assert core.catalog.cast_out(tier, version.info.key)
-    core.transfers.delete_from(core.shelf(tier), version.info.key)
+    core.moves.delete_from(core.slot(tier), version.info.key)
     core.settle()
 
 
@@ -65,7 +65,7 @@ def lower_to_disk(core: Core, session: Session, count: int = 1) -> list[Version]
 
 
 def ready(core: Core, session: Session, versions: list[Version], least: Fidelity) -> int:
-    match = core.manager.lookup(
+    match = core.store.lookup(
         session, keys_of(versions), core.later(), lease=False, min_fidelity=least
     )
     return match.ready
@@ -73,10 +73,10 @@ def ready(core: Core, session: Session, versions: list[Version], least: Fidelity
 
 def read(core: Core, session: Session, versions: list[Version], least: Fidelity) -> list[Bytes]:
     """Return the frames that a get delivers."""
-    lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
-    arrivals = core.manager.gets.get(session, keys_of(versions)[:known], core.later(), least=least)
-    frames = [arrival.frame.copy() for arrival in arrivals]
-    assert core.manager.release(session, lease_id)
+    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
+    results = core.store.reads.get(session, keys_of(versions)[:known], core.later(), least=least)
+    frames = [result.frame.copy() for result in results]
+    assert core.store.release(session, lease_id)
     return frames
 
 
@@ -109,13 +109,13 @@ def test_what_is_promoted_from_a_lossy_copy_says_so(core: Core, session: Session
 def test_restored_kv_is_never_taken_for_an_original(core: Core, session: Session) -> None:
     (version,) = lower_to_disk(core, session)
     (frame,) = read(core, session, [version], Fidelity.bounded)
-    core.manager.delete([version.info.key], core.later())
+    core.store.delete([version.info.key], core.later())
     info = parse_header(frame).info()
-    ticket = core.manager.puts.begin_all(session, [info], core.later())[0]
+    ticket = core.store.writes.begin_all(session, [info], core.later())[0]
     assert isinstance(ticket, PutTicket)
-    core.manager.puts.claim(session, ticket.ticket_id)
+    core.store.writes.claim(session, ticket.ticket_id)
     with pytest.raises(InvalidRequestError, match="restored or lossy KV is never stored"):
-        core.manager.puts.ingest([ticket], [frame])
+        core.store.writes.ingest([ticket], [frame])
     assert core.tiers_of(version) == []
 
 
@@ -131,11 +131,11 @@ def test_an_original_can_be_put_where_only_a_lossy_copy_is(core: Core, session: 
 def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Session) -> None:
     (version,) = lower_to_disk(core, session)
     read(core, session, [version], Fidelity.bounded)
-    lease_id, _ = core.manager.open_get(session, [version.info.key], 0)
+    lease_id, _ = core.store.open_get(session, [version.info.key], 0)
     (result,) = core.put(session, [version])
     assert result.outcome is PutOutcome.refused
     assert core.catalog.in_flight.count() == 0
-    core.manager.release(session, lease_id)
+    core.store.release(session, lease_id)
     assert core.put(session, [version])[0].outcome is PutOutcome.stored
 
 
@@ -150,7 +150,7 @@ def test_an_exact_reader_passes_a_lossy_copy_in_memory_by() -> None:
         headers = [check_frame(f, v.info.key) for f, v in zip(frames, versions, strict=True)]
         assert [header.fidelity for header in headers] == [Fidelity.exact] * 2
         assert core.counters["read_throughs"] == 2
-        core.manager.tick()
+        core.store.tick()
         core.settle()
         assert fidelity_on(core, "cpu", versions[0].info.key) is Fidelity.exact, "it gave way"
         assert core.get(session, keys_of(versions)) == frames_of(versions)
@@ -171,11 +171,11 @@ def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -
     versions = lower_to_disk(core, session, 2)
 
     def parts(least: Fidelity) -> list[int]:
-        lease_id, known = core.manager.open_get(session, keys_of(versions), 0)
+        lease_id, known = core.store.open_get(session, keys_of(versions), 0)
         keys = keys_of(versions)[:known]
-        get = LayeredGet(core.transfers, session, keys, core.later(), least)
+        get = LayerwiseRead(core.moves, session, keys, core.later(), least)
         found = [part.chunk for part in get.parts() if not part.offset]
-        core.manager.release(session, lease_id)
+        core.store.release(session, lease_id)
         return found
 
     assert parts(Fidelity.exact) == []
@@ -224,12 +224,12 @@ def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
 def disk_frame(core: Core, version: Version) -> Bytes:
     info = core.catalog.copies(version.info.key)["disk"]
     frame = as_bytes(bytearray(info.size_bytes))
-    assert core.shelf("disk").tier.read_into(info.key, frame)
+    assert core.slot("disk").tier.read_into(info.key, frame)
     return frame
 
 
 def test_a_durable_put_needs_a_disk_that_loses_nothing(core: Core, session: Session) -> None:
-    assert not core.manager.can_be_durable
+    assert not core.store.can_be_durable
     with pytest.raises(InvalidRequestError, match="whose codec loses nothing"):
         core.put(session, prompt(1), durable=True)
 
@@ -322,7 +322,7 @@ class Schedule:
         version, tier = self.draw.choice(self.versions), self.draw.choice(["disk", "redis"])
         best = self.core.catalog.holders(version.info.key, Fidelity.exact)
         if self.core.copy_down(version, tier) and best:
-            wanted = self.core.shelf(tier).fidelity_for("red")
+            wanted = self.core.slot(tier).fidelity_for("red")
             assert fidelity_on(self.core, tier, version.info.key) >= wanted
 
     def drop(self) -> None:
@@ -354,14 +354,14 @@ class Schedule:
 
     def tick(self) -> None:
         self.core.clock.advance(1.0)  # type: ignore[attr-defined]
-        self.core.manager.tick()
+        self.core.store.tick()
 
     def crowd(self) -> None:
         """Put so many others that what is in memory has to go."""
         self.core.put(self.session, prompt(self.core.slabs * 3, seed=self.draw.randrange(1, 9)))
 
     def delete(self) -> None:
-        self.core.manager.delete([self.draw.choice(self.versions).info.key], self.core.later())
+        self.core.store.delete([self.draw.choice(self.versions).info.key], self.core.later())
 
     def check_catalog(self) -> None:
         """What lies in memory is what the catalog says of it."""

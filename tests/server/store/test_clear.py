@@ -20,29 +20,29 @@ from kvstore.server.store.clear import BATCH_CHUNKS, Cleared, clear, keys_of_ten
 
 def test_what_there_is_no_time_for_is_left_and_counted(server: LocalServer) -> None:
     keys = store(server.connect("grpc"), 1, 5)
-    manager = server.node.manager
-    late = manager.transfers.clock()
-    assert clear(manager, keys, late) == Cleared(left=5)
-    assert manager.catalog.is_held(keys[0]) is False
+    core = server.node.store
+    late = core.moves.clock()
+    assert clear(core, keys, late) == Cleared(left=5)
+    assert core.catalog.is_held(keys[0]) is False
     server.settled()
-    whole = clear(manager, keys, late + 60, dry_run=True)
+    whole = clear(core, keys, late + 60, dry_run=True)
     assert (whole.deleted, whole.leased, whole.left) == (5, 0, 0)
-    half = clear(manager, keys, late + 60, "disk")
+    half = clear(core, keys, late + 60, "disk")
     assert (half.deleted, half.deleted_bytes * 2) == (5, whole.deleted_bytes)
-    assert len(manager.catalog) == 5
+    assert len(core.catalog) == 5
 
 
 def test_a_long_clearing_goes_by_batches_and_spares_what_is_read(server: LocalServer) -> None:
     client = server.connect("grpc")
     keys = store(client, 1, BATCH_CHUNKS + 6)
     server.settled()
-    manager = server.node.manager
+    core = server.node.store
     with client.lease(keys[:4]):
-        dry = clear(manager, keys, manager.transfers.clock() + 60, dry_run=True)
-        done = clear(manager, keys, manager.transfers.clock() + 60)
+        dry = clear(core, keys, core.moves.clock() + 60, dry_run=True)
+        done = clear(core, keys, core.moves.clock() + 60)
         assert (dry.deleted, dry.leased) == (done.deleted, done.leased) == (BATCH_CHUNKS + 2, 4)
         assert dry.deleted_bytes == done.deleted_bytes
-    assert len(manager.catalog) == 4
+    assert len(core.catalog) == 4
 
 
 def test_a_tenants_chunks_are_found_though_its_sessions_are_forgotten(
@@ -51,11 +51,11 @@ def test_a_tenants_chunks_are_found_though_its_sessions_are_forgotten(
     server = make_server()
     keys = store(server.connect("grpc"), 1, 2)
     store(server.connect("grpc", other_revision(SMALL)), 1, 3)
-    manager = server.node.manager
-    manager.spaces.restore([])
-    assert len(keys_of_tenant(manager, "default")) == 5
-    assert keys_of_tenant(manager, "acme") == []
-    assert set(keys) < set(keys_of_tenant(manager, "*"))
+    core = server.node.store
+    core.spaces.restore([])
+    assert len(keys_of_tenant(core, "default")) == 5
+    assert keys_of_tenant(core, "acme") == []
+    assert set(keys) < set(keys_of_tenant(core, "*"))
 
 
 def test_a_frame_comes_whole_and_verified_and_looks_are_no_uses(server: LocalServer) -> None:
@@ -102,7 +102,7 @@ def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -
         client.lookup(shared[:3])
     client.lookup(shared)
     client.lookup(rare)
-    found = server.node.manager.catalog.queries.top_prefixes(5)
+    found = server.node.store.catalog.queries.top_prefixes(5)
     assert (found[0].key, found[0].hits, found[0].tokens) == (shared[2], 11, 48)
     assert {(one.key, one.hits) for one in found[1:]} == {(shared[3], 1), (rare[1], 1)}
-    assert [one.key for one in server.node.manager.catalog.queries.top_prefixes(1)] == [shared[2]]
+    assert [one.key for one in server.node.store.catalog.queries.top_prefixes(1)] == [shared[2]]

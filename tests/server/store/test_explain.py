@@ -58,7 +58,7 @@ from kvstore.server.store.explain import (
     MAX_REASON_CHARS,
     MAX_REASONS,
     MAX_REPORTS,
-    Facts,
+    ChunkFacts,
     MissLog,
 )
 
@@ -81,16 +81,16 @@ def states(reply: pb.ExplainResponse) -> list[str]:
 
 
 def evict_from_memory(server: LocalServer, keys: list[ChunkKey]) -> None:
-    manager = server.node.manager
+    core = server.node.store
     server.settled()
     for key in keys:
-        assert manager.catalog.cast_out("cpu", key)
-        manager.transfers.delete_from(manager.transfers.cpu, key)
+        assert core.catalog.cast_out("cpu", key)
+        core.moves.delete_from(core.moves.cpu, key)
 
 
 def test_what_is_there_is_told_with_its_copies(server: LocalServer) -> None:
     keys = store(server.connect(), 1, 3)
-    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 3)
+    assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 3)
     reply = explained(server, keys)
     assert (reply.hit_chunks, states(reply)) == (3, ["ready"] * 3)
     assert [copy.tier for copy in reply.chunks[0].copies] == ["cpu", "disk"]
@@ -220,7 +220,7 @@ def test_deleted_and_expired_chunks_say_so(server: LocalServer) -> None:
     assert states(explained(server, keys)) == ["deleted"]
     short = store(client, 2, 1, Hints(ttl_ms=1))
     assert eventually(lambda: states(explained(server, short)) == ["expired"])
-    assert eventually(lambda: not server.node.manager.catalog.holders(short[0]))
+    assert eventually(lambda: not server.node.store.catalog.holders(short[0]))
     assert states(explained(server, short)) == ["expired"]
 
 
@@ -228,7 +228,7 @@ def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) ->
     with coarse_codec():
         server = make_server("--disk-codec", "coarse")
         keys = store(server.connect(), 1, 1)
-        assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 1)
+        assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 1)
         evict_from_memory(server, keys)
         (one,) = explained(server, keys).chunks
         assert one.state == "lossy"
@@ -240,11 +240,11 @@ def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) ->
 def test_a_tier_that_is_left_alone_is_named_with_the_reason(make_server: ServerMaker) -> None:
     server = make_server("--breaker-retry-ms", "60000")
     keys = store(server.connect(), 1, 2)
-    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 2)
+    assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 2)
     evict_from_memory(server, keys)
     assert states(explained(server, keys)) == ["ready"] * 2
     for _ in range(3):
-        server.node.manager.transfers.shelves["disk"].breaker.fail("no answer")
+        server.node.store.moves.slots["disk"].breaker.fail("no answer")
     reply = explained(server, keys)
     assert states(reply) == ["tier_down"] * 2
     assert reply.chunks[0].reason == "on disk, which is left alone: no answer"
@@ -308,7 +308,7 @@ def test_a_question_that_makes_no_sense_is_refused(server: LocalServer) -> None:
 def test_who_is_on_another_host_needs_a_session(server: LocalServer) -> None:
     checks = Checks(ServiceLimits(4096, 1 << 28, 2000), time.monotonic)
     identity = Identity(1, "", "", 0.0)
-    servicer = servicer_of(Backend(server.node.manager, server.node.sessions, checks, identity))
+    servicer = servicer_of(Backend(server.node.store, server.node.sessions, checks, identity))
     context: Any = SimpleNamespace(peer=lambda: "ipv4:10.1.2.3:4567")
     for request in (pb.ExplainRequest(recent=1), pb.ExplainRequest(spaces=True)):
         with pytest.raises(PermissionDeniedError, match="Explain"):
@@ -384,9 +384,9 @@ def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
     server = make_server("--breaker-retry-ms", "60000")
     client = server.connect()
     keys = store(client, 1, 1)
-    assert eventually(lambda: server.node.manager.catalog.eviction.count_on("disk") == 1)
+    assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 1)
     evict_from_memory(server, keys)
-    breaker = server.node.manager.transfers.shelves["disk"].breaker
+    breaker = server.node.store.moves.slots["disk"].breaker
     for _ in range(3):
         breaker.fail("no answer")
     assert client.lookup(keys).ready == 0
@@ -407,8 +407,8 @@ def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: Local
 
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log = MissLog(FakeClock())
-    seen = ChunkStatus({}, is_pending=False, is_promised=False, is_ghost=False, is_expired=False)
-    facts = Facts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
+    seen = ChunkStatus({}, is_pending=False, is_promised=False, is_evicted=False, is_expired=False)
+    facts = ChunkFacts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
     for number in range(MAX_MISSES + 20):
         one = session_of(number)
         log.note(one, 1, Match(0, 0, 1, (), b"", b""), facts)

@@ -31,8 +31,8 @@ from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.parallel_writes import Piece, PortionTicket
-from kvstore.server.store.store import ManagerLimits
+from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
+from kvstore.server.store.store import StoreLimits
 from kvstore.server.store.writes import PutResult
 
 LAYOUT = KVLayout.of(WIDE, 16)
@@ -51,17 +51,17 @@ class Clock:
 
 
 class Writers:
-    """A manager with memory for a few chunks, and sessions that put portions of one model's."""
+    """A store with memory for a few chunks, and sessions that put portions of one model's."""
 
     def __init__(self, **limits: float) -> None:
         self.clock = Clock()
         terms = {"max_reservations_per_session": 4, "write_through": False, **limits}
         self.core = Core(
             slab_bytes=1 << 15,
-            limits=ManagerLimits(**terms),  # type: ignore[arg-type]
+            limits=StoreLimits(**terms),  # type: ignore[arg-type]
             clock=self.clock,
         )
-        self.puts = self.core.manager.puts
+        self.writes = self.core.store.writes
         self.one, self.other = self.open(), self.open()
 
     def open(self) -> Session:
@@ -85,30 +85,28 @@ class Writers:
         *,
         is_streamed: bool = False,
         hints: Hints | None = None,
-    ) -> PortionTicket | PutResult:
+    ) -> PartTicket | PutResult:
         info = ChunkInfo(self.key(number), ROOT, portion.whole, 0, raw_frame_bytes(portion.whole))
-        piece = Piece(portion, len(self.frame(portion, number)), is_streamed)
+        part = ChunkPart(portion, len(self.frame(portion, number)), is_streamed)
         hints = hints or Hints()
-        begun = self.puts.begin_all(session, [info], self.core.later(), hints, [piece])[0]
-        assert isinstance(begun, PortionTicket | PutResult)
+        begun = self.writes.begin_all(session, [info], self.core.later(), hints, [part])[0]
+        assert isinstance(begun, PartTicket | PutResult)
         return begun
 
     def frame(self, portion: Portion, number: int = 0, **changes: object) -> Bytes:
         return portion_frame(replace(self.template(number), **changes), WIDE, portion)  # type: ignore[arg-type]
 
-    def finish(self, ticket: PortionTicket | PutResult, frame: Bytes) -> PutOutcome:
+    def finish(self, ticket: PartTicket | PutResult, frame: Bytes) -> PutOutcome:
         if isinstance(ticket, PutResult):
             return ticket.outcome
-        claimed = self.puts.claim(ticket.session, ticket.ticket_id)
-        return self.puts.ingest([claimed], [frame])[0].outcome
+        claimed = self.writes.claim(ticket.session, ticket.ticket_id)
+        return self.writes.ingest([claimed], [frame])[0].outcome
 
     def put(self, session: Session, portion: Portion, number: int = 0) -> PutOutcome:
         return self.finish(self.begin(session, portion, number), self.frame(portion, number))
 
     def found(self, number: int = 0) -> tuple[int, int]:
-        match = self.core.manager.lookup(
-            self.one, [self.key(number)], self.core.later(), lease=False
-        )
+        match = self.core.store.lookup(self.one, [self.key(number)], self.core.later(), lease=False)
         return match.ready, match.pending
 
     def is_right(self, number: int = 0) -> bool:
@@ -120,7 +118,7 @@ class Writers:
         return is_same and facts == (5.0, self.template(number).content, 0)
 
     def assert_nothing_left(self) -> None:
-        assert len(self.puts) == len(self.puts.assembly) == self.puts.assembly.used_bytes == 0
+        assert len(self.writes) == len(self.writes.parallel) == self.writes.parallel.used_bytes == 0
         assert self.core.catalog.in_flight.count() == self.core.cpu.stats().reservations == 0
 
 
@@ -236,10 +234,10 @@ def test_unfinished_chunks_are_dropped_when_their_time_is_up(writers: Writers) -
     assert writers.put(writers.one, TOP) is PENDING
     late = writers.begin(writers.other, REST)
     writers.clock.now += 29
-    writers.core.manager.tick()
+    writers.core.store.tick()
     assert writers.found() == (0, 1)
     writers.clock.now += 2
-    writers.core.manager.tick()
+    writers.core.store.tick()
     assert writers.found() == (0, 0)
     assert writers.core.counters["dropped_unfinished_chunks"] == 1
     assert writers.finish(late, writers.frame(REST)) is PutOutcome.refused
@@ -250,7 +248,7 @@ def test_an_unfinished_chunk_ends_with_the_last_session_that_has_a_part_in_it(
     writers: Writers,
 ) -> None:
     assert writers.put(writers.one, TOP) is PENDING
-    assert isinstance(writers.begin(writers.other, REST), PortionTicket)
+    assert isinstance(writers.begin(writers.other, REST), PartTicket)
     writers.core.sessions.close(writers.one.session_id)
     writers.one = writers.open()
     assert writers.found() == (0, 1)
@@ -266,9 +264,9 @@ def test_a_chunk_put_whole_meanwhile_needs_no_further_portion(writers: Writers) 
     header = parse_header(frame)
     header = replace(header, representation=writers.one.representation_digest)
     info = replace(header.info(), key=writers.key())
-    begun = writers.puts.begin_all(writers.other, [info], writers.core.later())[0]
+    begun = writers.writes.begin_all(writers.other, [info], writers.core.later())[0]
     assert not isinstance(begun, PutResult)
-    writers.puts.ingest([writers.puts.claim(writers.other, begun.ticket_id)], [frame])
+    writers.writes.ingest([writers.writes.claim(writers.other, begun.ticket_id)], [frame])
     assert writers.found() == (1, 0)
     assert writers.finish(late, writers.frame(REST)) is EXISTS
     writers.assert_nothing_left()
@@ -288,7 +286,7 @@ def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
     assert writers.put(writers.one, REST, 0) is STORED
     streamed = writers.begin(writers.one, TOP, count, is_streamed=True)
     assert isinstance(streamed, PutResult)
-    assert writers.puts.assembly.used_bytes <= limit
+    assert writers.writes.parallel.used_bytes <= limit
 
 
 def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None:
@@ -296,9 +294,9 @@ def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None
     with pytest.raises(QuotaExceededError):
         writers.begin(writers.one, TOP)
     for ticket in tickets:
-        assert isinstance(ticket, PortionTicket)
-        assert writers.puts.abort(writers.one, ticket.ticket_id)
-    assert len(writers.puts) == 0
+        assert isinstance(ticket, PartTicket)
+        assert writers.writes.abort(writers.one, ticket.ticket_id)
+    assert len(writers.writes) == 0
 
 
 def test_many_writers_at_once_make_one_chunk() -> None:

@@ -15,11 +15,11 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
 from kvstore.server.index.in_flight import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.store import ManagerLimits
+from kvstore.server.store.store import StoreLimits
 from kvstore.server.store.writes import PutTicket
 
 LONG_S = 30.0
-LIMITS = ManagerLimits(write_through=False, waiting_lookups=2)
+LIMITS = StoreLimits(write_through=False, waiting_lookups=2)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def core() -> Iterator[Core]:
 
 
 def look(core: Core, session: Session, keys: list[ChunkKey]) -> Match:
-    return core.manager.lookup(session, keys, core.later(), lease=False)
+    return core.store.lookup(session, keys, core.later(), lease=False)
 
 
 class Waiting:
@@ -42,7 +42,7 @@ class Waiting:
         self._thread.start()
 
     def _run(self, core: Core, session: Session, keys: list[ChunkKey], wait_s: float) -> None:
-        core.manager.hand_over.wait(keys, core.later(wait_s))
+        core.store.announcements.wait(keys, core.later(wait_s))
         self.match = look(core, session, keys)
 
     def answer(self) -> tuple[int, int]:
@@ -63,8 +63,8 @@ def test_promised_chunks_are_pending_until_they_come(core: Core) -> None:
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(3)
     keys = [version.info.key for version in versions]
-    assert core.manager.hand_over.promise(writer, keys, 60_000) == 3
-    assert core.manager.hand_over.promise(reader, keys, 60_000) == 0
+    assert core.store.announcements.announce(writer, keys, 60_000) == 3
+    assert core.store.announcements.announce(reader, keys, 60_000) == 0
     core.put(writer, versions[:1])
     match = look(core, reader, keys)
     assert (match.ready, match.pending, match.missing) == (1, 2, 0)
@@ -77,7 +77,7 @@ def test_a_lookup_waits_for_all_that_is_promised(core: Core) -> None:
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(3)
     keys = [version.info.key for version in versions]
-    core.manager.hand_over.promise(writer, keys, 60_000)
+    core.store.announcements.announce(writer, keys, 60_000)
     waiting = Waiting(core, reader, keys)
     assert waits(core)
     core.put(writer, versions[:2])
@@ -89,12 +89,12 @@ def test_a_lookup_waits_for_all_that_is_promised(core: Core) -> None:
 def test_a_lookup_waits_for_an_ordinary_put_under_way(core: Core) -> None:
     session = core.open_session()
     (version,) = prompt(1)
-    begun = core.manager.puts.begin_all(session, [version.info], core.later())[0]
+    begun = core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert isinstance(begun, PutTicket)
     waiting = Waiting(core, session, [version.info.key])
     assert waits(core)
-    ticket = core.manager.puts.claim(session, begun.ticket_id)
-    core.manager.puts.ingest([ticket], [version.frame])
+    ticket = core.store.writes.claim(session, begun.ticket_id)
+    core.store.writes.ingest([ticket], [version.frame])
     assert waiting.answer() == (1, 0)
 
 
@@ -103,11 +103,11 @@ def die(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
 
 
 def change_its_mind(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
-    core.manager.hand_over.promise(writer, keys, 0)
+    core.store.announcements.announce(writer, keys, 0)
 
 
 def drain(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
-    core.manager.drain(core.later())
+    core.store.drain(core.later())
 
 
 @pytest.mark.parametrize("end", [die, change_its_mind, drain])
@@ -117,7 +117,7 @@ def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(2)
     keys = [version.info.key for version in versions]
-    core.manager.hand_over.promise(writer, keys, 60_000)
+    core.store.announcements.announce(writer, keys, 60_000)
     core.put(writer, versions[:1])
     waiting = Waiting(core, reader, keys)
     assert waits(core)
@@ -130,15 +130,15 @@ def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
 def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
     writer = core.open_session()
     keys = [version.info.key for version in prompt(1)]
-    core.manager.hand_over.promise(writer, keys, 60_000)
-    core.manager.hand_over.wait(keys, core.later(0.05))
+    core.store.announcements.announce(writer, keys, 60_000)
+    core.store.announcements.wait(keys, core.later(0.05))
     assert look(core, writer, keys).pending == 1
-    core.manager.hand_over.promise(writer, keys, 0)
-    core.manager.hand_over.promise(writer, keys, 1)
+    core.store.announcements.announce(writer, keys, 0)
+    core.store.announcements.announce(writer, keys, 1)
     waiting = Waiting(core, writer, keys)
 
     def is_over() -> bool:
-        core.manager.tick()
+        core.store.tick()
         return not waiting.is_waiting
 
     assert eventually(is_over)
@@ -148,10 +148,10 @@ def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
 def test_no_more_lookups_wait_than_may(core: Core) -> None:
     writer = core.open_session()
     keys = [version.info.key for version in prompt(1)]
-    core.manager.hand_over.promise(writer, keys, 60_000)
+    core.store.announcements.announce(writer, keys, 60_000)
     both = [Waiting(core, writer, keys) for _ in range(2)]
     assert waits(core, 2)
-    core.manager.hand_over.wait(keys, core.later())
+    core.store.announcements.wait(keys, core.later())
     assert core.counters["refused_waits"] == 1
     core.put(writer, prompt(1))
     assert [waiting.answer() for waiting in both] == [(1, 0)] * 2
@@ -162,14 +162,14 @@ def test_nobody_waits_for_what_nobody_puts(core: Core) -> None:
     versions = prompt(2)
     keys = [version.info.key for version in versions]
     core.put(session, versions[:1])
-    core.manager.hand_over.wait(keys, core.later())
+    core.store.announcements.wait(keys, core.later())
     assert core.counters["waited_lookups"] == 0
 
 
 def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     session = core.open_session()
     with pytest.raises(InvalidRequestError, match="ttl_ms"):
-        core.manager.hand_over.promise(session, [], 600_001)
+        core.store.announcements.announce(session, [], 600_001)
     promises = Promises()
     keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(MAX_PROMISED_CHUNKS + 5)]
     assert promises.make(1, keys, 1.0) == len(promises) == MAX_PROMISED_CHUNKS
@@ -202,7 +202,7 @@ def test_what_nobody_reads_is_kept_for_its_time_only(core: Core) -> None:
     key = handed.info.key
 
     def may_go() -> bool:
-        core.manager.tick()
+        core.store.tick()
         victims = core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key])
         core.catalog.eviction.unclaim(victims)
         return victims == [key]

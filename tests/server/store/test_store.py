@@ -1,4 +1,4 @@
-"""The manager over CPU memory and a real disk: put, lookup, get, forget, and survive."""
+"""The store over CPU memory and a real disk: put, lookup, get, forget, and survive."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def evict_from_cpu(core: Core, versions: list[Version]) -> None:
 def test_what_was_put_is_found_and_read_back(core: Core, session: Session) -> None:
     versions = prompt(5)
     assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     assert (match.ready, match.pending, match.missing) == (5, 0, 0)
     assert match.tiers == ("cpu",) * 5
     assert match.lease_ttl_ms == core.limits.lease_ttl_ms
     assert core.catalog.held_count() == 5
     assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert core.manager.release(session, match.lease_id)
+    assert core.store.release(session, match.lease_id)
     assert core.catalog.held_count() == 0
 
 
 def test_a_miss_is_an_answer_without_a_lease(core: Core, session: Session) -> None:
-    match = core.manager.lookup(session, keys_of(prompt(3)), core.later(), lease=True)
+    match = core.store.lookup(session, keys_of(prompt(3)), core.later(), lease=True)
     assert (match.ready, match.pending, match.missing, match.lease_id) == (0, 0, 3, 0)
     assert core.catalog.lease_count() == 0
 
@@ -66,7 +66,7 @@ def test_a_miss_is_an_answer_without_a_lease(core: Core, session: Session) -> No
 def test_a_lookup_without_a_lease_holds_nothing(core: Core, session: Session) -> None:
     versions = prompt(3)
     core.put(session, versions)
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
     assert (match.ready, match.lease_id, match.lease_ttl_ms) == (3, 0, 0)
     assert core.catalog.held_count() == 0
 
@@ -77,8 +77,8 @@ def test_a_slower_tier_promises_a_longer_load(core: Core, session: Session) -> N
     evict_from_cpu(core, low)
     high = prompt(1, seed=5)
     core.put(session, high)
-    of_low = core.manager.lookup(session, keys_of(low), core.later(), lease=False)
-    of_high = core.manager.lookup(session, keys_of(high), core.later(), lease=False)
+    of_low = core.store.lookup(session, keys_of(low), core.later(), lease=False)
+    of_high = core.store.lookup(session, keys_of(high), core.later(), lease=False)
     assert (of_low.tiers, of_high.tiers) == (("disk", "disk"), ("cpu",))
     assert min(of_low.load_us) > of_high.load_us[0]
 
@@ -132,14 +132,12 @@ def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTie
 def test_a_lease_opens_a_get_of_its_own_chunks_only(core: Core, session: Session) -> None:
     versions = prompt(4)
     core.put(session, versions)
-    lease_id = core.manager.lookup(
-        session, keys_of(versions[:2]), core.later(), lease=True
-    ).lease_id
-    assert core.manager.open_get(session, keys_of(versions[:2]), lease_id) == (lease_id, 2)
+    lease_id = core.store.lookup(session, keys_of(versions[:2]), core.later(), lease=True).lease_id
+    assert core.store.open_get(session, keys_of(versions[:2]), lease_id) == (lease_id, 2)
     with pytest.raises(InvalidRequestError, match=f"not under lease {lease_id}"):
-        core.manager.open_get(session, keys_of(versions), lease_id)
+        core.store.open_get(session, keys_of(versions), lease_id)
     with pytest.raises(LeaseExpiredError):
-        core.manager.open_get(core.open_session(), keys_of(versions[:2]), lease_id)
+        core.store.open_get(core.open_session(), keys_of(versions[:2]), lease_id)
 
 
 def test_an_expired_lease_opens_nothing_and_lets_its_chunks_go(
@@ -147,24 +145,24 @@ def test_an_expired_lease_opens_nothing_and_lets_its_chunks_go(
 ) -> None:
     versions = prompt(3)
     core.put(session, versions)
-    lease_id = core.manager.lookup(session, keys_of(versions), core.later(), lease=True).lease_id
+    lease_id = core.store.lookup(session, keys_of(versions), core.later(), lease=True).lease_id
     core.clock.advance(core.limits.lease_ttl_ms / 1000)  # type: ignore[attr-defined]
     with pytest.raises(LeaseExpiredError):
-        core.manager.open_get(session, keys_of(versions), lease_id)
-    core.manager.tick()
+        core.store.open_get(session, keys_of(versions), lease_id)
+    core.store.tick()
     assert core.counters["expired_leases"] == 1
     assert core.catalog.held_count() == 0
-    assert not core.manager.release(session, lease_id)
+    assert not core.store.release(session, lease_id)
 
 
 def test_leased_and_pinned_chunks_outlast_any_pressure(core: Core, session: Session) -> None:
     leased, pinned = prompt(2), prompt(2, seed=1)
     core.put(session, leased + pinned)
-    core.manager.lookup(session, keys_of(leased), core.later(), lease=True)
-    assert core.manager.pin(keys_of(pinned), ttl_ms=60_000) == 2
+    core.store.lookup(session, keys_of(leased), core.later(), lease=True)
+    assert core.store.pin(keys_of(pinned), ttl_ms=60_000) == 2
     core.put(session, prompt(30, seed=2))
     assert all("cpu" in core.tiers_of(version) for version in leased + pinned)
-    assert core.manager.unpin(keys_of(pinned)) == 2
+    assert core.store.unpin(keys_of(pinned)) == 2
     core.put(session, prompt(30, seed=3))
     assert all("cpu" not in core.tiers_of(version) for version in pinned)
 
@@ -172,7 +170,7 @@ def test_leased_and_pinned_chunks_outlast_any_pressure(core: Core, session: Sess
 def test_a_session_that_ends_gives_its_leases_back(core: Core, session: Session) -> None:
     versions = prompt(3)
     core.put(session, versions)
-    core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+    core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     core.sessions.close(session.session_id)
     assert core.catalog.held_count() == core.catalog.lease_count() == 0
 
@@ -189,7 +187,7 @@ def test_the_breaker_opens_after_three_failures_and_closes_again() -> None:
         evict_from_cpu(core, versions)
         disk.faults.fail = 1.0
         assert core.get(session, keys_of(versions)) == []
-        (status,) = [s for s in core.manager.shelf_statuses() if s.name == "disk"]
+        (status,) = [s for s in core.store.slot_statuses() if s.name == "disk"]
         assert "fails on purpose" in status.reason
         asked = disk.faults.raised
         assert asked == 3
@@ -202,7 +200,7 @@ def test_the_breaker_opens_after_three_failures_and_closes_again() -> None:
         disk.faults.end()
         core.clock.advance(BREAKER_RETRY_S)  # type: ignore[attr-defined]
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert [status.reason for status in core.manager.shelf_statuses()] == ["", ""]
+        assert [status.reason for status in core.store.slot_statuses()] == ["", ""]
 
 
 def test_puts_go_on_without_the_disk() -> None:
@@ -227,7 +225,7 @@ def test_a_deleted_chunk_is_nowhere_and_can_be_put_again(
 ) -> None:
     versions = prompt(3)
     core.put(session, versions, durable=True)
-    assert core.manager.delete(keys_of(versions), core.later()) == (3, 0)
+    assert core.store.delete(keys_of(versions), core.later()) == (3, 0)
     assert core.get(session, keys_of(versions)) == []
     assert core.cpu.stats().chunks == disk.stats().chunks == len(core.catalog) == 0
     assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}
@@ -237,13 +235,11 @@ def test_a_deleted_chunk_is_nowhere_and_can_be_put_again(
 def test_a_chunk_that_is_read_is_not_deleted(core: Core, session: Session) -> None:
     versions = prompt(3)
     core.put(session, versions)
-    lease_id = core.manager.lookup(
-        session, keys_of(versions[:1]), core.later(), lease=True
-    ).lease_id
-    assert core.manager.delete(keys_of(versions), core.later()) == (2, 1)
+    lease_id = core.store.lookup(session, keys_of(versions[:1]), core.later(), lease=True).lease_id
+    assert core.store.delete(keys_of(versions), core.later()) == (2, 1)
     assert core.get(session, keys_of(versions)) == frames_of(versions[:1])
-    core.manager.release(session, lease_id)
-    assert core.manager.delete(keys_of(versions), core.later()) == (1, 0)
+    core.store.release(session, lease_id)
+    assert core.store.delete(keys_of(versions), core.later()) == (1, 0)
 
 
 def test_a_delete_waits_for_moves_and_nothing_reappears(gated: GatedDisk) -> None:
@@ -252,12 +248,12 @@ def test_a_delete_waits_for_moves_and_nothing_reappears(gated: GatedDisk) -> Non
         versions = prompt(1)
         core.put(session, versions)
         gated.shut()
-        core.transfers.copy_down(versions[0].info.key, core.shelf("disk"))
+        core.moves.copy_down(versions[0].info.key, core.slot("disk"))
         assert gated.reached.wait(PATIENCE_S)
         answer: list[tuple[int, int]] = []
 
         def delete() -> None:
-            answer.append(core.manager.delete(keys_of(versions), core.later()))
+            answer.append(core.store.delete(keys_of(versions), core.later()))
 
         deleting = threading.Thread(target=delete)
         deleting.start()
@@ -274,9 +270,9 @@ def test_a_delete_whose_time_is_up_leaves_a_moving_chunk_alone(gated: GatedDisk)
         versions = prompt(1)
         core.put(session, versions)
         gated.shut()
-        core.transfers.copy_down(versions[0].info.key, core.shelf("disk"))
+        core.moves.copy_down(versions[0].info.key, core.slot("disk"))
         assert gated.reached.wait(PATIENCE_S)
-        assert core.manager.delete(keys_of(versions), core.later(0.01)) == (0, 1)
+        assert core.store.delete(keys_of(versions), core.later(0.01)) == (0, 1)
         gated.gate.set()
         assert core.get(session, keys_of(versions)) == frames_of(versions)
 
@@ -286,9 +282,9 @@ def test_clear_forgets_the_own_namespace_only(core: Core, session: Session) -> N
     theirs = prompt(2, seed=7, tenant="blue")
     core.put(session, prompt(4))
     core.put(blue, theirs)
-    assert core.manager.clear(session.namespace, core.later()) == (4, 0)
-    assert core.manager.holdings(session.namespace) == []
-    assert [h.key for h in core.manager.holdings(blue.namespace)] == keys_of(theirs)
+    assert core.store.clear(session.namespace, core.later()) == (4, 0)
+    assert core.store.chunks_of(session.namespace) == []
+    assert [h.key for h in core.store.chunks_of(blue.namespace)] == keys_of(theirs)
     assert core.get(blue, keys_of(theirs)) == frames_of(theirs)
 
 
@@ -296,7 +292,7 @@ def test_stat_names_what_exists(core: Core, session: Session) -> None:
     versions = prompt(3)
     core.put(session, versions[:1], durable=True)
     core.put(session, versions[2:])
-    held = core.manager.stat(keys_of(versions))
+    held = core.store.stat(keys_of(versions))
     assert [(h.key, set(h.copies)) for h in held] == [
         (versions[0].info.key, {"cpu", "disk"}),
         (versions[2].info.key, {"cpu"}),
@@ -305,6 +301,6 @@ def test_stat_names_what_exists(core: Core, session: Session) -> None:
 
 def test_the_manager_lives_as_long_as_its_workers(disk: Tier) -> None:
     core = Core([disk], workers=1)
-    assert core.manager.is_alive()
+    assert core.store.is_alive()
     core.close()
-    assert not core.manager.is_alive()
+    assert not core.store.is_alive()

@@ -1,4 +1,4 @@
-"""What the manager promises to keep: durable puts, drains and restarts."""
+"""What the store promises to keep: durable puts, drains and restarts."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_a_durable_put_survives_the_process(tmp_path: Path) -> None:
     versions = prompt(6)
     with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
         session = core.open_session()
-        assert core.manager.can_be_durable
+        assert core.store.can_be_durable
         assert outcomes_of(core.put(session, versions, durable=True)) == {PutOutcome.stored}
         assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 6
     with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
-        assert core.manager.recover() == 6
+        assert core.store.recover() == 6
         assert core.get(core.open_session(), keys_of(versions)) == frames_of(versions)
 
 
@@ -80,7 +80,7 @@ def test_a_durable_put_of_what_exists_hardens_it(core: Core, session: Session) -
 
 def test_durable_puts_are_refused_by_name_without_a_disk() -> None:
     with closing(Core()) as core:
-        assert not core.manager.can_be_durable
+        assert not core.store.can_be_durable
         session = core.open_session()
         with pytest.raises(InvalidRequestError, match="disk tier"):
             core.put(session, prompt(1), durable=True)
@@ -93,7 +93,7 @@ def test_what_a_failed_flush_took_is_not_called_durable() -> None:
         versions = prompt(2)
         core.put(session, versions)
         for version in versions:
-            core.transfers.copy_down(version.info.key, core.shelf("disk"))
+            core.moves.copy_down(version.info.key, core.slot("disk"))
         core.settle()
         disk.faults.fail = 1.0
         with pytest.raises(TierUnavailableError):
@@ -128,7 +128,7 @@ def test_a_disk_that_hangs_refuses_durability_by_the_deadline(gated: GatedDisk) 
         versions = prompt(1)
         stored = core.put(session, versions)
         gated.shut()
-        (result,) = core.manager.harden(keys_of(versions), stored, core.later(0.01))
+        (result,) = core.store.harden(keys_of(versions), stored, core.later(0.01))
         assert result.outcome is PutOutcome.refused
         assert "not durable" in result.reason
         assert core.get(session, keys_of(versions)) == frames_of(versions)
@@ -141,12 +141,12 @@ def test_a_drain_copies_what_only_memory_holds_and_a_restart_finds_it(tmp_path: 
         session = core.open_session()
         core.put(session, versions)
         assert disk.stats().chunks == 0
-        assert core.manager.drain(core.later()) is True
+        assert core.store.drain(core.later()) is True
         with pytest.raises(ShuttingDownError):
             core.put(session, prompt(1, seed=1))
         assert core.get(session, keys_of(versions)) == frames_of(versions)
     with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
-        assert core.manager.recover() == 8
+        assert core.store.recover() == 8
         assert core.get(core.open_session(), keys_of(versions)) == frames_of(versions)
 
 
@@ -155,7 +155,7 @@ def test_a_drain_that_could_not_copy_everything_says_so() -> None:
     for disk in (SimDisk(2 * size_bytes, no_faults()), None):
         with closing(Core([disk] if disk else [], clock=FakeClock())) as core:
             core.put(core.open_session(), prompt(6))
-            assert core.manager.drain(core.later()) is False
+            assert core.store.drain(core.later()) is False
 
 
 def test_recovered_chunks_are_evicted_oldest_first(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_recovered_chunks_are_evicted_oldest_first(tmp_path: Path) -> None:
         closing(open_disk(tmp_path / "disk", capacity_bytes)) as disk,
         closing(Core([disk])) as core,
     ):
-        assert core.manager.recover() == 4
+        assert core.store.recover() == 4
         fresh = prompt(1, seed=9)
         core.put(core.open_session(), fresh, durable=True)
         assert [core.tiers_of(version) for version in versions] == [
@@ -188,6 +188,6 @@ def test_a_drain_that_pushed_an_earlier_copy_off_the_disk_is_not_clean() -> None
         session = core.open_session()
         core.put(session, [first], durable=True)
         core.put(session, rest)
-        assert core.manager.drain(core.later()) is False
+        assert core.store.drain(core.later()) is False
         assert core.tiers_of(first) == ["cpu"]
         assert {info.key for info in disk.scan()} == set(keys_of(rest))

@@ -1,4 +1,4 @@
-"""The manager over a tier that other nodes put into."""
+"""The store over a tier that other nodes put into."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
 from kvstore.server.index import queries
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.node import TICK_S
-from kvstore.server.store.store import ManagerLimits
+from kvstore.server.store.store import StoreLimits
 
 TIER_BYTES = 2 << 20
 ALL = {"redis": "through"}
@@ -32,7 +32,7 @@ def test_a_lookup_finds_what_other_nodes_put() -> None:
         core.put(session, versions[:1])
         for version in versions[1:3]:
             redis.others_put(version.info, version.frame)
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert (match.ready, match.missing) == (3, 1)
         assert match.tiers == ("cpu", "redis", "redis")
         assert core.get(session, keys_of(versions)) == frames_of(versions[:3])
@@ -46,7 +46,7 @@ def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail() -> None:
         core.put(session, versions[:1])
         redis.faults.fail = 1.0
         for _ in range(5):
-            match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+            match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
             assert (match.ready, match.missing) == (1, 2)
         assert redis.faults.raised == 3, "then it is left alone"
         assert core.counters["unanswered_lookups"] == 3
@@ -55,7 +55,7 @@ def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail() -> None:
 def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside() -> None:
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock())) as core:
-        shelf = core.shelf("redis")
+        slot = core.slot("redis")
 
         def fail(*, is_partial: bool) -> bool:
             raise TierUnavailableError("redis", "a master is down", is_partial=is_partial)
@@ -63,8 +63,8 @@ def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside() -> N
         for is_partial in (True, False):
             for _ in range(5):
                 with pytest.raises(TierUnavailableError):
-                    shelf.guarded(partial(fail, is_partial=is_partial))
-            assert shelf.breaker.is_open is not is_partial
+                    slot.guarded(partial(fail, is_partial=is_partial))
+            assert slot.breaker.is_open is not is_partial
 
 
 def test_what_is_being_deleted_is_not_found_again_in_a_shared_tier() -> None:
@@ -73,10 +73,10 @@ def test_what_is_being_deleted_is_not_found_again_in_a_shared_tier() -> None:
         session = core.open_session()
         (version,) = prompt(1)
         redis.others_put(version.info, version.frame)
-        core.manager.lookup(session, [version.info.key], core.later(), lease=False)
-        core.manager.delete([version.info.key], core.clock())
+        core.store.lookup(session, [version.info.key], core.later(), lease=False)
+        core.store.delete([version.info.key], core.clock())
         assert redis.stats().chunks == 1, "its time was up before the tier was asked"
-        match = core.manager.lookup(session, [version.info.key], core.later(), lease=True)
+        match = core.store.lookup(session, [version.info.key], core.later(), lease=True)
         assert match.ready == 0
 
 
@@ -87,9 +87,9 @@ def test_a_delete_reaches_copies_in_a_shared_tier_that_this_node_never_saw() -> 
         versions = prompt(3)
         for version in versions[::2]:
             redis.others_put(version.info, version.frame)
-        assert core.manager.delete(keys_of(versions), core.later()) == (2, 0)
+        assert core.store.delete(keys_of(versions), core.later()) == (2, 0)
         assert redis.stats().chunks == 0
-        assert core.manager.lookup(session, keys_of(versions), core.later(), lease=False).ready == 0
+        assert core.store.lookup(session, keys_of(versions), core.later(), lease=False).ready == 0
 
 
 def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> None:
@@ -98,14 +98,14 @@ def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> Non
     redis = SimRedis(3 * room_bytes, no_faults())
     for version in versions[:3]:
         redis.others_put(version.info, version.frame)
-    limits = ManagerLimits(load_headroom_percent=0, write_through=True)
+    limits = StoreLimits(load_headroom_percent=0, write_through=True)
     with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
-        core.manager.recover()
-        while core.mover.step():
+        core.store.recover()
+        while core.work_queue.step():
             pass
         session = core.open_session()
         core.put(session, versions[3:])
-        while core.mover.step():
+        while core.work_queue.step():
             pass
         assert core.counters["copied_chunks"] == 3
         assert core.counters["failed_copies"] == 0
@@ -114,11 +114,11 @@ def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> Non
 
 def test_a_copy_that_a_tier_cannot_take_is_counted() -> None:
     redis = SimRedis(TIER_BYTES, no_faults())
-    limits = ManagerLimits(load_headroom_percent=0, write_through=True)
+    limits = StoreLimits(load_headroom_percent=0, write_through=True)
     with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
         redis.faults.fail = 1.0
         core.put(core.open_session(), prompt(2))
-        while core.mover.step():
+        while core.work_queue.step():
             pass
         assert core.counters["failed_copies"] == 2
 
@@ -131,10 +131,10 @@ def test_a_lookup_leaves_out_what_only_a_tier_set_aside_holds() -> None:
         core.put(session, versions[:1])
         redis.others_put(versions[1].info, versions[1].frame)
         keys = keys_of(versions)
-        assert core.manager.lookup(session, keys, core.later(), lease=False).ready == 2
+        assert core.store.lookup(session, keys, core.later(), lease=False).ready == 2
         for _ in range(3):
-            core.shelf("redis").breaker.fail("frozen")
-        assert core.manager.lookup(session, keys, core.later(), lease=False).ready == 1
+            core.slot("redis").breaker.fail("frozen")
+        assert core.store.lookup(session, keys, core.later(), lease=False).ready == 1
 
 
 def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
@@ -147,11 +147,11 @@ def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
         grant = core.catalog.grant
 
         def late(keys: list[ChunkKey], terms: LeaseTerms) -> object:
-            core.manager.delete(keys_of(versions), core.later())
+            core.store.delete(keys_of(versions), core.later())
             return grant(keys, terms)
 
         monkeypatch.setattr(core.catalog, "grant", late)
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert (match.ready, match.lease_id, match.missing) == (0, 0, 1)
         assert core.catalog.lease_count() == 0
 
@@ -174,7 +174,7 @@ def ticks(core: Core, seconds: float) -> None:
     for _ in range(round(seconds / TICK_S)):
         assert isinstance(core.clock, FakeClock)
         core.clock.advance(TICK_S)
-        core.manager.tick()
+        core.store.tick()
         core.settle()
 
 
@@ -233,7 +233,7 @@ def test_what_admission_keeps_out_of_a_shared_tier_is_not_taken_for_lost(
         core.put(session, [*there, *kept_out])
         for version in there:
             core.copy_down(version, "redis")
-        core.transfers.placement.limit_writes({"redis": 1}, core.counters)
+        core.moves.placement.limit_writes({"redis": 1}, core.counters)
         asked = finds_of(redis, monkeypatch)
         minutes = 2
         for _ in range(round(60 * minutes / TICK_S)):
@@ -248,7 +248,7 @@ def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_a
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
         session, versions = core.open_session(), prompt(8)
-        core.transfers.placement.limit_writes({"redis": 24}, core.counters)
+        core.moves.placement.limit_writes({"redis": 24}, core.counters)
         core.put(session, versions)
         core.settle()
         assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
@@ -304,7 +304,7 @@ def test_what_only_a_shared_tier_has_is_not_asked_for_and_stays_known() -> None:
     with closing(Core([redis], clock=FakeClock())) as core:
         session, (version,) = core.open_session(), prompt(1)
         redis.others_put(version.info, version.frame)
-        core.manager.lookup(session, [version.info.key], core.later(), lease=False)
+        core.store.lookup(session, [version.info.key], core.later(), lease=False)
         redis.delete(version.info.key)
         ticks(core, 3 * CHECK_S)
         assert core.tiers_of(version) == ["redis"]

@@ -27,7 +27,7 @@ from kvstore.proto.frame import FrameWriter, header_bytes, parse_header
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, Fidelity, KVLayout, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.store import ManagerLimits
+from kvstore.server.store.store import StoreLimits
 from kvstore.server.store.writes import PutTicket
 
 STORED, EXISTS, REFUSED = PutOutcome.stored, PutOutcome.exists, PutOutcome.refused
@@ -35,37 +35,37 @@ STORED, EXISTS, REFUSED = PutOutcome.stored, PutOutcome.exists, PutOutcome.refus
 
 @pytest.fixture
 def core() -> Iterator[Core]:
-    core = Core(limits=ManagerLimits(max_reservations_per_session=3, write_through=False))
+    core = Core(limits=StoreLimits(max_reservations_per_session=3, write_through=False))
     yield core
     core.close()
 
 
 def begin(core: Core, session: Session, version: Version) -> PutTicket:
-    ticket = core.manager.puts.begin_all(session, [version.info], core.later())[0]
+    ticket = core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert isinstance(ticket, PutTicket)
     return ticket
 
 
 def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
-    puts = core.manager.puts
-    claimed = puts.claim(ticket.session, ticket.ticket_id)
-    puts.view(claimed)[:] = frame
-    return puts.commit(claimed).outcome
+    writes = core.store.writes
+    claimed = writes.claim(ticket.session, ticket.ticket_id)
+    writes.view(claimed)[:] = frame
+    return writes.commit(claimed).outcome
 
 
 def assert_nothing_left(core: Core) -> None:
     """No writer, no reservation, no chunk: as if nothing had been put."""
-    assert len(core.manager.puts) == core.catalog.in_flight.count() == len(core.catalog) == 0
+    assert len(core.store.writes) == core.catalog.in_flight.count() == len(core.catalog) == 0
     assert core.cpu.stats().used_bytes == core.cpu.stats().reservations == 0
 
 
 def test_a_put_is_invisible_until_it_is_committed(core: Core, session: Session) -> None:
     (version,) = prompt(1)
     ticket = begin(core, session, version)
-    match = core.manager.lookup(session, [version.info.key], core.later(), lease=False)
+    match = core.store.lookup(session, [version.info.key], core.later(), lease=False)
     assert (match.ready, match.pending) == (0, 1)
     assert finish(core, ticket, version.frame) is STORED
-    match = core.manager.lookup(session, [version.info.key], core.later(), lease=False)
+    match = core.store.lookup(session, [version.info.key], core.later(), lease=False)
     assert (match.ready, match.pending, match.tiers) == (1, 0, ("cpu",))
     assert core.get(session, [version.info.key]) == frames_of([version])
     assert core.counters["put_bytes"] == version.info.size_bytes
@@ -84,7 +84,7 @@ def test_of_two_writers_the_first_to_commit_wins_whole(core: Core, session: Sess
     tickets = [begin(core, session, version) for version in (late, early, third)]
     assert finish(core, tickets[1], early.frame) is STORED
     assert finish(core, tickets[0], late.frame) is EXISTS
-    assert core.manager.puts.abort(session, tickets[2].ticket_id)
+    assert core.store.writes.abort(session, tickets[2].ticket_id)
     assert core.get(session, [chunk.key]) == [early.frame.tobytes()]
     assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (1, 0)
     assert core.catalog.in_flight.count() == 0
@@ -165,7 +165,7 @@ def test_a_frame_of_another_layout_than_reserved_is_refused(core: Core, session:
     wide = KVLayout.of(make_representation(1, 2, 2), 64)
     assert wide.raw_bytes == version.info.layout.raw_bytes
     info = replace(version.info, layout=wide)
-    begun = core.manager.puts.begin_all(session, [info], core.later())[0]
+    begun = core.store.writes.begin_all(session, [info], core.later())[0]
     assert isinstance(begun, PutTicket)
     with pytest.raises(InvalidRequestError, match="layout"):
         finish(core, begun, version.frame)
@@ -177,11 +177,11 @@ def test_the_first_bad_frame_of_a_batch_takes_the_rest_with_it(
 ) -> None:
     versions = prompt(3)
     tickets = [begin(core, session, version) for version in versions]
-    claimed = [core.manager.puts.claim(session, ticket.ticket_id) for ticket in tickets]
+    claimed = [core.store.writes.claim(session, ticket.ticket_id) for ticket in tickets]
     frames = [version.frame for version in versions]
     frames[1] = flipped(frames[1], len(frames[1]) - 1)
     with pytest.raises(ChunkCorruptError):
-        core.manager.puts.ingest(claimed, frames)
+        core.store.writes.ingest(claimed, frames)
     assert [core.tiers_of(version) for version in versions] == [["cpu"], [], []]
     assert core.catalog.in_flight.count() == core.cpu.stats().reservations == 0
 
@@ -192,18 +192,18 @@ def test_a_frame_that_ends_early_leaves_nothing(
 ) -> None:
     (version,) = prompt(1)
     ticket = begin(core, session, version)
-    claimed = core.manager.puts.claim(session, ticket.ticket_id)
+    claimed = core.store.writes.claim(session, ticket.ticket_id)
     with pytest.raises(InvalidFrameError):
-        core.manager.puts.ingest([claimed], [version.frame[:size_bytes]])
+        core.store.writes.ingest([claimed], [version.frame[:size_bytes]])
     assert_nothing_left(core)
 
 
 def test_a_batch_that_cannot_begin_whole_does_not_begin(core: Core, session: Session) -> None:
     infos = [version.info for version in prompt(4)]
     with pytest.raises(QuotaExceededError, match="max_reservations_per_session=3"):
-        core.manager.puts.begin_all(session, infos, core.later())
+        core.store.writes.begin_all(session, infos, core.later())
     assert_nothing_left(core)
-    assert len(core.manager.puts.begin_all(session, infos[:3], core.later())) == 3
+    assert len(core.store.writes.begin_all(session, infos[:3], core.later())) == 3
 
 
 def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
@@ -212,7 +212,7 @@ def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
     info, _ = make_frame(1, 250, representation=REPRESENTATION)
     assert info.size_bytes > core.cpu.max_frame_bytes()
     with pytest.raises(InvalidRequestError, match="frame_bytes"):
-        core.manager.puts.begin_all(session, [info], core.later())[0]
+        core.store.writes.begin_all(session, [info], core.later())[0]
     assert_nothing_left(core)
 
 
@@ -222,12 +222,12 @@ def test_a_put_belongs_to_its_session_alone_and_is_finished_once(
     (version,) = prompt(1)
     ticket = begin(core, session, version)
     with pytest.raises(LeaseExpiredError, match=f"reservation_id={ticket.ticket_id}"):
-        core.manager.puts.claim(core.open_session(), ticket.ticket_id)
-    assert not core.manager.puts.abort(core.open_session(), ticket.ticket_id)
-    assert core.manager.puts.abort(session, ticket.ticket_id)
-    assert not core.manager.puts.abort(session, ticket.ticket_id)
+        core.store.writes.claim(core.open_session(), ticket.ticket_id)
+    assert not core.store.writes.abort(core.open_session(), ticket.ticket_id)
+    assert core.store.writes.abort(session, ticket.ticket_id)
+    assert not core.store.writes.abort(session, ticket.ticket_id)
     with pytest.raises(LeaseExpiredError):
-        core.manager.puts.claim(session, ticket.ticket_id)
+        core.store.writes.claim(session, ticket.ticket_id)
     assert_nothing_left(core)
 
 
@@ -237,18 +237,18 @@ def test_a_session_that_ends_leaves_no_put_behind(core: Core, session: Session) 
         begin(core, session, version)
     kept = begin(core, other, prompt(1, seed=1)[0])
     core.sessions.close(session.session_id)
-    assert len(core.manager.puts) == core.cpu.stats().reservations == 1
-    core.manager.puts.abort(other, kept.ticket_id)
+    assert len(core.store.writes) == core.cpu.stats().reservations == 1
+    core.store.writes.abort(other, kept.ticket_id)
     assert_nothing_left(core)
 
 
 def test_no_put_begins_after_the_drain_and_begun_ones_end(core: Core, session: Session) -> None:
     first, second = prompt(2)
     ticket = begin(core, session, first)
-    core.manager.puts.drain()
-    assert core.manager.puts.is_draining
+    core.store.writes.drain()
+    assert core.store.writes.is_draining
     with pytest.raises(ShuttingDownError):
-        core.manager.puts.begin_all(session, [second.info], core.later())[0]
+        core.store.writes.begin_all(session, [second.info], core.later())[0]
     assert finish(core, ticket, first.frame) is STORED
 
 
@@ -259,7 +259,7 @@ def test_a_put_while_everything_is_leased_is_refused_and_not_hung(
     assert {result.outcome for result in core.put(session, versions)} == {STORED}
     held = [v for v in versions if core.tiers_of(v)]
     for version in held:
-        core.manager.open_get(session, [version.info.key], 0)
+        core.store.open_get(session, [version.info.key], 0)
     before = core.cpu.stats()
     (result,) = core.put(session, prompt(1, seed=9))
     assert result.outcome is REFUSED
@@ -271,7 +271,7 @@ def test_a_put_while_everything_is_leased_is_refused_and_not_hung(
 
 def test_puts_leave_the_headroom_to_loads() -> None:
     disk = SimDisk(1 << 20, no_faults())
-    core = Core([disk], slabs=4, limits=ManagerLimits(load_headroom_percent=50))
+    core = Core([disk], slabs=4, limits=StoreLimits(load_headroom_percent=50))
     session = core.open_session()
     versions = prompt(24)
     core.put(session, versions)
@@ -284,11 +284,11 @@ def test_puts_leave_the_headroom_to_loads() -> None:
 
 def test_write_through_queues_a_copy_to_each_lower_tier_and_counts_what_it_cannot() -> None:
     disk = SimDisk(1 << 20, no_faults())
-    core = Core([disk], lane_limit=2, limits=ManagerLimits(write_through=True))
+    core = Core([disk], queue_limit=2, limits=StoreLimits(write_through=True))
     session = core.open_session()
     versions = prompt(3)
     core.put(session, versions)
-    assert core.mover.depth()["store-disk"] == 2
+    assert core.work_queue.depth()["store-disk"] == 2
     assert core.counters["skipped_copies"] == 1
     core.settle()
     assert [core.tiers_of(v) for v in versions] == [["cpu", "disk"], ["cpu", "disk"], ["cpu"]]
@@ -301,6 +301,6 @@ def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(
     core.sessions.close(session.session_id)
     (version,) = prompt(1)
     with pytest.raises(LeaseExpiredError, match="open a session"):
-        core.manager.puts.begin_all(session, [version.info], core.later())[0]
+        core.store.writes.begin_all(session, [version.info], core.later())[0]
     assert core.cpu.stats().used_bytes == 0
     assert core.catalog.in_flight.count() == 0

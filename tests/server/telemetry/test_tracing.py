@@ -35,7 +35,7 @@ from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import tracing as module
 from kvstore.server.telemetry.request_ids import HEADER
 from kvstore.server.telemetry.tracing import Tracing, open_tracing
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
 Spans = Callable[..., list[ReadableSpan]]
 SERVICE = "kvstore.v1.KVStore"
@@ -100,9 +100,9 @@ def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
     writes = traces.named("disk write")
     assert [parent(span) for span in writes] == [ids(put)] * 2
     for key in keys:
-        server.node.manager.catalog.cast_out("cpu", key)
-        server.node.manager.transfers.cpu_tier.delete(key)
-        server.node.manager.catalog.swept("cpu", key)
+        server.node.store.catalog.cast_out("cpu", key)
+        server.node.store.moves.cpu_tier.delete(key)
+        server.node.store.catalog.purged("cpu", key)
     traces.forget()
     assert_reads(client, keys)
     get = traces.one(f"{SERVICE}/Get")
@@ -271,8 +271,8 @@ def test_a_program_that_is_just_loading_it_calls_all_the_same(
 
 def test_an_untraced_server_asks_nothing_of_tracing(server: LocalServer) -> None:
     assert open_tracing(None, 1.0) is None
-    assert all(shelf.tracing is None for shelf in server.node.manager.transfers.shelves.values())
-    assert Shelf.__dataclass_fields__["tracing"].default is None
+    assert all(slot.tracing is None for slot in server.node.store.moves.slots.values())
+    assert TierSlot.__dataclass_fields__["tracing"].default is None
     assert request_scope.RequestScope()._tracing is None
 
 

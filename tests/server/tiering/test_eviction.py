@@ -1,4 +1,4 @@
-"""Reclaim inside allocate: whoever needs room evicts that much, and loses nothing for it."""
+"""Eviction inside allocate: whoever needs room evicts that much, and loses nothing for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import PutOutcome
 from kvstore.server.store.writes import PutResult
-from kvstore.server.tiering.tier_slot import Room
+from kvstore.server.tiering.tier_slot import SpaceRequest
 from kvstore.tiers.base import DEFAULT_TENANT
 
 DISK_BYTES = 1 << 20
@@ -86,7 +86,7 @@ def test_scattered_room_is_won_by_emptying_one_slab() -> None:
         assert core.cpu.stats().chunks == 32
         for at in range(4):
             for version in small[at::4]:
-                core.manager.lookup(session, [version.info.key], core.later(), lease=False)
+                core.store.lookup(session, [version.info.key], core.later(), lease=False)
         (large,) = prompt(1, seed=99, tokens=200)
         assert core.put(session, [large])[0].reason == ""
         assert core.counters["evicted_chunks"] <= 20
@@ -108,7 +108,7 @@ def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core
     core.put(session, [version])
     info = replace(version.info, size_bytes=core.cpu.max_frame_bytes() + 1)
     with pytest.raises(InvalidRequestError):
-        core.transfers.reserve(core.transfers.cpu, Room(info, DEFAULT_TENANT, core.later()))
+        core.moves.reserve(core.moves.cpu, SpaceRequest(info, DEFAULT_TENANT, core.later()))
     assert core.tiers_of(version) == ["cpu"]
 
 
@@ -121,7 +121,7 @@ def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(
         core.put(session, versions)
         gated.shut()
         (late,) = prompt(1, seed=1)
-        begun = core.manager.puts.begin_all(session, [late.info], core.later(0.01))[0]
+        begun = core.store.writes.begin_all(session, [late.info], core.later(0.01))[0]
         assert isinstance(begun, PutResult)
         assert begun.outcome is PutOutcome.refused
         assert core.cpu.stats().chunks == 12

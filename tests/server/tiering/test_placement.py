@@ -18,7 +18,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.placement import MAX_ENGINES
 from kvstore.tiers.base import Reservation
@@ -50,12 +50,12 @@ def make_core(
     disk: SimDisk | None = None,
 ) -> Core:
     history = History()
-    knowledge = Knowledge(history, forecast=ReuseForecast(history))
+    metadata = ChunkMetadata(history, forecast=ReuseForecast(history))
     return Core(
         [disk or SimDisk(DISK_BYTES, no_faults())],
         admissions={"disk": rule},
         exclusive=("disk",) if exclusive else (),
-        knowledge=knowledge,
+        metadata=metadata,
         clock=clock or FakeClock(),
     )
 
@@ -67,7 +67,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[Core]:
 
 
 def look(core: Core, session: Session, versions: list[Version]) -> int:
-    match = core.manager.lookup(session, keys_of(versions), core.later(), lease=False)
+    match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
     return match.ready
 
 
@@ -102,7 +102,7 @@ def test_selective_writes_nothing_of_what_is_asked_for_once() -> None:
         session = core.open_session()
         for seed in range(4):
             ask(core, session, prompt(6, seed=seed))
-        assert core.shelf("disk").tier.stats().chunks == 0
+        assert core.slot("disk").tier.stats().chunks == 0
         assert core.counters["unworthy_copies"] == core.counters["dropped_victims"] > 0
 
 
@@ -164,11 +164,11 @@ def test_what_is_found_is_read_back_whatever_was_written(core: Core) -> None:
 def test_nothing_is_written_where_a_load_takes_as_long_as_computing(core: Core) -> None:
     session = core.open_session()
     fast = EngineTerms(FAST_ENGINE)
-    core.manager.lookup(session, keys_of(prompt(1)), core.later(), lease=False, engine=fast)
+    core.store.lookup(session, keys_of(prompt(1)), core.later(), lease=False, engine=fast)
     for seed in range(4):
         ask(core, session, prompt(6, seed=seed))
         ask(core, session, prompt(6, seed=seed))
-    assert core.shelf("disk").tier.stats().chunks == 0
+    assert core.slot("disk").tier.stats().chunks == 0
 
 
 def test_a_slow_engine_is_no_reason_to_write_less() -> None:
@@ -176,9 +176,7 @@ def test_a_slow_engine_is_no_reason_to_write_less() -> None:
     for engine in (None, EngineTerms(SLOW_ENGINE)):
         with closing(make_core("through")) as core:
             session = core.open_session()
-            core.manager.lookup(
-                session, keys_of(prompt(1)), core.later(), lease=False, engine=engine
-            )
+            core.store.lookup(session, keys_of(prompt(1)), core.later(), lease=False, engine=engine)
             ask(core, session, prompt(6))
             counts.append(on_disk(core, prompt(6)))
     assert counts == [6, 6]
@@ -219,13 +217,13 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
         versions = prompt(3)
         ask(core, session, versions)
         ask(core, session, prompt(12, seed=9))
-        match = core.manager.lookup(session, keys_of(versions), core.later(), lease=True)
-        arrivals = core.manager.gets.get(session, keys_of(versions), core.later())
-        assert [a.frame.tobytes() for a in arrivals] == frames_of(versions)
-        core.manager.tick()
+        match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
+        results = core.store.reads.get(session, keys_of(versions), core.later())
+        assert [a.frame.tobytes() for a in results] == frames_of(versions)
+        core.store.tick()
         assert on_disk(core, versions) == 3, "it may be read where it is"
-        core.manager.release(session, match.lease_id)
-        core.manager.tick()
+        core.store.release(session, match.lease_id)
+        core.store.tick()
         core.settle()
         assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 3
         assert core.counters["left_copies"] == 3
@@ -235,12 +233,12 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
 
 def test_an_exclusive_tier_takes_no_durable_puts() -> None:
     with closing(make_core("evict", exclusive=True)) as core:
-        assert not core.manager.can_be_durable
+        assert not core.store.can_be_durable
         with pytest.raises(InvalidRequestError, match="durable"):
             core.put(core.open_session(), prompt(1), durable=True)
 
 
-def test_the_limits_decide_for_shelves_without_an_admission() -> None:
+def test_the_limits_decide_for_slots_without_an_admission() -> None:
     for write_through, count in ((True, 3), (False, 0)):
         limits = replace(LIMITS, write_through=write_through)
         with closing(Core([SimDisk(DISK_BYTES, no_faults())], limits=limits)) as core:
@@ -251,7 +249,7 @@ def test_the_limits_decide_for_shelves_without_an_admission() -> None:
 
 def test_engines_beyond_a_limit_are_forgotten() -> None:
     with closing(make_core("auto")) as core:
-        placement = core.transfers.placement
+        placement = core.moves.placement
         for number in range(MAX_ENGINES + 5):
             placement.note_engine(number.to_bytes(16, "big"), SLOW_ENGINE)  # type: ignore[arg-type]
         assert len(placement._engines) == MAX_ENGINES

@@ -18,10 +18,10 @@ from kvstore.server.security.sessions import Session
 DISK_BYTES = 4 << 20
 
 
-def make_core(prefetch_bytes: int, lane_limit: int = 1000) -> Core:
+def make_core(prefetch_bytes: int, queue_limit: int = 1000) -> Core:
     limits = replace(LIMITS, prefetch_bytes=prefetch_bytes)
     disk = SimDisk(DISK_BYTES, no_faults())
-    return Core([disk], limits=limits, lane_limit=lane_limit, clock=FakeClock())
+    return Core([disk], limits=limits, queue_limit=queue_limit, clock=FakeClock())
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def core() -> Iterator[Core]:
 
 
 def look(core: Core, session: Session, versions: list[Version], *, lease: bool = True) -> Match:
-    return core.manager.lookup(session, keys_of(versions), core.later(), lease=lease)
+    return core.store.lookup(session, keys_of(versions), core.later(), lease=lease)
 
 
 def put_on_disk(core: Core, session: Session, count: int) -> list[Version]:
@@ -55,7 +55,7 @@ def test_a_chain_that_was_leased_comes_up_before_its_get(core: Core) -> None:
     assert core.counters["prefetched_chunks"] == core.counters["prefetch_used_chunks"] == 4
     core.get(session, keys_of(versions))
     assert core.counters["prefetch_used_chunks"] == 4
-    core.manager.release(session, match.lease_id)
+    core.store.release(session, match.lease_id)
 
 
 def test_a_lookup_without_a_lease_or_of_what_is_in_memory_loads_nothing(core: Core) -> None:
@@ -96,8 +96,8 @@ def test_no_more_than_the_budget_is_under_way() -> None:
         assert core.counters["prefetched_chunks"] == 6
 
 
-def test_a_lane_that_is_half_full_belongs_to_the_gets() -> None:
-    with closing(make_core(1 << 20, lane_limit=4)) as core:
+def test_a_queue_that_is_half_full_belongs_to_the_gets() -> None:
+    with closing(make_core(1 << 20, queue_limit=4)) as core:
         session = core.open_session()
         versions = put_on_disk(core, session, 6)
         look(core, session, versions)
@@ -121,7 +121,7 @@ def test_loads_that_nobody_reads_become_rare(core: Core, monkeypatch: pytest.Mon
         before = core.counters["prefetched_chunks"]
         match = look(core, session, prompt(6, seed=seed))
         core.settle()
-        core.manager.release(session, match.lease_id)
+        core.store.release(session, match.lease_id)
         begun.append(core.counters["prefetched_chunks"] - before)
     assert begun[:5] == [6] * 5
     assert 0 < sum(map(bool, begun[-32:])) <= 2

@@ -87,7 +87,7 @@ def put(client: Client, keys: Sequence[ChunkKey], first: int = 0) -> list[tuple[
 
 
 def states_of(server: LocalServer, keys: Sequence[ChunkKey]) -> list[bool]:
-    copies = [server.node.manager.catalog.copies(key)["cpu"] for key in keys]
+    copies = [server.node.store.catalog.copies(key)["cpu"] for key in keys]
     return [one.layout.has(LayerKind.state) for one in copies]
 
 
@@ -101,10 +101,10 @@ def test_only_the_last_state_of_a_put_is_kept(server: LocalServer, client: Clien
         expected = chunk_of(client, keys, at, "ws" if at == 3 else "w")
         assert equal(one, expected.tensors)  # type: ignore[arg-type]
     assert server.counter("put_states_left_out") == 3
-    sizes = [server.node.manager.catalog.size_bytes("cpu", key) for key in keys]
+    sizes = [server.node.store.catalog.size_bytes("cpu", key) for key in keys]
     assert len(set(sizes[:3])) == 1
     assert sizes[0] < sizes[3]
-    assert server.node.manager.puts.is_draining is False
+    assert server.node.store.writes.is_draining is False
     assert server.settled().pending_puts == 0
 
 
@@ -167,7 +167,7 @@ def test_a_durable_put_has_what_was_kept_on_disk(server: LocalServer, client: Cl
     chunks = [chunk_of(client, keys, at, "ws") for at in range(3)]
     puts = client.put(chunks, durable=True)
     assert [one.outcome for one in puts] == [stored] * 3
-    layouts = [server.node.manager.catalog.copies(key)["disk"].layout for key in keys]
+    layouts = [server.node.store.catalog.copies(key)["disk"].layout for key in keys]
     assert [one.has(LayerKind.state) for one in layouts] == [False, False, True]
 
 
@@ -177,12 +177,12 @@ def test_what_is_aborted_is_put_anew_as_if_it_had_not_been(
     keys = keys_of(client, 7, 3)
     chunks = [chunk_of(client, keys, at, "ws") for at in range(3)]
     layouts = [KVLayout.of(HYBRID, TOKENS)]
-    core = server.node.manager
+    core = server.node.store
     (session,) = server.node.sessions._sessions.values()
     size = raw_frame_bytes(layouts[0])
     infos = [ChunkInfo(c.key, c.parent, layouts[0], 0, size) for c in chunks]
-    begun = core.puts.begin_all(session, infos, core.transfers.clock() + 5)
-    assert all(core.puts.abort(session, one.ticket_id) for one in begun)  # type: ignore[union-attr]
+    begun = core.writes.begin_all(session, infos, core.moves.clock() + 5)
+    assert all(core.writes.abort(session, one.ticket_id) for one in begun)  # type: ignore[union-attr]
     assert [one.reason == WITHOUT_STATE for one in client.put(chunks)] == [True, True, False]
 
 

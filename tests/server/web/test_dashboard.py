@@ -512,11 +512,11 @@ def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
 
 
 def _of(served: LocalServer) -> dict[str, Any]:
-    manager = served.node.manager
+    core = served.node.store
     return {
-        "catalog": manager.catalog,
-        "shelf_statuses": manager.shelf_statuses,
-        "spaces": manager.spaces,
+        "catalog": core.catalog,
+        "slot_statuses": core.slot_statuses,
+        "spaces": core.spaces,
     }
 
 
