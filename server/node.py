@@ -31,14 +31,14 @@ from kvstore.server.cluster.setup import Me, desk_limits, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
-from kvstore.server.settings.descriptors import (
+from kvstore.server.settings.process_limits import (
     BULK_SHARE,
     SOCKET_SHARE,
     check_enough,
     share_of,
     taken,
 )
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.store.blend_saver import BlendKeeper
 from kvstore.server.store.saved_state import HistoryKeeper
 from kvstore.server.store.scrub import Scrub
@@ -71,7 +71,7 @@ class Node:
     nothing is left open then.
     """
 
-    def __init__(self, config: ServerConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: Settings, clock: Clock = time.monotonic) -> None:
         self._config = config
         self._clock = clock
         self._closers: list[Callable[[], object]] = []
@@ -358,7 +358,7 @@ class Node:
             self._closers.pop()()
 
 
-def tenant_salts(config: ServerConfig) -> Callable[[str], bytes]:
+def tenant_salts(config: Settings) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
     secret = config.read_secret()
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")

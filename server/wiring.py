@@ -15,8 +15,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.index.leases import Leases
 from kvstore.server.settings.codec_rules import is_auto
-from kvstore.server.settings.placement_settings import write_rules
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
@@ -43,7 +42,7 @@ Clock = Callable[[], float]
 
 
 def build_store(
-    config: ServerConfig,
+    config: Settings,
     clock: Clock,
     counters: Counters,
     closers: list[Callable[[], object]],
@@ -95,7 +94,7 @@ def build_store(
 
 
 def _slot(
-    config: ServerConfig, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
+    config: Settings, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
 ) -> TierSlot:
     breaker = Breaker(f"tier {tier.name}", config.breaker_failures, config.breaker_retry_ms, clock)
     name = config.codecs[tier.name]
@@ -105,7 +104,7 @@ def _slot(
     by_tenant = {tenant: NamedCodec.of(other) for tenant, other in others.items()}
     encoder = TierCodec(codec, by_tenant, models.terms_of)
     policy = policies.by_tier[tier.name]
-    rule = write_rules(config.disk_write, config.redis_write).get(tier.name)
+    rule = config.write_rules.get(tier.name)
     return TierSlot(
         tier, codec.codec, policy, breaker, clock, encoder,
         make_admission(rule) if rule else None,

@@ -14,9 +14,8 @@ from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.settings.limit_rules import TenantLimitRules
-from kvstore.server.settings.placement_settings import write_rules
 from kvstore.server.settings.rules import CategoryTerms, TenantQuotas
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import format_size
 from kvstore.server.tiering.admission import make_admission
 
@@ -26,7 +25,7 @@ class Policies:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: Settings,
         capacities: Mapping[str, int],
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -53,7 +52,7 @@ class Policies:
             contents=ContentIndex(config.blend_contents),
             policy_names={tier: self.name(tier) for tier in capacities},
         )
-        rules = write_rules(config.disk_write, config.redis_write)
+        rules = config.write_rules
         looks_ahead = any(make_admission(rule).looks_ahead for rule in rules.values())
         if looks_ahead or config.write_budgets:
             self.metadata.forecast = ReuseForecast(self.metadata.history)

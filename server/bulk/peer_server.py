@@ -16,7 +16,7 @@ from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
-from kvstore.server.settings.peer_settings import GET_BYTES
+from kvstore.server.settings.values import GET_BYTES
 from kvstore.server.tiering.moves import Moves
 
 

@@ -14,7 +14,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
-from kvstore.server.blending.gate_table import GateTerms
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
 from kvstore.server.index.chunk_metadata import PutInfo
@@ -22,6 +21,7 @@ from kvstore.server.index.model_registry import ModelRegistry
 from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
+from kvstore.server.settings.values import GateTerms, StateRule
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
 from kvstore.server.store.lookup import Lookup
 from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
@@ -34,7 +34,7 @@ from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.placement import Placement
 from kvstore.server.tiering.prefetch import Prefetch
-from kvstore.server.tiering.state_admission import StateAdmission, StateRule
+from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import TierStats

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvstore.server.security.watched_file import WatchedFile
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.events import EventLog
 
@@ -25,7 +25,7 @@ class NodeEvents:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: Settings,
         store: Store,
         boot_id: int,
         closers: list[Callable[[], object]],
@@ -47,7 +47,7 @@ class NodeEvents:
             self._publish(config, store, boot_id, self.log)
             closers.append(self.close)
 
-    def _publish(self, config: ServerConfig, store: Store, boot_id: int, log: EventLog) -> None:
+    def _publish(self, config: Settings, store: Store, boot_id: int, log: EventLog) -> None:
         from kvstore.server.web.event_keys import load_keys
         from kvstore.server.web.event_publisher import EventPublisher
         from kvstore.server.web.event_sockets import EventSockets, parse_readers

@@ -21,7 +21,7 @@ from kvstore.client.connection import Connection
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.shm import Reply
 from kvstore.proto.types import PutOutcome
-from kvstore.server.settings.memory_limit import cgroup_limit_bytes
+from kvstore.server.settings.process_limits import cgroup_limit_bytes
 
 MIB = 1 << 20
 CHUNKS = 16

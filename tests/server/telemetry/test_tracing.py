@@ -249,10 +249,10 @@ def test_the_request_id_is_in_the_span(traces: Traces, server: LocalServer) -> N
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
     program = (
         "import sys\n"
-        "from kvstore.server.settings.settings import ServerConfig\n"
+        "from kvstore.server.settings.settings import Settings\n"
         "from kvstore.server.node import Node\n"
         "import kvstore.client\n"
-        "Node(ServerConfig(tiers=('cpu',), listen='127.0.0.1:0', socket_path='off')).stop(1.0)\n"
+        "Node(Settings(tiers=('cpu',), listen='127.0.0.1:0', socket_path='off')).stop(1.0)\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )
     done = subprocess.run(
