@@ -19,8 +19,8 @@ from redis.exceptions import OutOfMemoryError
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
-from kvstore.proto.wire import pack_info, unpack_info
 from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 from kvstore.tiers.redis_connection import (
     SLICE_BYTES,

@@ -12,7 +12,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.tiers.allocator import FreeList
 
@@ -91,10 +91,10 @@ class Block:
 
 def open_slab(slab_bytes: int, granule_bytes: int, tenant: str) -> Slab:
     """Create a memfd that nobody but this mapping will ever write to. Raises OSError."""
-    fd = shm.create_memfd("kvstore-slab", slab_bytes)
+    fd = unix_socket.create_memfd("kvstore-slab", slab_bytes)
     try:
         memory = mmap.mmap(fd, slab_bytes)
-        shm.add_seals(fd, shm.SIZE_SEALS | shm.SEAL_FUTURE_WRITE)
+        unix_socket.add_seals(fd, unix_socket.SIZE_SEALS | unix_socket.SEAL_FUTURE_WRITE)
     except OSError:
         os.close(fd)
         raise

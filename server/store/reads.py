@@ -21,8 +21,8 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.unix_socket import PLACE_ROW, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.promotion import PromoteOnSecondHit

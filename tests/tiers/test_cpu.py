@@ -17,8 +17,8 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.places import NOWHERE, Reach, unpack_places
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.unix_socket import NOWHERE, Reach, unpack_places
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
 from kvstore.tiers.slab import SlabPlace
