@@ -47,8 +47,6 @@ CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
 MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
-MAX_FOLLOWING = 256
-"""Of frames that are to be read, which of them is read next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +224,6 @@ class RedisTier(Tier):
         self._client = RedisClient(self.name, url, timeout_ms, connections)
         self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
         self._capacity = CapacityTracker(capacity_bytes)
-        self._following: dict[ChunkKey, ChunkKey] = {}
         self._listed = False
         self._never_answered = ""
         try:
@@ -340,12 +337,10 @@ class RedisTier(Tier):
                 verifier.update(size_bytes)
 
         known = self._capacity.known(key)
-        following = self._capacity.known(self._following.pop(key, key))
-        following = None if following is known else following
         if (
             known
             and known.covers(offset, len(out))
-            and self._stored.read(known, out, offset, following, arrived=arrived)
+            and self._stored.read(known, out, offset, arrived)
         ):
             return True
         (current,) = self._stat([key])
@@ -356,31 +351,13 @@ class RedisTier(Tier):
                 "offset", offset, f"{len(out)} bytes from there exceed {current.info.size_bytes}"
             )
         had_checked = has_checked
-        if self._stored.read(current, out, offset, arrived=bool if had_checked else arrived):
+        if self._stored.read(current, out, offset, bool if had_checked else arrived):
             # What was checked of one read says nothing of another: a miss, for once.
             return not had_checked
         with contextlib.suppress(TierUnavailableError):
             self._stored.delete(key, current.raw)
         self._capacity.forget(key, [current])
         return False
-
-    @override
-    def batch_key(self, key: ChunkKey) -> object:
-        """Return the tier: one server sends what one thread reads over one connection.
-
-        What is to be decoded is better spread over threads, and a Cluster's chunks over servers.
-        """
-        known = None if self._client.is_cluster else self._capacity.known(key)
-        return self if known is not None and not known.info.codec_id else None
-
-    @override
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        if not keys:
-            self._stored.drop_ahead()
-        elif len(keys) > 1:
-            if len(self._following) >= MAX_FOLLOWING:
-                self._following.clear()
-            self._following[keys[0]] = keys[1]
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what is known of each key, whoever put it; one round trip for 512 keys.
