@@ -21,9 +21,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import PLACE_ROW, Reach
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.locations import LocationTable
-from kvstore.tiers.slab import (
+from kvstore.tiers.allocator import (
     BLOCK_HEADER_BYTES,
     PAGE_BYTES,
     Block,
@@ -31,6 +29,8 @@ from kvstore.tiers.slab import (
     SlabPlace,
     open_slab,
 )
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.locations import LocationTable
 
 _MEMORY = int(Reach.memory)
 

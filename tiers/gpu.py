@@ -18,9 +18,8 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
-from kvstore.tiers.allocator import OffsetAllocator
+from kvstore.tiers.allocator import OffsetAllocator, SlabPlace
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.slab import SlabPlace
 
 PIECES_PER_LANE = 2
 

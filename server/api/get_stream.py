@@ -17,8 +17,8 @@ from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
 from kvstore.server.store.ranged_reads import ByteRange, RangeRead
 from kvstore.server.store.reads import IN_MEMORY, ReadResult
 from kvstore.server.store.store import Store
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import FilePlace, PeerPlace
-from kvstore.tiers.slab import SlabPlace
 
 REACH: dict[int, frozenset[Reach] | None] = {
     pb.VIA_STREAM: None,

@@ -36,8 +36,8 @@ from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import Reservation
-from kvstore.tiers.slab import SlabPlace
 
 MAX_RING_BYTES = 1 << 30
 PUTS_AT_ONCE = 4

@@ -28,8 +28,8 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.promotion import PromoteOnSecondHit
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import FilePlace, PeerPlace
-from kvstore.tiers.slab import SlabPlace
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,6 @@ from kvstore.proto.types import Namespace
 from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.index.saved_history import pack_spaces, unpack_spaces
 from kvstore.server.settings.settings import load_config
-from kvstore.tiers.at_rest import (
-    HEADER_BYTES,
-    TAG_BYTES,
-    AtRestKeys,
-    UnknownEpochError,
-    cells,
-)
 from kvstore.tiers.disk_index import (
     IndexRow,
     owner_key,
@@ -46,13 +39,20 @@ from kvstore.tiers.disk_index import (
     unpack_owner,
     unpack_row,
 )
+from kvstore.tiers.encrypted import (
+    HEADER_BYTES,
+    TAG_BYTES,
+    KeyRing,
+    UnknownKeyError,
+    cells,
+)
 from kvstore.tiers.redis_chunks import Manifest, parse_manifest
 from kvstore.tiers.redis_connection import ReplyParser
 
 Target = Callable[[bytes], object]
 
 _INFO, _FRAME = make_frame(1, tokens=16)
-_KEYS = AtRestKeys(lambda: {1: bytes(32)}, bytes)
+_KEYS = KeyRing(lambda: {1: bytes(32)}, bytes)
 _GOLDEN = [
     np.fromfile(FOLDER / f"{name}-r1.frame", np.uint8)
     for name in ("raw", "zplane", "gq8", "gq4", "gq2")
@@ -150,8 +150,8 @@ def at_rest(data: bytes) -> None:
     size = len(data) - HEADER_BYTES - TAG_BYTES
     (cell,) = cells(size)
     try:
-        envelope = _KEYS.known(data[:HEADER_BYTES], _INFO.key, size)
-    except UnknownEpochError as error:
+        envelope = _KEYS.cipher_for(data[:HEADER_BYTES], _INFO.key, size)
+    except UnknownKeyError as error:
         raise ChunkCorruptError(_INFO.key, str(error)) from None
     if not envelope.open(cell, as_bytes(data[HEADER_BYTES:]), np.empty(size, np.uint8)):
         raise ChunkCorruptError(_INFO.key, "it does not open")
