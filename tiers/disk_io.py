@@ -22,9 +22,8 @@ import lmdb
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes, checksum, copy_bytes
+from kvstore.proto.buffers import Bytes, FileGroups, checksum, copy_bytes, read_summed
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
-from kvstore.proto.file_sums import FileGroups, read_summed
 
 _PROBE_BYTES = 1 << 20
 """More than LMDB writes at a time: where it was cut short there is less."""
@@ -115,7 +114,7 @@ class FileIO(ABC):
     """Whether ``read_summed`` can do it."""
 
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:
-        """Fill *groups* and return their sums, as ``file_sums`` does; None: ``read`` them."""
+        """Fill *groups* and return their sums, as ``buffers.read_summed`` does; None: ``read`` them."""
         return None
 
     @abstractmethod

@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 
 from kvstore.proto import native
-from kvstore.proto.buffers import LOOP_UNIT_BYTES, Bytes, checksum
-from kvstore.proto.file_sums import LOOP_FROM_BYTES, FileGroups, read_by_loop, read_summed
+from kvstore.proto.buffers import (
+    LOOP_UNIT_BYTES,
+    READ_LOOP_FROM_BYTES,
+    Bytes,
+    FileGroups,
+    checksum,
+    read_by_loop,
+    read_summed,
+)
 
 Loop: TypeAlias = "Callable[[int, FileGroups], list[int] | None]"
-SIZE = 4 * LOOP_FROM_BYTES
+SIZE = 4 * READ_LOOP_FROM_BYTES
 DATA = np.random.default_rng(0).integers(0, 256, SIZE + 77, np.uint8)
 
 
@@ -91,11 +98,13 @@ def test_what_it_cannot_fill_is_refused_untouched(
     assert not sound.any()
 
 
-@pytest.mark.parametrize("size", [LOOP_FROM_BYTES - 1024, LOOP_FROM_BYTES, SIZE, SIZE + 5, 0])
+@pytest.mark.parametrize(
+    "size", [READ_LOOP_FROM_BYTES - 1024, READ_LOOP_FROM_BYTES, SIZE, SIZE + 5, 0]
+)
 def test_sums_are_those_of_the_file_or_none_at_all(file: int, size: int) -> None:
     out = np.zeros(size, np.uint8)
     found = read_summed(file, [(5, [out])])
-    if size in (LOOP_FROM_BYTES, SIZE):
+    if size in (READ_LOOP_FROM_BYTES, SIZE):
         assert found == [checksum(DATA[5 : 5 + size])]
         assert np.array_equal(out, DATA[5 : 5 + size])
     else:
