@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 
 from kvstore.proto.types import ChunkKey
+from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.cluster.setup import with_peers
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.known_models import KnownModels
@@ -91,7 +92,9 @@ def build_store(
         state_admission=config.state_admission,
         write_budgets=config.write_budgets,
     )
-    return Store(transfers, limits, new_id)
+    store = Store(transfers, limits, new_id)
+    attach_refills(store)
+    return store
 
 
 def _shelf(

@@ -11,7 +11,8 @@ from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
 from kvstore.proto.types import PutOutcome
 from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import outcomes
-from kvstore.server.store.writes import PutResult, check_put
+from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.writes import check_put
 
 if TYPE_CHECKING:
     import grpc

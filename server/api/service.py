@@ -41,8 +41,8 @@ from kvstore.server.index.results import Leasing
 from kvstore.server.security.pools import Standings
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import PutResult
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
 
 MAX_CLIENT_CHARS = 128
@@ -317,7 +317,7 @@ class KVStoreService(
                 ticket = writes.claim(session, reservation_id)
                 self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
-                results += writes.ingest([ticket], [frame])
+                results.append(writes.commit(ticket, frame=frame))
                 keys.append(ticket.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:

@@ -24,8 +24,8 @@ from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkInfo, ChunkKey, 
 from kvstore.server.index.results import Holding
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import ShelfStatus
-from kvstore.server.store.writes import PutResult
 
 MAX_DEADLINE_MS = 600_000
 MAX_PLAN_TTL_MS = 3600 * 1000

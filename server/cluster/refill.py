@@ -11,6 +11,7 @@ from functools import partial
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.store.store import Store
 from kvstore.server.tiering.admission import Moment
 from kvstore.server.tiering.moves import Transfers
 from kvstore.server.tiering.tier_slot import Shelf
@@ -122,3 +123,12 @@ class Refill:
             self._rest()
             return False
         return True
+
+
+def attach_refills(store: Store) -> None:
+    """Have *store* check what its shared tiers lose."""
+    for shelf in store.transfers.lower_shelves():
+        if shelf.tier.shared:
+            refill = Refill(store.transfers, shelf)
+            store.reservations.on_existing.append(refill.put_again)
+            store.on_tick.append(refill.tick)

@@ -27,8 +27,8 @@ from kvstore.server.store.lookup import Finder
 from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
 from kvstore.server.store.put_announcements import PutAnnouncements
 from kvstore.server.store.reads import Delivery
-from kvstore.server.store.reservations import Reservations
-from kvstore.server.store.writes import PutResult, Writes
+from kvstore.server.store.reservations import PutResult, Reservations
+from kvstore.server.store.writes import Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Transfers
@@ -90,13 +90,15 @@ class Store:
         self.spaces = KnownSpaces()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
         self.reservations = Reservations(transfers, limits.load_headroom_percent, self.states)
+        partial = PartialChunkLimits.of(transfers.cpu_tier, limits.unfinished_s)
+        clock, counters = transfers.clock, transfers.counters
         self.writes = Writes(
             self.reservations,
-            ParallelWrites(
-                self.reservations, PartialChunkLimits.of(transfers.cpu_tier, limits.unfinished_s)
-            ),
+            ParallelWrites(self.reservations, partial, clock, counters),
             limits.max_reservations_per_session,
             new_id,
+            clock,
+            counters,
         )
         self._prefetch = prefetch = Prefetch(transfers, limits.prefetch_bytes)
         self.gets = Delivery(transfers, limits.loose_bytes, prefetch.was_read)
@@ -115,6 +117,8 @@ class Store:
         self._mover = transfers.mover
         self.directory: Directory | None = None
         """Of the nodes and what they hold in memory, where there is one."""
+        self.on_tick: list[Callable[[], None]] = []
+        """What is called a few times a second."""
         self._lease_ttl_ms = limits.lease_ttl_ms
         self._new_id = new_id
         lower = transfers.lower_shelves()
@@ -367,7 +371,8 @@ class Store:
         self._finder.forget_hearsay()
         self._prefetch.sweep(self.catalog.is_leased)
         self.transfers.leave_doubles()
-        self.reservations.tick()
+        for work in self.on_tick:
+            work()
 
     def _drop_expired(self) -> None:
         """Free chunks whose time to live is up, but those that somebody reads."""
