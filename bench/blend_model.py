@@ -31,8 +31,9 @@ from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.server.blending.gate_table import TRIALS, GateTable, GateTerms
+from kvstore.server.blending.gate_table import TRIALS, GateTable
 from kvstore.server.blending.gate_table import Shadow as Told
+from kvstore.server.settings.values import GateTerms
 
 MODEL_KEYS = ("worst_selector_vs_naive_no_prefix", "hybrid30_answers_vs_naive")
 WAYS = ("alone", "behind BOS", "behind the system prompt", "out of another prompt")

@@ -29,14 +29,14 @@ from kvstore.proto.types import (
 )
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.lookup import Finder
+from kvstore.server.store.lookup import Lookup
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf
-from kvstore.server.tiering.work_queue import Mover
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
@@ -51,15 +51,15 @@ class Control:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         ids = count(1)
-        shelves = [_shelf(tier) for tier in tiers]
-        self.names = [shelf.name for shelf in shelves]
-        leases = LeaseTable(16, lambda: next(ids))
-        policies = {shelf.name: shelf.policy for shelf in shelves}
+        slots = [_slot(tier) for tier in tiers]
+        self.names = [slot.name for slot in slots]
+        leases = Leases(16, lambda: next(ids))
+        policies = {slot.name: slot.policy for slot in slots}
         self.catalog = Catalog(policies, leases, 1, time.monotonic)
-        lanes = {f"ask-{name}": 0 for name in self.names}
-        mover = Mover(lanes, 16, time.monotonic)
-        transfers = Transfers(shelves, self.catalog, mover, Counters(), time.monotonic, 1000)
-        self._finder = Finder(transfers, 30_000)
+        queues = {f"ask-{name}": 0 for name in self.names}
+        work_queue = WorkQueue(queues, 16, time.monotonic)
+        moves = Moves(Tiers.of(slots), self.catalog, work_queue, Counters(), time.monotonic, 1000)
+        self._lookup = Lookup(moves, 30_000)
         sessions = SessionTable(1, 60_000, lambda _: b"salt", time.monotonic, os.urandom)
         self._session: Session = sessions.open(TINY, "bench")
 
@@ -71,7 +71,7 @@ class Control:
     def look_up(self, keys: Sequence[ChunkKey]) -> Match:
         """Look *keys* up with a lease."""
         deadline = time.monotonic() + 1
-        return self._finder.lookup(
+        return self._lookup.lookup(
             self._session, keys, deadline, lease=True, min_fidelity=Fidelity.exact
         )
 
@@ -84,14 +84,14 @@ class Control:
         victims = self.catalog.eviction.claim_victims(tier, chunks * FRAME_BYTES, chunks)
         for key in victims:
             self.catalog.cast_out(tier, key, even_if_held=False)
-            self.catalog.swept(tier, key)
+            self.catalog.purged(tier, key)
         self.catalog.eviction.unclaim(victims)
         return len(victims)
 
 
-def _shelf(tier: Tier) -> Shelf:
+def _slot(tier: Tier) -> TierSlot:
     breaker = Breaker("tier", 3, 1000, time.monotonic)
-    return Shelf(tier, codec_by_name("raw"), LruEviction(), breaker, time.monotonic)
+    return TierSlot(tier, codec_by_name("raw"), LruEviction(), breaker, time.monotonic)
 
 
 def prompts() -> Iterator[list[ChunkInfo]]:

@@ -37,7 +37,7 @@ def bench_metadata(folder: Path, report: Report) -> None:
     from kvstore.proto.types import ChainDigest, ChunkInfo
     from kvstore.server.eviction.lru import LruEviction
     from kvstore.server.index.catalog import Catalog
-    from kvstore.server.index.leases import LeaseTable
+    from kvstore.server.index.leases import Leases
     from kvstore.tiers.cpu import CpuTier
     from kvstore.tiers.disk import DiskTier
 
@@ -48,7 +48,7 @@ def bench_metadata(folder: Path, report: Report) -> None:
         CpuTier(count * (size + 4096), 64 * MIB),
         DiskTier(folder / "meta", count * (size + 8192)),
     ]
-    leases = LeaseTable(1, lambda: 1)
+    leases = Leases(1, lambda: 1)
     catalog = Catalog({t.name: LruEviction() for t in tiers}, leases, 1, time.monotonic)
     digests = chain_digests(list(range(256 * count)))
     tracemalloc.start()

@@ -10,8 +10,8 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import header_bytes
 from kvstore.proto.frame_verifier import FrameCheck
 from kvstore.proto.types import ChunkInfo
-from kvstore.server.tiering.work_queue import MAX_ALONG
-from kvstore.server.wiring import LOADS_AT_ONCE, kin_sharers
+from kvstore.server.tiering.work_queue import MAX_BATCH
+from kvstore.server.wiring import LOADS_AT_ONCE, batch_parallelism
 from kvstore.tiers.base import Tier
 
 Load = tuple[ChunkInfo, Bytes]
@@ -24,10 +24,10 @@ def loading(tier: Tier, loads: Sequence[Load]) -> Iterator[Callable[[], None]]:
 
     In rows where the tier wants them so. All are asked for at once.
     """
-    lane = f"load-{tier.name}"
-    is_kin = tier.kin(loads[0][0].key) is not None
-    threads = kin_sharers()[lane] if is_kin else LOADS_AT_ONCE.get(tier.name, 1)
-    length = MAX_ALONG if is_kin else 1
+    queue = f"load-{tier.name}"
+    is_batched = tier.batch_key(loads[0][0].key) is not None
+    threads = batch_parallelism()[queue] if is_batched else LOADS_AT_ONCE.get(tier.name, 1)
+    length = MAX_BATCH if is_batched else 1
     rows = [loads[at : at + length] for at in range(0, len(loads), length)]
     with ThreadPoolExecutor(threads) as pool:
 

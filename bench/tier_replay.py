@@ -18,7 +18,7 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import Facts
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.tiering.admission import Moment, Offer, TierAdmission
+from kvstore.server.tiering.admission import CopyRequest, TierAdmission, Trigger
 
 FULL = Facts()
 """Of all blocks but the last of a prompt."""
@@ -152,17 +152,17 @@ class TierReplay:
     def _bring(self, row: int, mine: set[int], now_s: float) -> bool:
         """Have a block on the fast tier. False when there is no room."""
         if row in self._fast.here:
-            self._offer(row, Moment.asked, mine, now_s)
+            self._offer(row, Trigger.asked, mine, now_s)
             return True
         while len(self._fast.here) >= self._fast.places:
             victim = next(self._fast.policy.victims(mine.__contains__, now_s), NO_ROW)
             if not victim:
                 return False
-            self._offer(victim, Moment.leaving, mine, now_s)
+            self._offer(victim, Trigger.leaving, mine, now_s)
             self._remove(self._fast, victim)
         self._insert(self._fast, row, now_s)
         if row not in self._slow.here:
-            self._offer(row, Moment.stored, mine, now_s)
+            self._offer(row, Trigger.stored, mine, now_s)
         elif self._exclusive:
             self._remove(self._slow, row)
         return True
@@ -177,13 +177,13 @@ class TierReplay:
         if row not in self._fast.here and row not in self._slow.here:
             self._children[self._parents[row]] -= 1
 
-    def _offer(self, row: int, moment: Moment, mine: set[int], now_s: float) -> None:
+    def _offer(self, row: int, moment: Trigger, mine: set[int], now_s: float) -> None:
         if row in self._slow.here or not self._slow.places:
             return
         forecast = self._forecast
-        chance = forecast.chance(row, now_s) if moment is Moment.leaving else 1.0
+        chance = forecast.chance(row, now_s) if moment is Trigger.leaving else 1.0
         is_needed = self._children[row] > 0
-        offer = Offer(moment, 1, forecast.hits(row), chance, is_needed=is_needed)
+        offer = CopyRequest(moment, 1, forecast.hits(row), chance, is_needed=is_needed)
         if not self._admission.admits(offer, 0.0):
             return
         if len(self._slow.here) >= self._slow.places and not self._make_room(mine, now_s):

@@ -21,8 +21,8 @@ config_app = typer.Typer(
 @config_app.command(context_settings=_AS_SERVER)
 def show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
+    from kvstore.server.settings.loading import show
     from kvstore.server.settings.settings import load_with_origins
-    from kvstore.server.settings.settings_file import show
 
     try:
         config, origins = load_with_origins(context.args)
@@ -50,9 +50,9 @@ def schema() -> None:
 
     from kvstore.server.settings.loading import SHORT_NAMES
     from kvstore.server.settings.schema import settings_schema
-    from kvstore.server.settings.settings import ServerConfig
+    from kvstore.server.settings.settings import Settings
 
-    schema = settings_schema(ServerConfig)
+    schema = settings_schema(Settings)
     known = schema["properties"]
     known |= {short: known[name] for short, name in SHORT_NAMES.items()}
     print(json.dumps(schema, indent=2))

@@ -14,12 +14,12 @@ from kvstore.cli.status import DEADLINE_MS, ask_status
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 
 _IDENTITY = ("model_revision", "adapter_digest", "quantization", "tokenizer_digest")
 
 
-def examine(config: ServerConfig, address: str) -> Iterator[Finding]:
+def examine(config: Settings, address: str) -> Iterator[Finding]:
     """Check this machine for *config*, then the server at *address* if one answers."""
     for check in CHECKS:
         yield from check(config)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from kvstore.cli.finding import Finding, State
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 
 EXPIRES_SOON = timedelta(days=14)
 
@@ -22,7 +22,7 @@ AUTHORITIES = {
 """Settings of those that others are believed by: one that is valid will do of several."""
 
 
-def check_certificates(config: ServerConfig) -> Iterator[Finding]:
+def check_certificates(config: Settings) -> Iterator[Finding]:
     """How long each certificate that the settings name is valid."""
     for setting, name in (OWN | AUTHORITIES).items():
         path = getattr(config, setting)

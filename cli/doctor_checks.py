@@ -17,8 +17,8 @@ from kvstore.cli.doctor_redis import check_redis
 from kvstore.cli.finding import Check, Finding, State
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.security.revocations import parse_revocations
-from kvstore.server.settings.memory_limit import PROCESS_BYTES, memory_limit_bytes
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GIB, MIB, format_size
 
 MIN_FILES = 4096
@@ -29,7 +29,7 @@ SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "fuse", "overlay"}
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 
 
-def check_limits(config: ServerConfig) -> Iterator[Finding]:
+def check_limits(config: Settings) -> Iterator[Finding]:
     """Open files, locked memory, and the memory that a container may take."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a server takes what it may
     few = 0 < files < MIN_FILES
@@ -47,7 +47,7 @@ def check_limits(config: ServerConfig) -> Iterator[Finding]:
     yield Finding("memory", "fail" if short else "ok", f"{_size(limit)} may be used", fix)
 
 
-def check_disk(config: ServerConfig) -> Iterator[Finding]:
+def check_disk(config: Settings) -> Iterator[Finding]:
     """Kind, room and speed of each folder of the disk tier."""
     if "disk" not in config.tiers:
         return
@@ -107,7 +107,7 @@ def disk_bytes_per_s(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def check_revocations(config: ServerConfig) -> Iterator[Finding]:
+def check_revocations(config: Settings) -> Iterator[Finding]:
     """Whether the list of revoked certificates can be used, and for how long."""
     if config.tls_crl is None or config.tls_client_ca is None:
         return
@@ -125,7 +125,7 @@ def check_revocations(config: ServerConfig) -> Iterator[Finding]:
     yield Finding("revocations", "warn" if soon else "ok", saw, fix)
 
 
-def check_gpu(config: ServerConfig) -> Iterator[Finding]:
+def check_gpu(config: Settings) -> Iterator[Finding]:
     """Whether the GPU of the gpu tier can be seen."""
     if "gpu" not in config.tiers:
         return

@@ -8,16 +8,14 @@ from contextlib import closing
 
 from kvstore.cli.finding import Finding
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.tiers.redis_client import RedisClient
 
 MAX_SKEW_S = 2.0
 """Tokens and certificates are judged by each machine's own clock."""
 
 
-def check_clock(
-    config: ServerConfig, wall_clock: Callable[[], float] = time.time
-) -> Iterator[Finding]:
+def check_clock(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
     """How far this machine's clock is from that of the Redis that nodes share.
 
     A Redis that does not answer, or whose user may not ask (+time), says nothing here.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstore.cli.finding import Finding
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 
 SECRET = (
     "tls_key",
@@ -23,7 +23,7 @@ BELIEVED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", 
 """Settings whose files let whoever changes them in."""
 
 
-def check_files(config: ServerConfig) -> Iterator[Finding]:
+def check_files(config: Settings) -> Iterator[Finding]:
     """Whether anybody on this machine may read a secret, or change whom the server believes."""
     secret = {*SECRET, "jwt_key"} if config.jwt_algorithm == "HS256" else {*SECRET}
     for setting in (*SECRET, *BELIEVED):

@@ -12,7 +12,7 @@ from kvstore.cli.finding import Finding
 from kvstore.cli.status import directory_line
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
 from kvstore.tiers.redis_connection import Command
 from kvstore.tiers.redis_health import check_health
@@ -21,7 +21,7 @@ MAX_REDIS_MS = 5.0
 PINGS = 20
 
 
-def check_redis(config: ServerConfig) -> Iterator[Finding]:
+def check_redis(config: Settings) -> Iterator[Finding]:
     """Whether Redis answers, how fast, what the user may do, and how its servers are."""
     if config.redis_url is None or not ("redis" in config.tiers or config.directory):
         return
@@ -93,7 +93,7 @@ def _trials(name: bytes, *, directory: bool) -> dict[str, Command]:
     return trials
 
 
-def _rights(link: RedisClient, name: bytes, config: ServerConfig) -> Finding:
+def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
     denied = {}
     for word, command in _trials(name, directory=config.directory).items():
         try:

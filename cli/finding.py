@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
 
@@ -21,4 +21,4 @@ class Finding:
     fix: str = ""
 
 
-Check = Callable[[ServerConfig], Iterator[Finding]]
+Check = Callable[[Settings], Iterator[Finding]]

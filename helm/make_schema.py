@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from kvstore.server.settings.schema import settings_schema
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 
 CHART = Path(__file__).parent / "kvstore"
 _SIZE = {"type": "string", "pattern": "^[0-9]{1,15} *([KkMmGgTt][Ii]?[Bb]|[Bb])$"}
@@ -54,7 +54,7 @@ _MAPS = ("labels", "annotations", "nodeSelector", "clientLabels")
 def values_schema() -> dict[str, Any]:
     """Return the schema: every value has the kind of its default, and no other name is taken."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    settings = settings_schema(ServerConfig)
+    settings = settings_schema(Settings)
     head = {"$schema": settings.pop("$schema"), "title": "Values of the chart kvstore"}
     schema = head | _of(values, "")
     schema["properties"]["config"] = settings

@@ -17,9 +17,8 @@ import structlog
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.node import Node
 from kvstore.server.security.rate_limit import LogLimit
-from kvstore.server.settings.descriptors import raise_limit
-from kvstore.server.settings.memory_limit import check_memory
-from kvstore.server.settings.settings import ServerConfig, load_config
+from kvstore.server.settings.process_limits import check_memory, raise_limit
+from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import join_endpoint
 from kvstore.server.telemetry.request_ids import add_request_id
 
@@ -33,7 +32,7 @@ EXIT_CANNOT_START = 2
 logger = structlog.get_logger(__name__)
 
 
-def create_server(config: ServerConfig) -> tuple[Node, int]:
+def create_server(config: Settings) -> tuple[Node, int]:
     """Build a server and bind it; return it, not yet started, with the port it got."""
     node = Node(config)
     return node, node.port
@@ -123,7 +122,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-def _set_up_logs(config: ServerConfig) -> None:
+def _set_up_logs(config: Settings) -> None:
     renderer = (
         structlog.processors.JSONRenderer()
         if config.log_format == "json"

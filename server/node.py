@@ -31,14 +31,14 @@ from kvstore.server.cluster.setup import Me, desk_limits, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
-from kvstore.server.settings.descriptors import (
+from kvstore.server.settings.process_limits import (
     BULK_SHARE,
     SOCKET_SHARE,
     check_enough,
     share_of,
     taken,
 )
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.store.blend_saver import BlendKeeper
 from kvstore.server.store.saved_state import HistoryKeeper
 from kvstore.server.store.scrub import Scrub
@@ -71,7 +71,7 @@ class Node:
     nothing is left open then.
     """
 
-    def __init__(self, config: ServerConfig, clock: Clock = time.monotonic) -> None:
+    def __init__(self, config: Settings, clock: Clock = time.monotonic) -> None:
         self._config = config
         self._clock = clock
         self._closers: list[Callable[[], object]] = []
@@ -155,7 +155,7 @@ class Node:
         service.events = self.events.desk
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
-            learn = self.store.catalog.spare_next
+            learn = self.store.catalog.drain_some
             calls = LocalCalls(service, self.trust.doorkeeper, learn)
             calls.tracing = self._tracing
             self.data_plane.answer_calls(calls.answer)
@@ -170,8 +170,8 @@ class Node:
         self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
-            for shelf in self.store.transfers.shelves.values():
-                shelf.tracing = tracing
+            for slot in self.store.tiers.slots.values():
+                slot.tracing = tracing
         return RequestScope(tracing)
 
     def _open_keeper(self) -> HistoryKeeper | None:
@@ -189,8 +189,8 @@ class Node:
 
     def _open_scrub(self) -> Scrub:
         config = self._config
-        transfers, rate = self.store.transfers, config.scrub_bytes_per_s
-        scrub = Scrub(transfers, config.scrub_tiers, rate, self._clock)
+        moves, rate = self.store.moves, config.scrub_bytes_per_s
+        scrub = Scrub(moves, config.scrub_tiers, rate, self._clock)
         self._closers.append(scrub.close)
         return scrub
 
@@ -221,7 +221,7 @@ class Node:
         return plane
 
     def _open_device_puts(self) -> DevicePuts | None:
-        if self.store.transfers.gpu_tier is None or self.data_plane is None:
+        if self.store.tiers.gpu_tier is None or self.data_plane is None:
             return None
         from kvstore.server.store.device_puts import open_device_puts
 
@@ -233,11 +233,11 @@ class Node:
         return puts
 
     def _slab_file(self, slab_id: int, tenant: str) -> tuple[int, int]:
-        transfers = self.store.transfers
-        if slab_id == ARENA_SLAB and transfers.gpu_tier is not None:
-            arena = transfers.gpu_tier.arena_file()
+        moves = self.store.moves
+        if slab_id == ARENA_SLAB and moves.tiers.gpu_tier is not None:
+            arena = moves.tiers.gpu_tier.arena_file()
             return arena, os.fstat(arena).st_size
-        return transfers.cpu_tier.slab_file(slab_id, tenant), transfers.cpu_tier.slab_bytes
+        return moves.tiers.cpu_tier.slab_file(slab_id, tenant), moves.tiers.cpu_tier.slab_bytes
 
     def _open_bulk(self, checks: Checks) -> BulkAt | tuple[()]:
         config = self._config
@@ -255,10 +255,10 @@ class Node:
         return where
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
-        shelf = self.store.transfers.filed
-        if shelf is None:
+        slot = self.store.tiers.file_backed
+        if slot is None:
             raise InvalidRequestError("extent", extent, "this server has no disk tier")
-        descriptor = shelf.tier.extent_file(extent, tenant)
+        descriptor = slot.tier.extent_file(extent, tenant)
         return descriptor, os.fstat(descriptor).st_size
 
     def _open_health(self) -> int | None:
@@ -291,7 +291,7 @@ class Node:
         if self.directory is not None:
             self.directory.start()
         self._begin_peers()
-        begin_choices(self.store.transfers, self._config.codecs, os.urandom)
+        begin_choices(self.store.moves, self._config.codecs, os.urandom)
         self._set_health(serving=True)
 
     def _set_health(self, *, serving: bool) -> None:
@@ -328,7 +328,7 @@ class Node:
     def _learn(self) -> None:
         """Tell the policies what happened, so that no request has to wait for that."""
         while not self._stopping.is_set():
-            self.store.catalog.catch_up(TICK_S)
+            self.store.catalog.drain(TICK_S)
             if self._keeper is not None:
                 self._keeper.save_if_due()
             self._blends.step()
@@ -365,7 +365,7 @@ class Node:
             self._closers.pop()()
 
 
-def tenant_salts(config: ServerConfig) -> Callable[[str], bytes]:
+def tenant_salts(config: Settings) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
     secret = config.read_secret()
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")

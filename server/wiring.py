@@ -14,19 +14,18 @@ from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.cluster.setup import with_peers
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.known_models import KnownModels
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 from kvstore.server.settings.codec_rules import is_auto
-from kvstore.server.settings.placement_settings import write_rules
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.server.tiering.codec_choice import LANE
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.codec_choice import QUEUE
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec, lossless_codec
-from kvstore.server.tiering.tier_slot import Shelf
-from kvstore.server.tiering.work_queue import Mover
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.server.wiring_policies import Policies
 from kvstore.server.wiring_tiers import open_tiers
 from kvstore.tiers.base import Tier
@@ -44,7 +43,7 @@ Clock = Callable[[], float]
 
 
 def build_store(
-    config: ServerConfig,
+    config: Settings,
     clock: Clock,
     counters: Counters,
     closers: list[Callable[[], object]],
@@ -59,47 +58,47 @@ def build_store(
     closers += [tier.close for tier in tiers if tier.read_only]
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
     policies = Policies(config, capacities, time.perf_counter)
-    shelves = [_shelf(config, tier, policies, clock, models) for tier in tiers]
+    slots = [_slot(config, tier, policies, clock, models) for tier in tiers]
     for tier in tiers:
         if tier.trouble:
             logger.warning("tier is down at start", tier=tier.name, reason=tier.trouble)
-    counters.add("dropped_rows", sum(shelf.tier.dropped_rows for shelf in shelves))
-    lanes = {"store-cpu": 1} if "gpu" in config.tiers else {}
-    lanes[LANE] = 1
-    for shelf in shelves:
-        if shelf.name == "cpu":
+    counters.add("dropped_rows", sum(slot.tier.dropped_rows for slot in slots))
+    queues = {"store-cpu": 1} if "gpu" in config.tiers else {}
+    queues[QUEUE] = 1
+    for slot in slots:
+        if slot.name == "cpu":
             continue
-        lanes |= {f"load-{shelf.name}": LOADS_AT_ONCE[shelf.name], f"store-{shelf.name}": 1}
-        if shelf.tier.shared:
-            lanes[f"ask-{shelf.name}"] = QUESTIONS_AT_ONCE.get(shelf.name, 1)
-    leases = LeaseTable(config.max_leases_per_session, new_id)
+        queues |= {f"load-{slot.name}": LOADS_AT_ONCE[slot.name], f"store-{slot.name}": 1}
+        if slot.tier.shared:
+            queues[f"ask-{slot.name}"] = QUESTIONS_AT_ONCE.get(slot.name, 1)
+    leases = Leases(config.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
-    catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.knowledge)
-    expect = {f"load-{shelf.name}": partial(_expect, shelf.tier) for shelf in shelves}
-    mover = Mover(lanes, config.mover_queue, clock, kin_sharers(), expect)
-    closers.append(mover.close)
+    catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.metadata)
+    expect = {f"load-{slot.name}": partial(_expect, slot.tier) for slot in slots}
+    work_queue = WorkQueue(queues, config.mover_queue, clock, batch_parallelism(), expect)
+    closers.append(work_queue.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
-    transfers = Transfers(shelves, catalog, mover, counters, clock, move_timeout_ms)
-    transfers.importance = models.importance
+    moves = Moves(Tiers.of(slots), catalog, work_queue, counters, clock, move_timeout_ms)
     limits = StoreLimits(
         lease_ttl_ms=config.lease_ttl_ms,
         max_reservations_per_session=config.max_reservations_per_session,
         load_headroom_percent=config.load_headroom_percent,
-        loose_bytes=config.max_frame_bytes,
+        bypass_bytes=config.max_frame_bytes,
         prefetch_bytes=config.prefetch_bytes,
         waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
         blend=config.blend_terms,
         state_admission=config.state_admission,
         write_budgets=config.write_budgets,
     )
-    store = Store(transfers, limits, new_id)
+    store = Store(moves, limits, new_id)
     attach_refills(store)
+    store.importance = models.importance
     return store
 
 
-def _shelf(
-    config: ServerConfig, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
-) -> Shelf:
+def _slot(
+    config: Settings, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
+) -> TierSlot:
     breaker = Breaker(f"tier {tier.name}", config.breaker_failures, config.breaker_retry_ms, clock)
     name = config.codecs[tier.name]
     is_open = is_auto(name)  # until it is measured
@@ -108,8 +107,8 @@ def _shelf(
     by_tenant = {tenant: NamedCodec.of(other) for tenant, other in others.items()}
     encoder = TierCodec(codec, by_tenant, models.terms_of)
     policy = policies.by_tier[tier.name]
-    rule = write_rules(config.disk_write, config.redis_write).get(tier.name)
-    return Shelf(
+    rule = config.write_rules.get(tier.name)
+    return TierSlot(
         tier, codec.codec, policy, breaker, clock, encoder,
         make_admission(rule) if rule else None,
         is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
@@ -120,8 +119,8 @@ def _expect(tier: Tier, names: Sequence[bytes]) -> None:
     tier.expect([ChunkKey(name) for name in names])
 
 
-def kin_sharers() -> dict[str, int]:
-    """Return how many threads share chunks that one server is asked for in a row, by lane.
+def batch_parallelism() -> dict[str, int]:
+    """Return how many threads share chunks that one server is asked for in a row, by queue.
 
     Of more than there are cores for, all would be late. A Redis on the same host takes a core for
     each that is at it.

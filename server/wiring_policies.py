@@ -12,21 +12,20 @@ from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import NO_QUOTA, PartitionedEviction, PartitionTable, Quota
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.settings.limit_rules import TenantLimitRules
-from kvstore.server.settings.placement_settings import write_rules
 from kvstore.server.settings.rules import CategoryTerms, TenantQuotas
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import format_size
 from kvstore.server.tiering.admission import make_admission
 
 
 class Policies:
-    """The eviction policy of each tier, and the knowledge that all of them rank by."""
+    """The eviction policy of each tier, and the metadata that all of them rank by."""
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: Settings,
         capacities: Mapping[str, int],
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -45,18 +44,18 @@ class Policies:
         self._has_quotas = bool(self._tenants.tenants or self._categories or limited)
         tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited)))
         partitions = PartitionTable(tenants, tuple(self._categories))
-        self.knowledge = Knowledge(
+        self.metadata = ChunkMetadata(
             partitions=partitions,
             category_ttls_s=terms.ttls_s,
-            ghost_limit=config.ghost_limit,
+            evicted_limit=config.ghost_limit,
             what_ifs={tier: WhatIf(size) for tier, size in capacities.items() if size},
             contents=ContentIndex(config.blend_contents),
             policy_names={tier: self.name(tier) for tier in capacities},
         )
-        rules = write_rules(config.disk_write, config.redis_write)
+        rules = config.write_rules
         looks_ahead = any(make_admission(rule).looks_ahead for rule in rules.values())
         if looks_ahead or config.write_budgets:
-            self.knowledge.forecast = ReuseForecast(self.knowledge.history)
+            self.metadata.forecast = ReuseForecast(self.metadata.history)
         self.by_tier = {tier: self._policy(tier) for tier in capacities}
 
     def name(self, tier: str) -> str:
@@ -64,7 +63,7 @@ class Policies:
         return self._names.of_tier(tier) if self._capacities[tier] else "lru"
 
     def _policy(self, tier: str) -> EvictionPolicy:
-        partitions = self.knowledge.partitions
+        partitions = self.metadata.partitions
         if not self._has_quotas or not self._capacities[tier]:
             return self._plain(tier)
         by_tenant = self._tenants.of_tier(tier)
@@ -76,7 +75,7 @@ class Policies:
         self._check(tier, quotas)
         return PartitionedEviction(
             lambda: self._plain(tier),
-            self.knowledge.hints.partition,
+            self.metadata.hints.partition,
             quotas,
             self._capacities[tier],
         )
@@ -88,4 +87,4 @@ class Policies:
             raise InvalidRequestError("tenant_quotas", str(self._tenants), fix)
 
     def _plain(self, tier: str) -> EvictionPolicy:
-        return make_policy(self.name(tier), self.knowledge.history, self._clock)
+        return make_policy(self.name(tier), self.metadata.history, self._clock)

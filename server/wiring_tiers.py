@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.server.security.encryption_keys import parse_encryption_keys
 from kvstore.server.security.watched_file import WatchedFile
-from kvstore.server.settings.gpu_settings import GpuConfig
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.rules import GpuConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # its file loads torch
     from kvstore.tiers.gpu import GpuTier
 
 
-def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> list[Tier]:
+def open_tiers(config: Settings, closers: list[Callable[[], object]]) -> list[Tier]:
     """Return the configured tiers, fastest first; *closers* learns how to close them."""
     tiers: list[Tier] = []
     hidden = hiding(config)
@@ -48,7 +48,7 @@ def open_tiers(config: ServerConfig, closers: list[Callable[[], object]]) -> lis
     return tiers
 
 
-def _open_disk_tier(config: ServerConfig) -> Tier:
+def _open_disk_tier(config: Settings) -> Tier:
     from kvstore.tiers.disk import DiskOptions, DiskTier
     from kvstore.tiers.disk_files import DiskConfig
 
@@ -73,7 +73,7 @@ def open_gpu_tier(config: GpuConfig) -> GpuTier:
     return GpuTier(config.capacity_bytes, open_device(torch.device("cuda", config.device)))
 
 
-def hiding(config: ServerConfig) -> Callable[[Tier], Tier]:
+def hiding(config: Settings) -> Callable[[Tier], Tier]:
     """Return what encrypts a tier; without keys it leaves tiers as they are.
 
     The file of keys is looked at again with each frame. Raises InvalidRequestError for one that

@@ -9,7 +9,7 @@ import pytest
 from kvstore.proto.device import Device
 from kvstore.server import wiring_tiers
 from kvstore.server.settings import settings as config_module
-from kvstore.server.settings.gpu_settings import GpuConfig
+from kvstore.server.settings.rules import GpuConfig
 from kvstore.tiers.gpu import GpuTier
 
 

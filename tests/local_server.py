@@ -113,7 +113,7 @@ class LocalServer:
         """Return what the server holds now."""
         store = self.node.store
         return Usage(
-            tuple((status.name, status.stats) for status in store.shelf_statuses()),
+            tuple((status.name, status.stats) for status in store.slot_statuses()),
             store.catalog.lease_count(),
             store.catalog.held_count(),
             store.catalog.in_flight.count(),
@@ -127,7 +127,7 @@ class LocalServer:
         def is_quiet() -> bool:
             usage = self.usage()
             counts = (usage.leases, usage.held, usage.pending_puts, usage.open_puts)
-            return not any(counts) and store.transfers.mover.is_idle()
+            return not any(counts) and store.moves.work_queue.is_idle()
 
         assert eventually(is_quiet), self.usage()
         return self.usage()
@@ -145,10 +145,10 @@ class LocalServer:
 
     def leave_memory(self, keys: Sequence[ChunkKey]) -> None:
         """Have the next read of chunks that nobody holds come from below CPU memory."""
-        transfers = self.node.store.transfers
+        moves = self.node.store.moves
         for key in keys:
-            if transfers.catalog.cast_out("cpu", key, even_if_held=False):
-                transfers.delete_from(transfers.cpu, key)
+            if moves.catalog.cast_out("cpu", key, even_if_held=False):
+                moves.eviction.delete_from(moves.tiers.cpu, key)
 
     def stop(self) -> bool:
         """Stop the server, leaving clients alone. Idempotent; return whether it was clean."""

@@ -23,11 +23,11 @@ def leave_on_disk(
     *exact_on* is the one tier that has exact ones then.
     """
     wanted = {"disk", exact_on or "disk"}
-    catalog, transfers = server.node.store.catalog, server.node.store.transfers
+    catalog, moves = server.node.store.catalog, server.node.store.moves
     assert eventually(lambda: all(wanted <= {*catalog.holders(key)} for key in keys))
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        transfers.delete_from(transfers.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
         exact = [*catalog.holders(key, Fidelity.exact)]
         assert exact == ([exact_on] if exact_on else []), "the codec kept it without loss"

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from kvstore.proto.wire import unpack_info
 from kvstore.server.settings.loading import REPLACED, flag_of
-from kvstore.server.settings.settings import ServerConfig, load_config
+from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import format_size, parse_size
 from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DEFAULT_FILE_BYTES
@@ -219,7 +219,7 @@ def default_of(name: str, field: FieldInfo) -> str:
 def test_the_table_of_settings_is_that_of_the_server() -> None:
     expected = [
         [f"`{flag_of(name)}`", f"`{name}`", default_of(name, field), field.description]
-        for name, field in ServerConfig.model_fields.items()
+        for name, field in Settings.model_fields.items()
     ]
     assert rows("docs/operations.md", "## Settings") == expected
 
@@ -280,7 +280,7 @@ def test_every_constant_among_the_limits_has_the_value_of_the_code() -> None:
 
 
 def test_every_setting_among_the_limits_has_its_default() -> None:
-    defaults = {flag_of(n): default_of(n, f) for n, f in ServerConfig.model_fields.items()}
+    defaults = {flag_of(n): default_of(n, f) for n, f in Settings.model_fields.items()}
     defaults["--disk"] = defaults["--disk"].partition(":")[0]
     checked = 0
     for name_cell, value_cell, *_ in rows("docs/architecture.md", "## Limits"):

@@ -41,7 +41,7 @@ READS_ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb"}
 SUPPRESS = {"suppress", "contextlib.suppress"}
 BROAD = {"Exception", "BaseException"}
 
-MAY_READ_ENVIRONMENT = {"server/settings/settings.py"}
+MAY_READ_ENVIRONMENT = {"server/settings/loading.py"}
 MAY_CATCH_ALL = {
     "server/api/interceptors.py",
     "server/tiering/work_queue.py",

@@ -204,13 +204,13 @@ class Engine:
             request.num_computed_tokens = hit
         if hit < len(tokens):
             self.step(request, blocks, len(tokens) - hit)
-        self.catch_up()
+        self.drain()
         assert all(holds(pages, self.packing, tokens, blocks, self.shape) for pages in self.pages)
         self.scheduler.finished(request)
         assert all(worker.settled(20.0) for worker in self.workers)
         return hit
 
-    def catch_up(self) -> None:
+    def drain(self) -> None:
         """Have the device do what the engine queued."""
         if self.device is not None:
             self.device.compute.run()

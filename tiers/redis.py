@@ -369,7 +369,7 @@ class RedisTier(Tier):
         return False
 
     @override
-    def kin(self, key: ChunkKey) -> object:
+    def batch_key(self, key: ChunkKey) -> object:
         """Return the tier: one server sends what one thread reads over one connection.
 
         What is to be decoded is better spread over threads, and a Cluster's chunks over servers.

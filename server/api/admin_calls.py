@@ -45,9 +45,9 @@ class KeepCalls:
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
-        shelves = self._store.transfers.shelves
-        if request.tier and request.tier not in shelves:
-            raise InvalidRequestError("tier", request.tier, f"use one of {sorted(shelves)}")
+        slots = self._store.moves.tiers.slots
+        if request.tier and request.tier not in slots:
+            raise InvalidRequestError("tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)
         if request.session_id and request.tenant:
             fix = "name a tenant without a session, whose chunks are its own"

@@ -11,9 +11,9 @@ from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespace
 from kvstore.server.api.validation import Checks, fidelity, fitting
-from kvstore.server.index.model_registry import Space
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.explain import Explainer, Near, Reason
+from kvstore.server.store.explain import Explainer, Reason, SimilarModel
 from kvstore.server.store.miss_log import LoggedMiss, MissLog, Report
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.request_trace import check_local
@@ -26,14 +26,14 @@ class ExplainDesk:
     """Answers Explain, and is told of what it will have to explain. Thread-safe."""
 
     def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
-        transfers = store.transfers
+        moves = store.moves
         self._catalog = store.catalog
         self._gates = store.blends.gates
         self._sessions = sessions
         self._checks = checks
         self._clock: Callable[[], float] = checks.clock
         self._explainer = Explainer(
-            store.catalog, transfers.sources, transfers.outcomes, transfers.clock,
+            store.catalog, moves.tiers.sources, moves.catalog.outcomes, moves.clock,
             store.states, store.spaces,
         )  # fmt: skip
         self._log = MissLog(checks.clock)
@@ -61,8 +61,8 @@ class ExplainDesk:
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
             reply.chunks.extend(fitting(map(_reason, found.reasons), wire.MESSAGE_BYTES))
-            reply.near.extend(fitting(map(_near, found.near), LIST_BYTES))
-            reply.left_out += len(found.reasons) + len(found.near)
+            reply.near.extend(fitting(map(_similar, found.similar), LIST_BYTES))
+            reply.left_out += len(found.reasons) + len(found.similar)
             reply.left_out -= len(reply.chunks) + len(reply.near)
         if request.recent:
             self._add_recent(request.recent, reply)
@@ -93,7 +93,7 @@ class ExplainDesk:
             )
         return Namespace(request.key_namespace)
 
-    def _known(self, space: Space) -> pb.KnownSpace:
+    def _known(self, space: ModelNamespace) -> pb.KnownSpace:
         return _space_message(space, self._catalog.queries.count_in(space.namespace))
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
@@ -137,16 +137,17 @@ def _reason(reason: Reason) -> pb.ChunkReason:
     )
 
 
-def _near(near: Near) -> pb.KnownSpace:
-    message = _space_message(near.space, near.chunks)
-    message.same_tokens = near.has_tokens
+def _similar(similar: SimilarModel) -> pb.KnownSpace:
+    message = _space_message(similar.space, similar.chunks)
+    message.same_tokens = similar.has_tokens
     message.differences.extend(
-        pb.Difference(field=one.field, stored=one.stored, asked=one.asked) for one in near.differing
+        pb.Difference(field=one.field, stored=one.stored, asked=one.asked)
+        for one in similar.differing
     )
     return message
 
 
-def _space_message(space: Space, chunks: int) -> pb.KnownSpace:
+def _space_message(space: ModelNamespace, chunks: int) -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
         representation=wire.representation_to_message(space.representation),

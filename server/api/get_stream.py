@@ -14,9 +14,9 @@ from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import LayeredGet, LayerPart
-from kvstore.server.store.ranged_reads import RangedRead, Span
-from kvstore.server.store.reads import IN_MEMORY, Arrival
+from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
+from kvstore.server.store.ranged_reads import ByteRange, RangeRead
+from kvstore.server.store.reads import IN_MEMORY, ReadResult
 from kvstore.server.store.store import Store
 from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
@@ -47,8 +47,8 @@ class GetStream:
         self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
     ) -> Iterator[pb.GetResponse]:
         """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
-        transfers = self.store.transfers
-        layered = LayeredGet(transfers, self.session, keys, self.deadline, self.least)
+        moves = self.store.moves
+        layered = LayerwiseRead(moves, self.session, keys, self.deadline, self.least)
         layered.skipped = skipped
         for part in layered.parts():
             yield from self._pieces(part)
@@ -63,7 +63,7 @@ class GetStream:
 
         Of a frame within *reach* its place instead.
         """
-        reading = RangedRead(self.store.transfers, self.store.gets, self.least, self.deadline)
+        reading = RangeRead(self.store.moves, self.store.reads, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
@@ -72,7 +72,7 @@ class GetStream:
                 tier, place = found
                 yield self._places(index, pack_places([place]), [tier])
                 continue
-            spans = [Span(one.start, one.stop) for one in group]
+            spans = [ByteRange(one.start, one.stop) for one in group]
             with reading.read(keys[index], spans) as stored:
                 if stored is None:
                     continue
@@ -87,15 +87,15 @@ class GetStream:
         peers: Collection[int] = (),
     ) -> Iterator[pb.GetResponse]:
         """Yield the chunks in order: where they are on *peers* or within *reach*, else bytes."""
-        gets = self.store.gets
+        reads = self.store.reads
         if reach is None:
-            for arrival in gets.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
-                yield from self._parts(arrival)
+            for result in reads.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
+                yield from self._parts(result)
             return
-        rows = gets.in_place(keys, reach, self.least, peers)
+        rows = reads.in_place(keys, reach, self.least, peers)
         if len(rows):
-            yield self._places(0, rows.tobytes(), gets.place_names(reach, peers))
-            gets.were_told(self.session, keys, rows)
+            yield self._places(0, rows.tobytes(), reads.place_names(reach, peers))
+            reads.note_in_place(self.session, keys, rows)
         if len(rows) < len(keys):
             yield from self._loaded(keys, len(rows), reach, peers)
 
@@ -107,30 +107,31 @@ class GetStream:
         peers: Collection[int],
     ) -> Iterator[pb.GetResponse]:
         """Yield the chunks from *first* on; what is there without a load is told together."""
-        gets, least = self.store.gets, self.least
-        there: list[Arrival] = []
-        lenders = self.store.transfers.lenders(keys[first:])
-        for one in gets.get(self.session, keys[first:], self.deadline, reach, least, peers):
-            arrival = replace(one, index=one.index + first)
-            if arrival.place is None:
-                yield from self._parts(arrival)
+        reads, least = self.store.reads, self.least
+        there: list[ReadResult] = []
+        remote = self.store.tiers.remote
+        lenders = remote.tier.lenders(keys[first:]) if remote is not None else set()
+        for one in reads.get(self.session, keys[first:], self.deadline, reach, least, peers):
+            result = replace(one, index=one.index + first)
+            if result.place is None:
+                yield from self._parts(result)
                 continue
-            there.append(arrival)
-            following = keys[arrival.index + 1 :][:1]
-            if not (following and gets.in_reach(following[0], reach, least, peers)):
-                yield self._arrivals(there, lenders)
+            there.append(result)
+            following = keys[result.index + 1 :][:1]
+            if not (following and reads.in_reach(following[0], reach, least, peers)):
+                yield self._places_of(there, lenders)
                 there = []
         if there:
-            yield self._arrivals(there, lenders)
+            yield self._places_of(there, lenders)
 
-    def _arrivals(self, arrivals: Sequence[Arrival], lenders: Iterable[int]) -> pb.GetResponse:
-        names = list(dict.fromkeys(arrival.tier for arrival in arrivals))
+    def _places_of(self, results: Sequence[ReadResult], lenders: Iterable[int]) -> pb.GetResponse:
+        names = list(dict.fromkeys(result.tier for result in results))
         rows = pack_places(
-            _row(arrival.place, names.index(arrival.tier))
-            for arrival in arrivals
-            if arrival.place is not None
+            _row(result.place, names.index(result.tier))
+            for result in results
+            if result.place is not None
         )
-        return self._places(arrivals[0].index, rows, names, lenders)
+        return self._places(results[0].index, rows, names, lenders)
 
     def _places(
         self, index: int, rows: bytes, names: Sequence[str], lenders: Iterable[int] = ()
@@ -142,9 +143,9 @@ class GetStream:
             places=pb.Places(rows=rows, tier_names=names, peers=lenders),
         )
 
-    def _parts(self, arrival: Arrival) -> Iterator[pb.GetResponse]:
-        frame = arrival.frame
-        return self._pieces(LayerPart(arrival.index, arrival.tier, len(frame), 0, frame))
+    def _parts(self, result: ReadResult) -> Iterator[pb.GetResponse]:
+        frame = result.frame
+        return self._pieces(LayerPart(result.index, result.tier, len(frame), 0, frame))
 
     def _pieces(self, part: LayerPart) -> Iterator[pb.GetResponse]:
         """Cut a part of a frame into messages."""

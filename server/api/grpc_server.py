@@ -13,8 +13,8 @@ from kvstore.server.api.interceptors import ErrorInterceptor
 from kvstore.server.api.load_shedding import Overload
 from kvstore.server.api.request_scope import RequestScope
 from kvstore.server.security.certificates import ServerTls
-from kvstore.server.settings.descriptors import GRPC_SHARE, share_of
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import join_endpoint, unresolved
 
 MESSAGE_SLACK_BYTES = 1 << 20
@@ -34,7 +34,7 @@ HEALTH_CONNECTIONS = 64
 
 
 def bind(
-    config: ServerConfig,
+    config: Settings,
     overload: Overload,
     gatekeeper: Gatekeeper,
     scope: RequestScope,
@@ -72,7 +72,7 @@ def most_connections(max_sessions: int, taken: int) -> int:
     return share_of(GRPC_SHARE, taken, most)
 
 
-def _tls(config: ServerConfig) -> ServerTls | None:
+def _tls(config: Settings) -> ServerTls | None:
     if config.tls_cert is None or config.tls_key is None:
         return None
     return ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)

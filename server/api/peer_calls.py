@@ -54,16 +54,16 @@ class PeerCalls:
 
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
-        shelf = self._store.transfers.peers
-        return cast("PeerTier", shelf.tier).lent()[:MAX_TOLD_PEERS] if shelf else []
+        slot = self._store.moves.tiers.remote
+        return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
 
     def LendPeer(
         self, request: pb.LendPeerRequest, context: grpc.ServicerContext
     ) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
-        shelf = self._store.transfers.peers
-        peer = cast("PeerTier", shelf.tier).peers.numbered(request.number) if shelf else None
+        slot = self._store.moves.tiers.remote
+        peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
         if peer is None:
             raise InvalidRequestError("number", request.number, "of no server that is known")
         lent = peer.let_guest(session.namespace)

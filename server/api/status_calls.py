@@ -40,7 +40,7 @@ class StatusCalls:
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
-        tiers = [tier_status(status) for status in self._store.shelf_statuses()]
+        tiers = [tier_status(status) for status in self._store.slot_statuses()]
         if not principal_of(context).is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
@@ -50,7 +50,7 @@ class StatusCalls:
         for tier in tiers:
             catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)
-        reply.ghosts = catalog.ghost_count()
+        reply.ghosts = catalog.evicted_count()
         reply.gates.extend(map(gate_to_message, self._store.blends.gates.views()))
         reply.sessions = len(self._sessions)
         reply.leases = catalog.lease_count()

@@ -21,11 +21,11 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FrameHeader, raw_frame_bytes
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkInfo, ChunkKey, Fidelity, KVLayout
-from kvstore.server.index.results import Holding
+from kvstore.server.index.results import ChunkDetails
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.store.store import ShelfStatus
+from kvstore.server.store.store import SlotStatus
 
 MAX_DEADLINE_MS = 600_000
 MAX_PLAN_TTL_MS = 3600 * 1000
@@ -200,7 +200,7 @@ def fitting(messages: Iterable[M], room_bytes: int) -> Iterator[M]:
         yield message
 
 
-def chunk_stat(held: Holding) -> pb.ChunkStat:
+def chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     """Return what the catalog knows of a chunk as a message."""
     info = next(iter(held.copies.values()))
     return pb.ChunkStat(
@@ -229,7 +229,7 @@ def chunk_stat(held: Holding) -> pb.ChunkStat:
     )
 
 
-def tier_status(status: ShelfStatus) -> pb.TierStatus:
+def tier_status(status: SlotStatus) -> pb.TierStatus:
     """Return a tier's state as a message."""
     return pb.TierStatus(
         name=status.name,

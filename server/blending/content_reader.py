@@ -12,17 +12,17 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.blending.content_index import Named
 from kvstore.server.blending.contents import Contents
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
 STEP_S = 0.05
 """How long a step reads at most, so that whoever calls it can do other things, too."""
 
 
 class ContentReader:
-    """Reads headers of chunks whose content is not known: those that the last of *shelves* kept
+    """Reads headers of chunks whose content is not known: those that the last of *slots* kept
     over a restart, the latest first, and those that other nodes put and that came into memory.
 
-    Indexes say nothing of contents, frames do; each is read from the first of *shelves* that has
+    Indexes say nothing of contents, frames do; each is read from the first of *slots* that has
     it. For one thread. *clock* returns seconds; at most *limit* chunks are read of a restart's.
     """
 
@@ -30,15 +30,15 @@ class ContentReader:
         self,
         catalog: Catalog,
         contents: Contents,
-        shelves: Sequence[Shelf],
+        slots: Sequence[TierSlot],
         limit: int,
         clock: Callable[[], float],
     ) -> None:
         self._catalog = catalog
         self._contents = contents
-        self._shelves = shelves
+        self._slots = slots
         self._clock = clock
-        self._left = contents.unnamed(shelves[-1].name, limit) if limit else []
+        self._left = contents.unnamed(slots[-1].name, limit) if limit else []
 
     def step(self) -> bool:
         """Read some headers; False once there are none left."""
@@ -55,8 +55,8 @@ class ContentReader:
     def _read(self, key: ChunkKey) -> None:
         copies = self._catalog.hold(key)
         try:
-            shelf = next((one for one in self._shelves if one.name in copies), None)
-            named = self._named(shelf, copies[shelf.name]) if shelf is not None else None
+            slot = next((one for one in self._slots if one.name in copies), None)
+            named = self._named(slot, copies[slot.name]) if slot is not None else None
         except KVStoreError:  # it is found by key all the same, and its reader learns what is wrong
             return
         finally:
@@ -64,15 +64,15 @@ class ContentReader:
         if named is not None:
             self._contents.name(named)
 
-    def _named(self, shelf: Shelf, info: ChunkInfo) -> Named | None:
+    def _named(self, slot: TierSlot, info: ChunkInfo) -> Named | None:
         """Return what the frame's header says. Raises KVStoreErrors."""
         head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)
-        if not shelf.guarded(lambda: shelf.tier.read_into(info.key, head)):
+        if not slot.guarded(lambda: slot.tier.read_into(info.key, head)):
             return None
         longer = stated_header_bytes(head) if len(head) >= FIXED_BYTES else 0
         if len(head) < longer <= info.size_bytes:
             head = np.empty(longer, np.uint8)
-            if not shelf.guarded(lambda: shelf.tier.read_into(info.key, head)):
+            if not slot.guarded(lambda: slot.tier.read_into(info.key, head)):
                 return None
         header = parse_header(head)
         if header.key != info.key:

@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.blend import ACCURACY_TAG
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.settings.values import MAX_RATIO, GateTerms
 
 MAX_GATES = 1024
 """Models and tags that are told apart; of one more, one that is closed is forgotten, if any is."""
 
 TRIALS = 64
 """Full prefills that are compared before a gate opens."""
-
-MAX_RATIO = 0.75
-"""A gate that would have to recompute more closes: full prefill is then as good."""
 
 LEAST_TRIAL_TOKENS = 16
 """Trials over fewer are not counted: the mean weighs all alike."""
@@ -40,25 +37,6 @@ UNKNOWN = -1.0
 
 GateName: TypeAlias = tuple[bytes, str]
 """Namespace, so tenant and model, and tag."""
-
-
-@dataclass(frozen=True, slots=True)
-class GateTerms:
-    """What blending is held to. ``ratio`` is what a gate begins with, ``shadow_share`` how many
-    of the requests are compared once nothing has changed for long.
-    """
-
-    ratio: float = 0.3
-    min_agreement: float = 0.95
-    max_divergence: float = 0.03
-    shadow_share: float = 0.005
-
-    def __post_init__(self) -> None:
-        for name, top in (("ratio", MAX_RATIO), ("min_agreement", 1.0), ("shadow_share", 1.0)):
-            if not 0.0 <= getattr(self, name) <= top:
-                raise InvalidRequestError(name, getattr(self, name), f"use 0 to {top}")
-        if not 0.0 < self.max_divergence < 100.0:
-            raise InvalidRequestError("max_divergence", self.max_divergence, "nats, above 0")
 
 
 @dataclass(frozen=True, slots=True)

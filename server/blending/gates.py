@@ -16,11 +16,11 @@ from kvstore.server.blending.gate_table import (
     GateName,
     GateState,
     GateTable,
-    GateTerms,
     Permit,
     Shadow,
 )
 from kvstore.server.security.sessions import Session
+from kvstore.server.settings.values import GateTerms
 from kvstore.server.telemetry.metrics import Counters
 
 

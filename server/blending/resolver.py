@@ -25,8 +25,8 @@ from kvstore.server.blending.token_priority import Scores
 from kvstore.server.blending.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.lookup import Finder
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.store.lookup import Lookup
+from kvstore.server.tiering.moves import Moves
 
 MAX_NAMED = 4096
 """Chunks that one answer names and leases; of more, each chunk has fewer variants."""
@@ -67,18 +67,16 @@ class Report:
 class Blending:
     """Answers Resolve and ReportReuse. Thread-safe."""
 
-    def __init__(
-        self, transfers: Transfers, finder: Finder, lease_ttl_ms: int, gates: Gates
-    ) -> None:
+    def __init__(self, moves: Moves, lookup: Lookup, lease_ttl_ms: int, gates: Gates) -> None:
         self.gates = gates
-        self.contents = Contents(transfers.catalog.state)
-        transfers.catalog.listeners.append(self.contents)
-        self._catalog = transfers.catalog
-        self._counters = transfers.counters
-        self._sources = transfers.sources
-        self._finder = finder
+        self.contents = Contents(moves.catalog.state)
+        moves.catalog.listeners.append(self.contents)
+        self._catalog = moves.catalog
+        self._counters = moves.counters
+        self._sources = moves.tiers.sources
+        self._lookup = lookup
         self._lease_ttl_ms = lease_ttl_ms
-        self.tier_names = tuple(shelf.name for shelf in transfers.sources)
+        self.tier_names = tuple(slot.name for slot in moves.tiers.sources)
 
     # --- resolve
 
@@ -127,14 +125,14 @@ class Blending:
                 break
         if not keys:
             return 0
-        return self._finder.lookup(
+        return self._lookup.lookup(
             session, keys, question.deadline, lease=False, min_fidelity=question.least
         ).ready
 
     def _found(
         self, session: Session, question: Question, asked: AskedSegment, *, approximate: bool
     ) -> list[Matches]:
-        tiers = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
+        tiers = [None if slot.breaker.is_open else slot.name for slot in self._sources]
         found: list[Matches] = []
         for start in range(0, len(asked.chunks), CHUNKS_AT_ONCE):
             found += self.contents.matches(

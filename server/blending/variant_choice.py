@@ -14,7 +14,7 @@ from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey
 from kvstore.server.blending.contents import AskedChunk, Candidate, Matches
 from kvstore.server.blending.scores import NO_IMPACT, fix_overhead, prefix_overlap
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class VariantChoice:
     """
 
     def __init__(
-        self, sources: Sequence[Shelf], places: Mapping[bytes, int], terms: ChoiceTerms
+        self, sources: Sequence[TierSlot], places: Mapping[bytes, int], terms: ChoiceTerms
     ) -> None:
         self._sources = sources
         self._places = places

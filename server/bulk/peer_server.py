@@ -16,8 +16,8 @@ from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
-from kvstore.server.settings.peer_settings import GET_BYTES
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.settings.values import GET_BYTES
+from kvstore.server.tiering.moves import Moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class DeskLimits:
 class PeerDesk:
     """Answers finds and gets of peers from CPU memory. Thread-safe."""
 
-    def __init__(self, transfers: Transfers, limits: DeskLimits) -> None:
-        self._catalog = transfers.catalog
-        self._cpu = transfers.cpu_tier
-        self._counters = transfers.counters
+    def __init__(self, moves: Moves, limits: DeskLimits) -> None:
+        self._catalog = moves.catalog
+        self._cpu = moves.tiers.cpu_tier
+        self._counters = moves.counters
         self._limits = limits
         self._lock = threading.Lock()  # guards the two below
         self._requests = 0

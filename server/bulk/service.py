@@ -18,8 +18,8 @@ from kvstore.server.api.validation import Checks, fidelity
 from kvstore.server.bulk.peer_server import DeskLimits, PeerDesk
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.layered_reads import LayeredGet
-from kvstore.server.store.ranged_reads import RangedRead, Span
+from kvstore.server.store.layered_reads import LayerwiseRead
+from kvstore.server.store.ranged_reads import ByteRange, RangeRead
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
 
@@ -39,7 +39,7 @@ class BulkService:
         desk_limits: DeskLimits | None = None,
     ) -> None:
         self._store = store
-        self.desk = PeerDesk(store.transfers, desk_limits or DeskLimits())
+        self.desk = PeerDesk(store.moves, desk_limits or DeskLimits())
         self._sessions = sessions
         self._checks = checks
         self.tracing: Tracing | None = None
@@ -107,8 +107,8 @@ class BulkService:
             if work.word.flags & bulk.RANGES:
                 found = self._ranges(keys[:known], ranges, work.deadline, least)
             elif work.word.flags & bulk.LAYER_MAJOR:
-                transfers = self._store.transfers
-                layered = LayeredGet(transfers, session, keys[:known], work.deadline, least)
+                moves = self._store.moves
+                layered = LayerwiseRead(moves, session, keys[:known], work.deadline, least)
                 layered.skipped = skipped
                 found = self._layers(layered)
             else:
@@ -124,10 +124,10 @@ class BulkService:
     def _frames(
         self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
     ) -> Generator[Piece, None, None]:
-        for one in self._store.gets.get(session, keys, deadline, least=least):
+        for one in self._store.reads.get(session, keys, deadline, least=least):
             yield Piece(one.index, one.tier, len(one.frame), 0, one.frame)
 
-    def _layers(self, layered: LayeredGet) -> Generator[Piece, None, None]:
+    def _layers(self, layered: LayerwiseRead) -> Generator[Piece, None, None]:
         for part in layered.parts():
             yield Piece(*part)
 
@@ -138,11 +138,11 @@ class BulkService:
         deadline: float,
         least: Fidelity,
     ) -> Generator[Piece, None, None]:
-        reading = RangedRead(self._store.transfers, self._store.gets, least, deadline)
+        reading = RangeRead(self._store.moves, self._store.reads, least, deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
-            spans = [Span(one.start, one.stop) for one in group]
+            spans = [ByteRange(one.start, one.stop) for one in group]
             with reading.read(keys[index], spans) as stored:
                 if stored is None:
                     continue

@@ -12,7 +12,7 @@ from kvstore.server.bulk.tcp_requests import StreamTerms
 from kvstore.server.bulk.tcp_server import StreamPlane
 from kvstore.server.security.authorization import Door
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, join_endpoint, parse_endpoint
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class BulkAt(NamedTuple):
 
 
 def open_streams(
-    config: ServerConfig,
+    config: Settings,
     service: BulkService,
     sessions: SessionTable,
     door: Door,

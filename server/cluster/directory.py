@@ -239,7 +239,7 @@ class Directory:
         """Only what is in memory is said."""
         return tier == _MEMORY
 
-    def stored(self, tier: str, info: ChunkInfo, origin: object = None) -> None:
+    def stored(self, tier: str, info: ChunkInfo, put_info: object = None) -> None:
         """A copy became visible on *tier*."""
         if tier == _MEMORY:
             self.sealed((info.key,))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # its files load redis
 
 
 def open_directory(
-    config: ServerConfig,
+    config: Settings,
     incarnation: int,
     grpc_port: int,
     bulk_address: str,
@@ -40,9 +40,7 @@ def open_directory(
     return Directory(link, me, terms, counters, breaker, clock)
 
 
-def _address(
-    config: ServerConfig, incarnation: int, grpc_port: int, bulk_address: str
-) -> NodeAddress:
+def _address(config: Settings, incarnation: int, grpc_port: int, bulk_address: str) -> NodeAddress:
     from kvstore.server.cluster.directory import NodeAddress
 
     host = config.advertise or config.listen_address[0]

@@ -31,7 +31,7 @@ from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peer_connections import StreamLink
 from kvstore.server.cluster.peer_dial import Dial
-from kvstore.server.settings.peer_settings import MAX_ASKED_PEERS
+from kvstore.server.settings.values import MAX_ASKED_PEERS
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 

@@ -12,9 +12,9 @@ from functools import partial
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.store.store import Store
-from kvstore.server.tiering.admission import Moment
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.admission import Trigger
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import TierSlot
 
 CHECK_S = 5.0
 """Between two questions for chunks that nobody put again, while nothing was missing."""
@@ -25,16 +25,16 @@ MAX_COPIES = 16
 
 
 class Refill:
-    """Of one shared *shelf*. Thread-safe."""
+    """Of one shared *slot*. Thread-safe."""
 
-    def __init__(self, transfers: Transfers, shelf: Shelf) -> None:
-        self._transfers = transfers
-        self._shelf = shelf
+    def __init__(self, moves: Moves, slot: TierSlot) -> None:
+        self._moves = moves
+        self._slot = slot
         # What is asked for next, and whether it was missing before: the catalog then names no copy
-        # on the shelf any more, so that a walk would not come by it.
+        # on the slot any more, so that a walk would not come by it.
         self._again: dict[ChunkKey, bool] = {}
         self._row = 0
-        self._next_s = transfers.clock() + CHECK_S
+        self._next_s = moves.clock() + CHECK_S
         self._rests_until_s = 0.0
 
     def put_again(self, key: ChunkKey) -> None:
@@ -44,22 +44,22 @@ class Refill:
 
     def tick(self) -> None:
         """Queue the next questions, if there are any. Called a few times a second."""
-        now = self._transfers.clock()
+        now = self._moves.clock()
         walks = now >= self._next_s and len(self._again) < MAX_AGAIN // 2
-        may_ask = now >= self._rests_until_s and not self._shelf.breaker.is_open
+        may_ask = now >= self._rests_until_s and not self._slot.breaker.is_open
         if (walks or self._again) and may_ask:
             self._next_s = now + CHECK_S if walks else self._next_s
             work = partial(self._check, walks=walks)
-            self._transfers.mover.submit(f"store-{self._shelf.name}", b"refill", work)
+            self._moves.work_queue.submit(f"store-{self._slot.name}", b"refill", work)
 
     def _check(self, *, walks: bool) -> bool:
         """Ask for some chunks, and copy some of those that are missing. Return whether any were."""
         again, self._again = self._again, {}
         asked, row = dict(again), self._row
         if walks:
-            held, row = self._transfers.catalog.queries.held_from(row)
+            held, row = self._moves.catalog.queries.held_from(row)
             for one in held:
-                if one.tier == self._shelf.name:
+                if one.tier == self._slot.name:
                     asked.setdefault(one.key, False)
         try:
             missing = self._missing(asked)
@@ -74,7 +74,7 @@ class Refill:
             self._queue({left: asked[left] for left in missing[at:]})
             break
         if missing:  # whatever took these took others, too
-            self._next_s = self._transfers.clock()
+            self._next_s = self._moves.clock()
         return bool(missing)
 
     def _queue(self, asked: Mapping[ChunkKey, bool]) -> None:
@@ -85,40 +85,40 @@ class Refill:
 
     def _rest(self) -> None:
         """Ask for nothing for a while."""
-        self._rests_until_s = self._transfers.clock() + CHECK_S
+        self._rests_until_s = self._moves.clock() + CHECK_S
 
     def _missing(self, asked: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
-        """Return what the shelf has lost of *asked*, and this server has elsewhere.
+        """Return what the slot has lost of *asked*, and this server has elsewhere.
 
-        What never was on the shelf is not lost. *asked* says what was missing before.
+        What never was on the slot is not lost. *asked* says what was missing before.
         """
-        transfers = self._transfers
-        here = {s.name for s in transfers.sources if s is not transfers.peers and not s.tier.shared}
-        holders = {key: set(transfers.catalog.holders(key)) for key in asked}
+        moves = self._moves
+        here = {slot.name for slot in moves.tiers.sources if not slot.tier.shared}
+        holders = {key: set(moves.catalog.holders(key)) for key in asked}
         elsewhere = [key for key in asked if holders[key] & here]
-        known = [key for key in elsewhere if self._shelf.name in holders[key]]
+        known = [key for key in elsewhere if self._slot.name in holders[key]]
         found: dict[ChunkKey, ChunkInfo | None] = {}
 
         def work() -> bool:
-            found.update(zip(known, self._shelf.tier.find(known), strict=True))
+            found.update(zip(known, self._slot.tier.find(known), strict=True))
             return True
 
         if known:
-            self._shelf.guarded(work, "find")
+            self._slot.guarded(work, "find")
         return [k for k in elsewhere if found.get(k) is None and (k in found or asked[k])]
 
     def _copy(self, key: ChunkKey) -> bool:
-        """Copy it if that is worth it. False where the shelf does not take it now."""
-        transfers, name = self._transfers, self._shelf.name
-        if name in transfers.catalog.holders(key):
-            transfers.catalog.forget(name, key)
-            transfers.counters.add("lost_chunks")
-        if not transfers.placement.admits(self._shelf, key, Moment.stored):
+        """Copy it if that is worth it. False where the slot does not take it now."""
+        moves, name = self._moves, self._slot.name
+        if name in moves.catalog.holders(key):
+            moves.catalog.forget(name, key)
+            moves.counters.add("lost_chunks")
+        if not moves.placement.admits(self._slot, key, Trigger.stored):
             return True
         try:
-            transfers.copy_now(key, self._shelf)
+            moves.copy_now(key, self._slot)
         except KVStoreError:
-            transfers.placement.given_up(name, key)
+            moves.placement.cancelled(name, key)
             self._queue({key: True})
             self._rest()
             return False
@@ -127,8 +127,8 @@ class Refill:
 
 def attach_refills(store: Store) -> None:
     """Have *store* check what its shared tiers lose."""
-    for shelf in store.transfers.lower_shelves():
-        if shelf.tier.shared:
-            refill = Refill(store.transfers, shelf)
+    for slot in store.tiers.lower:
+        if slot.tier.shared:
+            refill = Refill(store.moves, slot)
             store.reservations.on_existing.append(refill.put_again)
             store.on_tick.append(refill.tick)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.bulk.peer_server import DeskLimits
-from kvstore.server.settings.peer_settings import DIRECTORY
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import DIRECTORY
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.tiers.base import Tier
 
@@ -27,7 +27,7 @@ class Me(NamedTuple):
 
 
 def with_peers(
-    tiers: list[Tier], config: ServerConfig, counters: Counters, clock: Callable[[], float]
+    tiers: list[Tier], config: Settings, counters: Counters, clock: Callable[[], float]
 ) -> list[Tier]:
     """Return *tiers*, with the PeerTier before those that all share, if there are to be peers."""
     if not config.peers:
@@ -57,13 +57,13 @@ def with_peers(
     return [*tiers[:first_shared], tier, *tiers[first_shared:]]
 
 
-def desk_limits(config: ServerConfig) -> DeskLimits:
+def desk_limits(config: Settings) -> DeskLimits:
     """Return what other servers may have of this one."""
     return DeskLimits(config.peer_requests, config.peer_bytes, config.max_batch_chunks)
 
 
 def ready_peers(
-    config: ServerConfig, store: Store, directory: Directory | None, me: Me
+    config: Settings, store: Store, directory: Directory | None, me: Me
 ) -> Callable[[], None]:
     """Return what begins to reach for peers, who hear of this node as *me*.
 
@@ -72,10 +72,10 @@ def ready_peers(
     if config.asks_directory and directory is None:
         fix = "they are found in the Redis: add --directory and --redis, or name their addresses"
         raise InvalidRequestError("peers", DIRECTORY, fix)
-    shelf = store.transfers.peers
-    if shelf is None:
+    slot = store.tiers.remote
+    if slot is None:
         return lambda: None
-    peers = cast("PeerTier", shelf.tier).peers
+    peers = cast("PeerTier", slot.tier).peers
     peers.directory = directory if config.asks_directory else None
     name = config.node_id or f"{socket.gethostname()[:100]}:{me.port}"
     return lambda: peers.start(name, me.boot_id)

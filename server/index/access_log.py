@@ -1,4 +1,4 @@
-"""The Journal: events that the history and the policies are told of a little later, in order."""
+"""The AccessLog: events that are applied to the history and the policies later, in order."""
 
 from __future__ import annotations
 
@@ -74,13 +74,12 @@ _LATELY = 1 / 16
 _Event: TypeAlias = Asked | Stored | StoredChain
 
 
-class Journal:
+class AccessLog:
     """Keeps what takes long out of the answers to lookups and puts.
 
-    Whoever waits for an answer only notes what happened; somebody who has time calls ``step``,
-    and whoever asks the policies or forgets a row calls ``settle`` first. What is told, and in
-    which order, is the same as without a journal: the history first, then the policies. Not
-    thread-safe: the catalog's lock guards it.
+    A request only notes what happened. A thread that has time calls ``apply_next``; who reads the
+    policies or forgets a row calls ``apply_all`` first. The order of updates is the order of the
+    events: the history first, then the policies. Not thread-safe: the catalog's lock guards it.
     """
 
     def __init__(
@@ -103,18 +102,18 @@ class Journal:
     def note(self, event: _Event) -> None:
         """Keep an event until it is told."""
         if len(self._events) >= MAX_EVENTS:
-            self.step()
+            self.apply_next()
         if isinstance(event, Asked):
             while self._lookups >= MAX_LOOKUPS:
-                self.step()
+                self.apply_next()
             self._lookups += 1
         elif isinstance(event, StoredChain):
             while self._chains >= MAX_CHAINS:
-                self.step()
+                self.apply_next()
             self._chains += 1
         self._events.append(event)
 
-    def step(self) -> bool:
+    def apply_next(self) -> bool:
         """Tell of the first event, and of those that belong to it; False if there was none."""
         if not self._events:
             return False
@@ -129,9 +128,9 @@ class Journal:
             self._store(event)
         return True
 
-    def settle(self) -> None:
+    def apply_all(self) -> None:
         """Tell of everything."""
-        while self.step():
+        while self.apply_next():
             pass
 
     def _ask(self, event: Asked) -> None:

@@ -13,16 +13,17 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import Asked, Stored, StoredChain
-from kvstore.server.index.chunk_metadata import Knowledge, Origin
+from kvstore.server.index.chunk_metadata import ChunkMetadata, PutInfo
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.history_state import HistoryState
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.leases import Lease, LeaseTable, TenantOf
-from kvstore.server.index.prefix_ends import EndNeeds
+from kvstore.server.index.leases import Lease, Leases, TenantOf
+from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.queries import CatalogQueries
-from kvstore.server.index.results import Found, LeaseTerms
+from kvstore.server.index.results import LeaseTerms, PrefixMatch
 from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
+from kvstore.server.telemetry.outcomes import Outcomes
 
 QUIET_S = 0.004
 """Requests have paused when none came for so long."""
@@ -31,77 +32,79 @@ SPARED = 4
 """Events told behind one answer: what a lookup comes to that learned a chain, and one more."""
 AT_ONCE = 32
 """Chunks noted, or told of, without letting go of the lock."""
-_UNKNOWN = Origin()
+_UNKNOWN = PutInfo()
 
 
 class Catalog:
     """The index, the eviction policies and who holds what, kept in step under one lock.
 
-    *knowledge* is told of an event before the policies, which rank by it. ``listeners`` are told
+    *metadata* is told of an event before the policies, which rank by it. ``listeners`` are told
     of copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock.
     """
 
     def __init__(
         self,
         policies: Mapping[str, EvictionPolicy],
-        leases: LeaseTable,
+        leases: Leases,
         pin_limit_bytes: int,
         clock: Callable[[], float],
-        knowledge: Knowledge | None = None,
+        metadata: ChunkMetadata | None = None,
     ) -> None:
-        self.knowledge = knowledge or Knowledge()
-        self.state = CatalogState(policies, leases, pin_limit_bytes, clock, self.knowledge)
+        self.metadata = metadata or ChunkMetadata()
+        self.state = CatalogState(policies, leases, pin_limit_bytes, clock, self.metadata)
         self.in_flight = InFlightPuts(self.state)
         self.eviction = EvictionState(self.state)
         self.queries = CatalogQueries(self.state, self.in_flight)
         self.listeners: list[CatalogListener] = []
-        self._strays: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
+        self.outcomes = Outcomes(clock)
+        """What became of chunks that are not here."""
+        self._orphans: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
         """Copies that were forgotten and that their tier has not freed yet."""
 
     # --- copies
 
-    def needs_ends(self, space: Namespace, needs: EndNeeds) -> None:
+    def needs_ends(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Prefixes of *space* are of a model that goes on only where it has what it *needs*."""
         with self.state.lock:
             self.state.index.needs_ends(space, needs)
 
-    def is_outgrown(self, key: ChunkKey, layout: KVLayout) -> bool:
+    def is_less_complete(self, key: ChunkKey, layout: KVLayout) -> bool:
         """Whether the chunk is here with less of its end than *layout* has."""
         with self.state.lock:
             row = self.state.index.row(key)
-            return bool(row) and self.state.index.lacks(row, layout)
+            return bool(row) and self.state.index.is_less_complete(row, layout)
 
-    def is_absent_or_outgrown(self, key: ChunkKey, layout: KVLayout) -> bool:
+    def is_absent_or_less_complete(self, key: ChunkKey, layout: KVLayout) -> bool:
         """Whether a chunk of *layout* would be news."""
         with self.state.lock:
             row = self.state.index.row(key)
-            return not row or self.state.index.lacks(row, layout)
+            return not row or self.state.index.is_less_complete(row, layout)
 
-    def note_sealed(self, tier: str, info: ChunkInfo, origin: Origin | None = None) -> None:
-        """A copy became visible on *tier*; *origin* says where it came from, if it was put."""
+    def note_sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None = None) -> None:
+        """A copy became visible on *tier*; *put_info* says where it came from, if it was put."""
         with self.state.lock:
             if self._contradicts(info):
-                self._strays[tier].add(info.key)
+                self._orphans[tier].add(info.key)
                 return
-            self._sealed(tier, info, origin)
+            self._sealed(tier, info, put_info)
         self.state.news.set()
 
-    def _sealed(self, tier: str, info: ChunkInfo, origin: Origin | None) -> None:
-        state, known = self.state, self.knowledge
-        self._strays[tier].discard(info.key)
+    def _sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None) -> None:
+        state, known = self.state, self.metadata
+        self._orphans[tier].discard(info.key)
         is_new = not state.index.row(info.key)
         row = state.index.add(tier, info)
         parent, now = state.index.parent(row), state.clock()
-        facts = known.facts(row, info, origin or _UNKNOWN) if is_new else None
+        facts = known.facts(row, info, put_info or _UNKNOWN) if is_new else None
         known.hints.arrived(row)
         if is_new and state.holds.uses:
-            if origin is not None:  # whoever put it has used it
+            if put_info is not None:  # whoever put it has used it
                 state.holds.uses.used([info.key])
             state.holds.keep(info.key, info.size_bytes)
         number = state.index.tiers.index(tier)
-        state.journal.note(Stored(number, row, parent, info.size_bytes, facts, now))
+        state.access_log.note(Stored(number, row, parent, info.size_bytes, facts, now))
         for listener in self.listeners:
-            listener.stored(tier, info, origin)
+            listener.stored(tier, info, put_info)
 
     def _contradicts(self, info: ChunkInfo) -> bool:
         """Whether there are copies with another layout: all copies of a chunk are alike."""
@@ -118,12 +121,12 @@ class Catalog:
         row = state.index.row(key)
         if not row:
             return False
-        state.journal.settle()
+        state.access_log.apply_all()
         state.policies[tier].remove(row)
         known = state.index.discard(tier, row)
         is_last = not state.index.holders(row)
         if is_last:
-            self.knowledge.hints.forget(row)
+            self.metadata.hints.forget(row)
             state.holds.uses.gone(key)
         if known:
             for listener in self.listeners:
@@ -131,7 +134,7 @@ class Catalog:
         return known
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        """A copy is about to leave *tier*, and a stray until ``swept``.
+        """A copy is about to leave *tier*, and an orphan until ``purged``.
 
         False if it was not there, or is held.
         """
@@ -140,13 +143,13 @@ class Catalog:
                 return False
             known = self._forget(tier, key)
             if known:
-                self._strays[tier].add(key)
+                self._orphans[tier].add(key)
             return known
 
     def leave(self, tier: str, key: ChunkKey, other: str) -> bool:
         """A copy may leave *tier* as *other* has one, nobody holds it and it is not evicted there.
 
-        It is a stray then, until ``swept``.
+        It is an orphan then, until ``purged``.
         """
         with self.state.lock:
             holders = self.state.index.holders(self.state.index.row(key))
@@ -154,23 +157,23 @@ class Catalog:
                 return False
             known = self._forget(tier, key)
             if known:
-                self._strays[tier].add(key)
+                self._orphans[tier].add(key)
             return known
 
-    def strays(self, tier: str) -> set[ChunkKey]:
+    def orphans(self, tier: str) -> set[ChunkKey]:
         """Return what was cast out of *tier* and may still lie there."""
         with self.state.lock:
-            return set(self._strays[tier])
+            return set(self._orphans[tier])
 
-    def is_stray(self, tier: str, key: ChunkKey) -> bool:
+    def is_orphan(self, tier: str, key: ChunkKey) -> bool:
         """Whether the chunk was cast out of *tier* and may still lie there."""
         with self.state.lock:
-            return key in self._strays[tier]
+            return key in self._orphans[tier]
 
-    def swept(self, tier: str, key: ChunkKey) -> None:
-        """The tier has freed a stray."""
+    def purged(self, tier: str, key: ChunkKey) -> None:
+        """The tier has freed an orphan."""
         with self.state.lock:
-            self._strays[tier].discard(key)
+            self._orphans[tier].discard(key)
 
     def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Return the chunk's copies by tier name; empty when there is none."""
@@ -203,9 +206,9 @@ class Catalog:
             row = self.state.index.row(key)
             return self.state.index.size_bytes(self.state.index.holders(row)[0], row) if row else 0
 
-    def ghost_count(self) -> int:
+    def evicted_count(self) -> int:
         """Chunks without a copy that are remembered."""
-        return self.state.index.ghost_count
+        return self.state.index.evicted_count
 
     def __len__(self) -> int:
         return len(self.state.index)
@@ -241,9 +244,9 @@ class Catalog:
 
     def _note_chain(self, tier: str, chain: Sequence[ChunkInfo]) -> None:
         """As ``_sealed`` of each chunk of a chain that nobody knows."""
-        index, known = self.state.index, self.knowledge
-        if self._strays[tier]:
-            self._strays[tier].difference_update([info.key for info in chain])
+        index, known = self.state.index, self.metadata
+        if self._orphans[tier]:
+            self._orphans[tier].difference_update([info.key for info in chain])
         rows = index.add_chain(tier, chain)
         facts, flops = known.facts_of_chain(rows, chain, _UNKNOWN)
         for row in rows:
@@ -251,7 +254,7 @@ class Catalog:
         number, parent = index.tiers.index(tier), index.parent(rows[0])
         size_bytes = chain[0].size_bytes
         stored = StoredChain(number, rows, parent, size_bytes, facts, flops, self.state.clock())
-        self.state.journal.note(stored)
+        self.state.access_log.note(stored)
 
     def infos_on(self, tier: str, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what *tier* has of each of *keys*, of one namespace; None where it has nothing."""
@@ -281,7 +284,7 @@ class Catalog:
         lease: LeaseTerms | None = None,
         *,
         again: bool = False,
-    ) -> Found:
+    ) -> PrefixMatch:
         """Find the longest prefix with copies of *min_fidelity* on *tiers*, the best named first.
 
         None stands for a tier that is not to be read. Touches all chunks that any tier has,
@@ -294,17 +297,17 @@ class Catalog:
             rows = self._readable(known, min_fidelity, now_s)
             if not again:
                 self.state.index.count_hits(rows)
-            self.state.journal.note(Asked(known, keys, now_s, again))
+            self.state.access_log.note(Asked(known, keys, now_s, again))
             pending = self._count_pending(keys, len(rows), now_s)
             shared = len(known) if self.state.index.has_ends(keys) else 0
-            ghosts = self.state.index.count_ghosts(known[len(rows) :])
+            evicted = self.state.index.count_evicted(known[len(rows) :])
             sources, sizes = self._choose(rows, min_fidelity, tiers)
             lease_id = 0
             if lease is not None and len(sources):
                 held = keys[: len(sources)]
                 lease_id = self.state.holds.lease(held, lease, now_s).lease_id
         self.state.news.set()
-        return Found(len(rows), pending, sources, sizes, lease_id, ghosts, shared)
+        return PrefixMatch(len(rows), pending, sources, sizes, lease_id, evicted, shared)
 
     def held(
         self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity
@@ -322,7 +325,7 @@ class Catalog:
 
     def _readable(self, known: Rows, least: Fidelity, now_s: float) -> Rows:
         """Return the prefix of *known* rows that may be a hit."""
-        return self.state.index.readable(self.knowledge.hints.unexpired(known, now_s), least)
+        return self.state.index.readable(self.metadata.hints.unexpired(known, now_s), least)
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
         """Return how many chunks after the known ones are being written, or are there already
@@ -334,7 +337,7 @@ class Catalog:
                 is_any = True
             else:
                 row = self.state.index.row(keys[at])
-                if not row or self.knowledge.hints.is_expired(row, now_s):
+                if not row or self.metadata.hints.is_expired(row, now_s):
                     break
             at += 1
         return at - known if is_any else 0
@@ -443,9 +446,9 @@ class Catalog:
         """An engine spoke of chunks; return how many pins are over the limit, and ignored."""
         with self.state.lock:
             now = self.state.clock()
-            self.state.journal.settle()
+            self.state.access_log.apply_all()
             rows = [row for key in keys if (row := self.state.index.row(key))]
-            self.knowledge.hinted(np.array(rows, np.intp), hints, now)
+            self.metadata.hinted(np.array(rows, np.intp), hints, now)
             return sum(
                 not table.extend(
                     self.state.index.key(row), self.state.any_size(row), now + ms / 1000
@@ -460,7 +463,7 @@ class Catalog:
     def expired_keys(self) -> list[ChunkKey]:
         """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
         with self.state.lock:
-            rows = self.knowledge.hints.expired(self.state.clock(), EXPIRED_AT_ONCE)
+            rows = self.metadata.hints.expired(self.state.clock(), EXPIRED_AT_ONCE)
             return [self.state.index.key(row) for row in rows]
 
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
@@ -502,13 +505,13 @@ class Catalog:
     def gave_up(self, key: ChunkKey) -> None:
         """A lower tier is about to evict a chunk: it tells how long they stay there."""
         with self.state.lock:
-            forecast, row = self.knowledge.forecast, self.state.index.row(key)
+            forecast, row = self.metadata.forecast, self.state.index.row(key)
             if forecast is not None and row:
                 forecast.gave_up(row, self.state.clock())
 
     # --- what policies learn, between requests
 
-    def catch_up(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float) -> bool:
         """Wait until requests pause, and tell the policies what happened; a thread that does so
         spares the next requests the time. Return whether there was anything.
         """
@@ -522,28 +525,28 @@ class Catalog:
             time.sleep(0)  # lets go of the interpreter, which a request may be waiting for
         return is_any
 
-    def spare_next(self) -> None:
+    def drain_some(self) -> None:
         """Tell the policies of what came first, if more waits behind it.
 
         For who has just answered a lookup, whose asker now looks at the answer: of many lookups in
         a row, each would otherwise have to tell of an earlier one before it can be answered.
         """
         for _ in range(SPARED):
-            if len(self.state.journal) <= 1:
+            if len(self.state.access_log) <= 1:
                 break
             self._step()
 
     def _step(self) -> bool:
         with self.state.lock:
-            return self.state.journal.step()
+            return self.state.access_log.apply_next()
 
     # --- over a restart
 
     def save(self) -> SavedHistory:
         """Return what is remembered of chunks, here or evicted, those that left first first."""
-        known = self.knowledge
+        known = self.metadata
         with self.state.lock:
-            self.state.journal.settle()
+            self.state.access_log.apply_all()
             now = self.state.clock()
             rows = np.fromiter(filter(known.history.knows, self.state.index.known_rows()), np.intp)
             state = HistoryState.of(known.history, rows[-MAX_CHUNKS:], now)
@@ -557,16 +560,16 @@ class Catalog:
 
         What engines said of chunks counts from ``note_sealed`` on. Raises InvalidRequestError.
         """
-        known = self.knowledge
+        known = self.metadata
         with self.state.lock:
             for names in saved.groups:
                 known.groups.number(*names)
-            chunks = saved.state.chunks[-max(1, known.ghost_limit) :]
+            chunks = saved.state.chunks[-max(1, known.evicted_limit) :]
             keys = [ChunkKey(key) for key in chunks["key"].tolist()]
-            rows = np.array([self.state.index.add_ghost(key) for key in keys], np.intp)
+            rows = np.array([self.state.index.add_evicted(key) for key in keys], np.intp)
             state = replace(saved.state, chunks=chunks[rows > 0])
             state.fill(known.history, rows[rows > 0], self.state.clock())
-            known.hints.await_rows(rows[rows > 0], state.chunks, self.state.clock())
+            known.hints.restore(rows[rows > 0], state.chunks, self.state.clock())
             return len(state.chunks)
 
 

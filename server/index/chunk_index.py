@@ -1,4 +1,4 @@
-"""The RadixIndex: which chunks exist, what they continue, and which tiers hold copies.
+"""The ChunkIndex: which chunks exist, what they continue, and which tiers hold copies.
 
 Chain digests already name a whole prefix, so the tree needs no edges to be walked: the
 longest cached prefix of a key chain is its longest run of known keys.
@@ -26,8 +26,8 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.index.evicted_entries import GhostList
-from kvstore.server.index.prefix_ends import EndNeeds, PrefixEnds
+from kvstore.server.index.evicted_entries import EvictedEntries
+from kvstore.server.index.prefix_ends import ResumeRequirements, StateCheckpoints
 
 
 class CopyColumns:
@@ -48,7 +48,7 @@ class CopyColumns:
 MAX_TIERS = 8
 """A chunk's tiers are the bits of one byte."""
 
-GHOSTS_A_CHUNK = 2
+EVICTED_A_CHUNK = 2
 """Of so many times the chunks that have copies the ghosts are kept, though it be over the limit."""
 
 MAX_DEPTH = 1 << 14
@@ -62,13 +62,13 @@ _COMMON, _WHOLE = 1, 2
 """Marks of a row."""
 
 
-class RadixIndex:
+class ChunkIndex:
     """Chunks by key, each in a row of columns. Not thread-safe: the catalog's lock guards it.
 
     A row belongs to a chunk while any tier has a copy of it, while it is a ghost, or while a
     chunk with a copy continues it; the parent of such a chunk therefore always has a row. When
     its last copy goes a chunk becomes a ghost, the oldest of which are forgotten when there are
-    more than *ghost_limit* and GHOSTS_A_CHUNK for each chunk with a copy; 0: there are none.
+    more than *evicted_limit* and EVICTED_A_CHUNK for each chunk with a copy; 0: there are none.
     *on_forget* is called with the rows of ghosts before they can be other chunks'. Columns and
     not objects, because a million chunks are a few million objects that the collector of garbage
     would go through.
@@ -81,7 +81,7 @@ class RadixIndex:
     def __init__(
         self,
         tiers: Sequence[str],
-        ghost_limit: int = 0,
+        evicted_limit: int = 0,
         on_forget: Callable[[Rows], None] = lambda rows: None,
     ) -> None:
         if len(tiers) > MAX_TIERS:
@@ -101,11 +101,11 @@ class RadixIndex:
         self._hits = array("I")
         self._layouts: list[KVLayout | None] = []
         self._known_layouts: dict[KVLayout, KVLayout] = {}
-        self._ends = PrefixEnds()
+        self._ends = StateCheckpoints()
         self._copies = [CopyColumns() for _ in tiers]
         self._count = 0
-        self._ghosts = GhostList()
-        self._ghost_limit = ghost_limit
+        self._evicted = EvictedEntries()
+        self._evicted_limit = evicted_limit
         self._on_forget = on_forget
         self._extend(first=True)
 
@@ -163,7 +163,7 @@ class RadixIndex:
         for column in (self._holders, self._marks, *columns):
             column.frombytes(bytes(count * column.itemsize))
         self._ends.extend(count)
-        self._ghosts.extend(count - first)
+        self._evicted.extend(count - first)
         self._layouts += [None] * count
         for copies in self._copies:
             copies.extend(count)
@@ -171,8 +171,8 @@ class RadixIndex:
     def _describe(self, row: int, info: ChunkInfo, above: int, layout: KVLayout) -> None:
         """Keep what is the same in all copies."""
         self._count += 1
-        if row in self._ghosts:  # which held the row until now
-            self._ghosts.remove(row)
+        if row in self._evicted:  # which held the row until now
+            self._evicted.remove(row)
         else:
             self._uses[row] += 1
         if above:
@@ -194,7 +194,7 @@ class RadixIndex:
             self._marks[row] |= _COMMON
             row = self._parents[row]
 
-    def needs_ends(self, space: Namespace, needs: EndNeeds) -> None:
+    def needs_ends(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Take note of what the model of *space* needs where a prefix ends."""
         self._ends.need(space, needs)
 
@@ -206,9 +206,9 @@ class RadixIndex:
         """Return the layout of a chunk with a copy."""
         return self._layouts[row]
 
-    def lacks(self, row: int, layout: KVLayout) -> bool:
+    def is_less_complete(self, row: int, layout: KVLayout) -> bool:
         """Whether a chunk with a copy has less of its end than *layout*."""
-        return self._ends.lacks(row, layout)
+        return self._ends.is_less_complete(row, layout)
 
     def discard(self, tier: str, row: int) -> bool:
         """Forget the copy on *tier*. Return whether there was one; a row may go with its last."""
@@ -227,10 +227,10 @@ class RadixIndex:
             if self._marks[row] & _WHOLE:
                 self._marks[row] ^= _WHOLE
                 self._wholes[above] -= 1
-            self._ghosts.append(row)
+            self._evicted.append(row)
             if above:
                 self._let_go(above)
-            self._forget_ghosts()
+            self._forget_evicted()
         return True
 
     def _let_go(self, row: int) -> None:
@@ -239,30 +239,30 @@ class RadixIndex:
             self._marks[row] = 0
             self._keys.remove(row)
 
-    def _most_ghosts(self) -> int:
-        return max(self._ghost_limit, GHOSTS_A_CHUNK * self._count) if self._ghost_limit else 0
+    def _most_evicted(self) -> int:
+        return max(self._evicted_limit, EVICTED_A_CHUNK * self._count) if self._evicted_limit else 0
 
-    def _forget_ghosts(self) -> None:
-        limit = self._most_ghosts()
+    def _forget_evicted(self) -> None:
+        limit = self._most_evicted()
         batch = min(limit // _FORGOTTEN_AT_ONCE + 1, _FORGOTTEN_AT_ONCE)
-        if len(self._ghosts) - limit < batch:
+        if len(self._evicted) - limit < batch:
             return
-        rows = list(islice(self._ghosts, batch))
+        rows = list(islice(self._evicted, batch))
         self._on_forget(np.array(rows, np.intp))
         for row in rows:
-            self._ghosts.remove(row)
+            self._evicted.remove(row)
             self._let_go(row)
 
-    def add_ghost(self, key: ChunkKey) -> int:
+    def add_evicted(self, key: ChunkKey) -> int:
         """Remember a chunk of which no tier has a copy, as the one that left last; return its row.
 
         NO_ROW when it is known already, or when ghosts are as many as they may be.
         """
-        if len(self._ghosts) >= self._most_ghosts() or self.is_known(self._keys.find(key)):
+        if len(self._evicted) >= self._most_evicted() or self.is_known(self._keys.find(key)):
             return NO_ROW
         row = self._row_for(key)
         self._uses[row] += 1
-        self._ghosts.append(row)
+        self._evicted.append(row)
         return row
 
     # --- questions
@@ -274,28 +274,28 @@ class RadixIndex:
 
     def remembers(self, key: ChunkKey) -> bool:
         """Whether the chunk is a ghost."""
-        return self.is_ghost(self._keys.find(key))
+        return self.is_evicted(self._keys.find(key))
 
     def is_known(self, row: int) -> bool:
         """Whether the row is of a chunk with a copy, or of a ghost."""
-        return self._holders[row] != 0 or row in self._ghosts
+        return self._holders[row] != 0 or row in self._evicted
 
-    def is_ghost(self, row: int) -> bool:
+    def is_evicted(self, row: int) -> bool:
         """Whether the row is of a chunk that is remembered and has no copy."""
-        return row in self._ghosts
+        return row in self._evicted
 
-    def count_ghosts(self, rows: Rows) -> int:
+    def count_evicted(self, rows: Rows) -> int:
         """Return how many of *rows* are ghosts'."""
-        return int(self._ghosts.flags[rows].sum()) if len(rows) else 0
+        return int(self._evicted.flags[rows].sum()) if len(rows) else 0
 
     @property
-    def ghost_count(self) -> int:
+    def evicted_count(self) -> int:
         """Chunks that are remembered and have no copy."""
-        return len(self._ghosts)
+        return len(self._evicted)
 
     def known_rows(self) -> Iterator[int]:
         """Yield the rows of all ghosts, the oldest first, then of all chunks with a copy."""
-        yield from self._ghosts
+        yield from self._evicted
         yield from np.flatnonzero(np.frombuffer(self._holders, np.uint8)).tolist()
 
     def key(self, row: int) -> ChunkKey:
@@ -375,7 +375,7 @@ class RadixIndex:
     def known_prefix(self, keys: Sequence[ChunkKey]) -> Rows:
         """Return the rows of the longest run of *keys* that have a copy or are ghosts."""
         rows = self._keys.prefix(keys)
-        known = np.frombuffer(self._holders, np.uint8)[rows] | self._ghosts.flags[rows]
+        known = np.frombuffer(self._holders, np.uint8)[rows] | self._evicted.flags[rows]
         return rows if known.all() else rows[: int(known.argmin())]
 
     def readable(self, rows: Rows, min_fidelity: Fidelity = Fidelity.exact) -> Rows:

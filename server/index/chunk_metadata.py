@@ -20,7 +20,7 @@ from kvstore.server.index.groups import GroupTable
 from kvstore.server.index.hints import NEVER, HintTable
 from kvstore.tiers.base import DEFAULT_TENANT
 
-GHOST_LIMIT = 1 << 18
+EVICTED_LIMIT = 1 << 18
 """Chunks without a copy that are remembered at least, if there were so many."""
 
 CONTENT_LIMIT = 1 << 18
@@ -30,7 +30,7 @@ _SPACES_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PutInfo:
     """Whose chunk it is, what was said when it was put, and what its frame says of its tokens."""
 
     tenant: str = DEFAULT_TENANT
@@ -40,8 +40,8 @@ class Origin:
 
 
 @dataclass(slots=True, eq=False)
-class Knowledge:
-    """By row of the RadixIndex. Not thread-safe: the catalog's lock guards it.
+class ChunkMetadata:
+    """By row of the ChunkIndex. Not thread-safe: the catalog's lock guards it.
 
     ``category_ttls_s`` is how long chunks of a category live when no hint says so, ``what_ifs``
     the tiers whose size is wondered about, ``policy_names`` what each tier's policy is called.
@@ -52,7 +52,7 @@ class Knowledge:
     hints: HintTable = field(default_factory=HintTable)
     partitions: PartitionTable = field(default_factory=PartitionTable)
     category_ttls_s: Mapping[str, float] = field(default_factory=dict)
-    ghost_limit: int = GHOST_LIMIT
+    evicted_limit: int = EVICTED_LIMIT
     what_ifs: Mapping[str, WhatIf] = field(default_factory=dict)
     policy_names: Mapping[str, str] = field(default_factory=dict)
     groups: GroupTable = field(default_factory=GroupTable)
@@ -63,26 +63,26 @@ class Knowledge:
     _full_tokens: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By namespace, the most tokens that a chunk of it had: shorter ones end a prompt."""
 
-    def facts(self, row: int, info: ChunkInfo, origin: Origin) -> Facts:
+    def facts(self, row: int, info: ChunkInfo, put_info: PutInfo) -> Facts:
         """A chunk came that no tier had; return what the history is to be told of it."""
         tokens = info.layout.tokens
         full = self._full(info, tokens)
-        hints = origin.hints
-        group = self.groups.number(origin.tenant, hints.category)
+        hints = put_info.hints
+        group = self.groups.number(put_info.tenant, hints.category)
         prompt_chunks = -(-hints.prompt_tokens // full)
         flops = info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0
-        self.hints.place(row, self.partitions.number(origin.tenant, hints.category))
+        self.hints.assign_partition(row, self.partitions.number(put_info.tenant, hints.category))
         return Facts(tokens >= full, flops, group, hints.reuse, prompt_chunks)
 
     def facts_of_chain(
-        self, rows: Sequence[int], chain: Sequence[ChunkInfo], origin: Origin
+        self, rows: Sequence[int], chain: Sequence[ChunkInfo], put_info: PutInfo
     ) -> tuple[Facts, list[float]]:
         """Do the same for a *chain* of one layout; return the facts of each and their FLOPs."""
-        facts = self.facts(rows[0], chain[0], origin)
+        facts = self.facts(rows[0], chain[0], put_info)
         partition = self.hints.partition(rows[0])
         if partition:  # a new row is in partition 0
             for row in rows:
-                self.hints.place(row, partition)
+                self.hints.assign_partition(row, partition)
         flops = [info.prefill_flops for info in chain]
         return replace(facts, flops=0.0), [f if 0.0 <= f < math.inf else 0.0 for f in flops]
 
@@ -101,7 +101,7 @@ class Knowledge:
         ttl_s = hints.ttl_ms / 1000 or self.category_ttls_s.get(hints.category, 0.0)
         for row in rows.tolist():
             if hints.priority:
-                self.hints.rank(row, hints.priority)
+                self.hints.set_priority(row, hints.priority)
             if ttl_s:
                 self.hints.set_expiry(row, now_s + ttl_s)
 

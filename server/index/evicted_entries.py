@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstore.proto.key_table import NO_ROW
 
 
-class GhostList:
+class EvictedEntries:
     """Rows in the order in which they came, any of them taken out in O(1). Nine bytes a row.
 
     Ghost lists are how a cache learns from what it gave up too early (ARC, Megiddo and Modha,

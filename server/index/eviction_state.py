@@ -56,7 +56,7 @@ class EvictionState:
         """Return the partition that a chunk counts against, be it here or only to come."""
         with self._state.lock:
             row = self._state.index.row(key)
-            known = self._state.knowledge
+            known = self._state.metadata
             return known.hints.partition(row) if row else known.partitions.number(tenant, category)
 
     def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
@@ -67,7 +67,7 @@ class EvictionState:
         if not isinstance(policy, PartitionedEviction):
             return 0
         with self._state.lock:
-            self._state.journal.settle()
+            self._state.access_log.apply_all()
             return policy.owed_bytes(partition, need_bytes, need_chunks)
 
     def claim_victims(
@@ -84,7 +84,7 @@ class EvictionState:
         whatever the policy says.
         """
         with self._state.lock:
-            self._state.journal.settle()
+            self._state.access_log.apply_all()
             if among is None:
                 victims = self._victims(tier, need_bytes, limit, wanted)
             else:
@@ -115,7 +115,7 @@ class EvictionState:
             rows = chain(self._sparing(tier, wanted, stays), rows)
         late = (
             row
-            for row in self._state.knowledge.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
+            for row in self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
             if tier in index.holders(row) and not stays(row)
         )
         return rows if wanted.is_own else chain(late, rows)
@@ -142,12 +142,12 @@ class EvictionState:
             rows = policy.victims_of(wanted.partition, stays, now)
         else:
             rows = policy.victims_for(wanted.partition, stays, now)
-        return self._state.knowledge.hints.in_order(rows, self._state.index.parent, len(policy))
+        return self._state.metadata.hints.in_order(rows, self._state.index.parent, len(policy))
 
     def rank(self, tier: str, key: ChunkKey) -> EvictionRank:
         """Return how many others *tier* would evict before *key*; nobody is."""
         with self._state.lock:
-            self._state.journal.settle()
+            self._state.access_log.apply_all()
             row, before = self._state.index.row(key), 0
             for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
                 if victim == row:
@@ -179,28 +179,28 @@ class EvictionState:
     def count_on(self, tier: str) -> int:
         """Copies known on *tier*."""
         with self._state.lock:
-            self._state.journal.settle()
+            self._state.access_log.apply_all()
             return len(self._state.policies[tier])
 
     def policy_report(self, tier: str) -> PolicyReport:
         """Return which policy *tier* evicts by, and what its partitions take."""
-        known, policy = self._state.knowledge, self._state.policies[tier]
+        known, policy = self._state.metadata, self._state.policies[tier]
         name = known.policy_names.get(tier, type(policy).__name__)
         with self._state.lock:
-            self._state.journal.settle()
+            self._state.access_log.apply_all()
             return PolicyReport.of(name, policy, known.what_ifs.get(tier), known.partitions.names)
 
     def quota_tenants(self) -> tuple[str, ...]:
         """Return the tenants whose chunks are counted."""
-        return self._state.knowledge.partitions.tenants
+        return self._state.metadata.partitions.tenants
 
     def quotas_of(self, tenant: str) -> dict[str, TierUse]:
         """Return by tier what *tenant* takes; none when its chunks are not counted."""
-        number = self._state.knowledge.partitions.number(tenant)
+        number = self._state.metadata.partitions.number(tenant)
         if tenant not in self.quota_tenants():
             return {}
         with self._state.lock:
-            self._state.journal.settle()
+            self._state.access_log.apply_all()
             return {
                 tier: TierUse(
                     policy.used_bytes(number), policy.chunks(number), policy.quotas[number]
@@ -211,7 +211,7 @@ class EvictionState:
 
     def set_quotas(self, tenant: str, quotas: Mapping[str, Quota]) -> None:
         """Hold *tenant* to other quotas, by tier. Raises InvalidRequestError, changing nothing."""
-        number = self._state.knowledge.partitions.number(tenant)
+        number = self._state.metadata.partitions.number(tenant)
         with self._state.lock:
             done: list[tuple[PartitionedEviction, Quota]] = []
             try:

@@ -39,8 +39,8 @@ class HintTable:
         """When which row may expire, a heap; entries that are no longer true are skipped."""
         self._awaited: dict[int, tuple[float, int]] = {}
         """What an earlier run said of chunks that are not here yet, by row."""
-        self._mortal = 0
-        self._ranked = 0
+        self._expiring = 0
+        self._prioritized = 0
 
     def _reach(self, row: int) -> None:
         if row < len(self._priorities):
@@ -51,10 +51,10 @@ class HintTable:
 
     # --- priorities
 
-    def rank(self, row: int, priority: int) -> None:
+    def set_priority(self, row: int, priority: int) -> None:
         """Give a chunk a priority of 1 to 100; 0 takes it back."""
         self._reach(row)
-        self._ranked += bool(priority) - bool(self._priorities[row])
+        self._prioritized += bool(priority) - bool(self._priorities[row])
         self._priorities[row] = priority
 
     def priority(self, row: int) -> int:
@@ -70,7 +70,7 @@ class HintTable:
         A chunk stays behind all that continue it. Changes nothing, as ``victims`` does not.
         """
         window = min(LOOK_AHEAD, count // LOOK_AHEAD_SHARE)
-        if not self._ranked or window < 2:
+        if not self._prioritized or window < 2:
             yield from victims
             return
         ahead: list[int] = []
@@ -95,11 +95,11 @@ class HintTable:
     def set_expiry(self, row: int, expires_s: float) -> None:
         """Let a chunk expire at *expires_s*; NEVER takes it back."""
         self._reach(row)
-        self._mortal += (expires_s != NEVER) - (self._expiries[row] != NEVER)
+        self._expiring += (expires_s != NEVER) - (self._expiries[row] != NEVER)
         self._expiries[row] = expires_s
         if expires_s != NEVER:
             heapq.heappush(self._times, (expires_s, row))
-            if len(self._times) > 2 * self._mortal + _STALE_TIMES:
+            if len(self._times) > 2 * self._expiring + _STALE_TIMES:
                 self._times = [time for time in self._times if self._is_true(time)]
                 self._times = sorted(set(self._times))  # sorted is a heap
 
@@ -116,7 +116,7 @@ class HintTable:
 
     def unexpired(self, rows: Rows, now_s: float) -> Rows:
         """Return *rows* up to the first whose time is up."""
-        if not self._mortal or not len(rows):
+        if not self._expiring or not len(rows):
             return rows
         if int(rows.max()) >= len(self._expiries):
             self._reach(int(rows.max()))
@@ -144,7 +144,7 @@ class HintTable:
 
     def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Write what is known of *rows* into *chunks*, of ``history_state.CHUNK``."""
-        if not self._mortal and not self._ranked:
+        if not self._expiring and not self._prioritized:
             return
         known = np.flatnonzero(rows < len(self._priorities))
         mine = rows[known]
@@ -153,7 +153,7 @@ class HintTable:
         left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
         chunks["left_s"][known] = left_s
 
-    def await_rows(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
+    def restore(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Take what an earlier run wrote: it counts once the chunks have arrived here again."""
         spoken = np.flatnonzero((chunks["left_s"] > 0) | (chunks["priority"] > 0))
         for at in spoken.tolist():
@@ -166,11 +166,11 @@ class HintTable:
         if self._awaited and row in self._awaited:
             expires_s, priority = self._awaited.pop(row)
             self.set_expiry(row, expires_s)
-            self.rank(row, min(priority, MAX_PRIORITY))
+            self.set_priority(row, min(priority, MAX_PRIORITY))
 
     # --- partitions
 
-    def place(self, row: int, partition: int) -> None:
+    def assign_partition(self, row: int, partition: int) -> None:
         """Put a chunk into a partition."""
         self._reach(row)
         self._partitions[row] = partition
@@ -185,11 +185,11 @@ class HintTable:
         """The chunk is nowhere any more."""
         self._awaited.pop(row, None)
         if row < len(self._priorities):
-            self.rank(row, 0)
+            self.set_priority(row, 0)
             self.set_expiry(row, NEVER)
             self._partitions[row] = 0
 
     @property
-    def mortal_count(self) -> int:
+    def expiring_count(self) -> int:
         """Chunks that expire some time."""
-        return self._mortal
+        return self._expiring

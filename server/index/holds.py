@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.index.leases import Lease, LeaseTable
-from kvstore.server.index.planned_uses import AnnouncedUses
+from kvstore.server.index.leases import Lease, Leases
+from kvstore.server.index.planned_uses import PlannedUses
 from kvstore.server.index.results import LeaseTerms
 
 
-class PinTable:
+class Pins:
     """Pinned chunks, until when and how large. Not thread-safe: the catalog's lock guards it.
 
     ``until`` is in the clock's seconds.
@@ -66,12 +66,12 @@ class PinTable:
 class Holds:
     """One question, ``is_held``, and who answers it. The catalog's lock guards it."""
 
-    def __init__(self, leases: LeaseTable, pin_limit_bytes: int) -> None:
+    def __init__(self, leases: Leases, pin_limit_bytes: int) -> None:
         self.leases = leases
-        self.pinned = PinTable(pin_limit_bytes)
-        self.handed_over = PinTable(pin_limit_bytes // 2)
+        self.pinned = Pins(pin_limit_bytes)
+        self.handed_over = Pins(pin_limit_bytes // 2)
         """Chunks that another engine is about to read."""
-        self.uses = AnnouncedUses(pin_limit_bytes)
+        self.uses = PlannedUses(pin_limit_bytes)
         self.unkept = 0
         """Announced chunks that came and were not kept, for want of room."""
 

@@ -98,10 +98,10 @@ class InFlightPuts:
         """
         with self._state.lock:
             row = self._state.index.row(key)
-            if row and layout is not None and self._state.index.lacks(row, layout):
+            if row and layout is not None and self._state.index.is_less_complete(row, layout):
                 return False
             if self._state.index.holders(row, Fidelity.exact):
-                self._state.knowledge.live_on(row, self._state.clock())
+                self._state.metadata.live_on(row, self._state.clock())
                 self._promises.over(key)
                 return False
             self._writers[key] = self._writers.get(key, 0) + 1

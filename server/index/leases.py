@@ -29,7 +29,7 @@ def _nobody(session_id: int) -> tuple[str, int]:
     return "", 0
 
 
-class LeaseTable:
+class Leases:
     """All leases and the pins they add up to. Not thread-safe: the store's lock guards it.
 
     Invariant: ``pins[key]`` is the number of leases that name *key*, plus the copies of it

@@ -1,4 +1,4 @@
-"""KnownSpaces: which Representation each namespace stands for, and in what two differ."""
+"""ModelRegistry: which Representation each namespace stands for, and in what two differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TEXT_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class ModelNamespace:
     """A namespace, and what the last session that opened in it said of itself."""
 
     namespace: Namespace
@@ -30,7 +30,7 @@ class Space:
     representation: Representation
 
 
-class Differing(NamedTuple):
+class FieldDifference(NamedTuple):
     """A field in which two Representations differ, and what each has there."""
 
     field: str
@@ -38,16 +38,18 @@ class Differing(NamedTuple):
     asked: str
 
 
-class KnownSpaces:
+class ModelRegistry:
     """The Representations of the latest sessions, by namespace. Thread-safe."""
 
     def __init__(self) -> None:
-        self._spaces: OrderedDict[bytes, Space] = OrderedDict()
+        self._spaces: OrderedDict[bytes, ModelNamespace] = OrderedDict()
         self._lock = threading.Lock()  # guards the dictionary
 
     def note(self, session: Session) -> None:
         """Take note of a session that was opened."""
-        space = Space(session.namespace, session.tenant, session.client, session.representation)
+        space = ModelNamespace(
+            session.namespace, session.tenant, session.client, session.representation
+        )
         with self._lock:
             self._spaces.pop(session.namespace, None)
             if len(self._spaces) >= MAX_SPACES:
@@ -61,22 +63,22 @@ class KnownSpaces:
         oldest = next(n for n, space in self._spaces.items() if counts[space.tenant] == most)
         del self._spaces[oldest]
 
-    def restore(self, spaces: Sequence[Space]) -> None:
+    def restore(self, spaces: Sequence[ModelNamespace]) -> None:
         """Take note of what an earlier run knew, before any session is opened."""
         with self._lock:
             self._spaces = OrderedDict((space.namespace, space) for space in spaces[-MAX_SPACES:])
 
-    def of(self, namespace: Namespace) -> Space | None:
+    def of(self, namespace: Namespace) -> ModelNamespace | None:
         """Return what is known of a namespace."""
         with self._lock:
             return self._spaces.get(namespace)
 
-    def all(self) -> list[Space]:
+    def all(self) -> list[ModelNamespace]:
         """Return all that are known, the latest first."""
         with self._lock:
             return list(reversed(self._spaces.values()))
 
-    def others(self, asked: Space) -> list[Space]:
+    def others(self, asked: ModelNamespace) -> list[ModelNamespace]:
         """Return the other spaces of the tenant of *asked*, the latest first."""
         return [
             space
@@ -85,7 +87,9 @@ class KnownSpaces:
         ]
 
 
-def nearest(asked: Space, others: Iterable[Space]) -> list[tuple[Space, list[Differing]]]:
+def nearest(
+    asked: ModelNamespace, others: Iterable[ModelNamespace]
+) -> list[tuple[ModelNamespace, list[FieldDifference]]]:
     """Return in what *others* differ from *asked*, those that differ least first."""
     compared = [
         (space, differences(space.representation, asked.representation)) for space in others
@@ -93,7 +97,7 @@ def nearest(asked: Space, others: Iterable[Space]) -> list[tuple[Space, list[Dif
     return sorted(compared, key=lambda pair: len(pair[1]))
 
 
-def differences(stored: Representation, asked: Representation) -> list[Differing]:
+def differences(stored: Representation, asked: Representation) -> list[FieldDifference]:
     """Return the fields in which two Representations differ, in the order of the class.
 
     Fields of layer groups are named by the group's number: ``layer_groups[0].dtype``.
@@ -101,7 +105,7 @@ def differences(stored: Representation, asked: Representation) -> list[Differing
     ones, others = dict(_leaves("", stored)), dict(_leaves("", asked))
     names = dict.fromkeys([*ones, *others])
     pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in names]
-    return [Differing(*pair) for pair in pairs if pair[1] != pair[2]]
+    return [FieldDifference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ class _Batch:
     left: dict[ChunkKey, int]
 
 
-class AnnouncedUses:
+class PlannedUses:
     """Remaining uses by chunk (BatchLLM, arXiv 2412.03594). The catalog's lock guards it.
 
     A chunk counts as used when a lookup that leases it finds it, and when it is put, as whoever

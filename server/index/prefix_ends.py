@@ -20,14 +20,14 @@ MAX_CHECKPOINT_SPACES = 4096
 _HAS_WINDOW, _HAS_STATE = 1, 2
 
 
-class EndNeeds(NamedTuple):
+class ResumeRequirements(NamedTuple):
     """What a model needs of the end of a prefix: states, and the last so many tokens' windows."""
 
     state: bool = False
     window_tokens: int = 0
 
     @classmethod
-    def of_groups(cls, groups: Iterable[LayerGroup]) -> EndNeeds:
+    def of_groups(cls, groups: Iterable[LayerGroup]) -> ResumeRequirements:
         """Return what layers of *groups* need. A window of w sees the w - 1 tokens before."""
         needs = cls()
         for group in groups:
@@ -36,15 +36,15 @@ class EndNeeds(NamedTuple):
         return needs
 
     @classmethod
-    def of_layout(cls, layout: KVLayout) -> EndNeeds:
+    def of_layout(cls, layout: KVLayout) -> ResumeRequirements:
         """Return what a chunk of *layout* gives away of its model's needs."""
         windows = [c.tokens for c in layout.components if c.kind is LayerKind.window]
         return cls(layout.has(LayerKind.state), max(windows, default=0))
 
-    def and_also(self, other: EndNeeds) -> EndNeeds:
+    def and_also(self, other: ResumeRequirements) -> ResumeRequirements:
         """Return what fulfils both."""
         tokens = max(self.window_tokens, other.window_tokens)
-        return EndNeeds(self.state or other.state, tokens)
+        return ResumeRequirements(self.state or other.state, tokens)
 
     @property
     def flags(self) -> int:
@@ -52,8 +52,8 @@ class EndNeeds(NamedTuple):
         return _HAS_STATE * self.state | _HAS_WINDOW * (self.window_tokens > 0)
 
 
-class PrefixEnds:
-    """By row of the RadixIndex, what chunks have of their end. Not thread-safe, as the index.
+class StateCheckpoints:
+    """By row of the ChunkIndex, what chunks have of their end. Not thread-safe, as the index.
 
     A recurrent state is of use to a prompt that goes on exactly where it was taken (Marconi,
     MLSys 2025, section 3), a window to one that goes on at most so many tokens behind it.
@@ -61,8 +61,8 @@ class PrefixEnds:
 
     def __init__(self) -> None:
         self._flags = array("B")
-        self._needs: OrderedDict[bytes, EndNeeds] = OrderedDict()
-        self._latest: tuple[KVLayout | None, EndNeeds] = (None, EndNeeds())
+        self._needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
+        self._latest: tuple[KVLayout | None, ResumeRequirements] = (None, ResumeRequirements())
         """The layout that was described last, which the next most often has too."""
 
     def extend(self, count: int) -> None:
@@ -72,7 +72,7 @@ class PrefixEnds:
     def describe(self, row: int, space: Namespace, layout: KVLayout) -> None:
         """A chunk of *layout* came."""
         if layout is not self._latest[0]:
-            self._latest = (layout, EndNeeds.of_layout(layout))
+            self._latest = (layout, ResumeRequirements.of_layout(layout))
         needs = self._latest[1]
         self._flags[row] = flags = needs.flags
         if flags:
@@ -82,7 +82,7 @@ class PrefixEnds:
         """A chunk's last copy is gone."""
         self._flags[row] = 0
 
-    def need(self, space: Namespace, needs: EndNeeds) -> None:
+    def need(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Take note of what the model of *space* needs where a prefix ends."""
         known = self._needs.get(space)
         self._needs[space] = known.and_also(needs) if known else needs
@@ -94,15 +94,15 @@ class PrefixEnds:
         """Namespaces whose models need anything."""
         return len(self._needs)
 
-    def needs_of(self, space: bytes) -> EndNeeds | None:
+    def needs_of(self, space: bytes) -> ResumeRequirements | None:
         """Return what the model of *space* needs; None for nothing."""
         return self._needs.get(space)
 
-    def lacks(self, row: int, layout: KVLayout) -> bool:
+    def is_less_complete(self, row: int, layout: KVLayout) -> bool:
         """Whether the chunk has less of its end than *layout*."""
-        return bool(EndNeeds.of_layout(layout).flags & ~self._flags[row])
+        return bool(ResumeRequirements.of_layout(layout).flags & ~self._flags[row])
 
-    def usable(self, needs: EndNeeds, rows: Rows, tokens: Callable[[int], int]) -> int:
+    def usable(self, needs: ResumeRequirements, rows: Rows, tokens: Callable[[int], int]) -> int:
         """Return how many of *rows*, a prefix, a model that has such *needs* could continue.
 
         *tokens* says how many tokens a row's chunk has.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.results import Holding, UsedPrefix
+from kvstore.server.index.results import ChunkDetails, UsedPrefix
 from kvstore.server.index.state import CatalogState
 from kvstore.server.telemetry.event_ring import Event
 
@@ -27,7 +27,7 @@ _SAME_USE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ReuseEstimate:
-    """A chunk as an Offer needs it; ``context_tokens`` are those of the chunks before it.
+    """A chunk as an CopyRequest needs it; ``context_tokens`` are those of the chunks before it.
 
     ``is_needed``: chunks with copies continue it and are of no use without it.
     """
@@ -47,7 +47,7 @@ class ChunkStatus:
     copies: Mapping[str, ChunkInfo]
     is_pending: bool
     is_promised: bool
-    is_ghost: bool
+    is_evicted: bool
     is_expired: bool
 
 
@@ -58,16 +58,16 @@ class CatalogQueries:
         self._state = state
         self._in_flight = in_flight
 
-    def holding(self, key: ChunkKey) -> Holding | None:
+    def details(self, key: ChunkKey) -> ChunkDetails | None:
         """Return what is known of one chunk."""
         with self._state.lock:
             row = self._state.index.row(key)
             if not row:
                 return None
-            self._state.journal.settle()
-            now_s, known = self._state.clock(), self._state.knowledge
+            self._state.access_log.apply_all()
+            now_s, known = self._state.clock(), self._state.metadata
             expiry_s = known.hints.expiry(row)
-            return Holding(
+            return ChunkDetails(
                 key,
                 self._state.index.copies(row),
                 self._state.holds.leases.pins.get(key, 0),
@@ -81,16 +81,16 @@ class CatalogQueries:
             )
 
     def _idle_s(self, row: int, now_s: float) -> float:
-        history = self._state.knowledge.history
+        history = self._state.metadata.history
         if row >= len(history.hits) or not history.hits[row]:
             return -1.0
         return max(0.0, history.time_s(now_s) - history.last_s[row])
 
-    def holdings(self, space: Namespace) -> list[Holding]:
+    def chunks_of(self, space: Namespace) -> list[ChunkDetails]:
         """Return every chunk of a namespace. Those that come or go meanwhile may be left out."""
         return self.page(space, b"", b"", 0)
 
-    def page(self, space: Namespace, after: bytes, prefix: bytes, limit: int) -> list[Holding]:
+    def page(self, space: Namespace, after: bytes, prefix: bytes, limit: int) -> list[ChunkDetails]:
         """Return the chunks of a namespace in the order of their digests, *limit* at most unless 0.
 
         Those behind the digest *after* whose digests begin with *prefix*.
@@ -98,7 +98,7 @@ class CatalogQueries:
         keys = self.keys_from(space + prefix)
         if after:
             keys = [key for key in keys if key[DIGEST_BYTES:] > after]
-        found = (self.holding(key) for key in keys)
+        found = (self.details(key) for key in keys)
         return list(islice((held for held in found if held is not None), limit or None))
 
     def keys_from(self, start: bytes) -> list[ChunkKey]:
@@ -139,8 +139,8 @@ class CatalogQueries:
         """
         with self._state.lock:
             if ahead:
-                self._state.journal.settle()
-            index, known = self._state.index, self._state.knowledge
+                self._state.access_log.apply_all()
+            index, known = self._state.index, self._state.metadata
             row = index.row(key)
             if not row:
                 return None
@@ -170,7 +170,7 @@ class CatalogQueries:
                 self._in_flight.is_written(key),
                 self._in_flight.is_promised(key),
                 not row and index.remembers(key),
-                bool(row) and self._state.knowledge.hints.is_expired(row, self._state.clock()),
+                bool(row) and self._state.metadata.hints.is_expired(row, self._state.clock()),
             )
 
     def count_in(self, space: Namespace) -> int:
@@ -181,9 +181,9 @@ class CatalogQueries:
     def asked_again(self, keys: Sequence[ChunkKey], tier: str) -> list[ChunkKey]:
         """Return those of a chain that were asked for before and that *tier* does not have."""
         with self._state.lock:
-            self._state.journal.settle()
+            self._state.access_log.apply_all()
             rows = self._state.index.known_prefix(keys)
-            hits = np.frombuffer(self._state.knowledge.history.hits, np.uint8)
+            hits = np.frombuffer(self._state.metadata.history.hits, np.uint8)
             rows = rows[rows < len(hits)]
             held, _ = self._state.index.sizes(tier, rows, Fidelity.none)
             again = ~held & (hits[rows] > 1)

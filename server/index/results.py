@@ -15,7 +15,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ChunkDetails:
     """One chunk as the catalog knows it: its copies by tier name."""
 
     key: ChunkKey
@@ -67,7 +67,7 @@ class Leasing(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """The chunks of the longest prefix that can be read.
 
     ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its
@@ -80,7 +80,7 @@ class Found:
     sources: NDArray[np.uint8]
     sizes: NDArray[np.int64]
     lease_id: int = 0
-    ghosts: int = 0
+    evicted: int = 0
     """Chunks of the prompt that had been evicted, from its first on."""
     shared: int = 0
     """Chunks that are here or had been, where a prefix cannot end everywhere; else 0."""

@@ -18,7 +18,7 @@ from kvstore.proto.wire import representation_from_message, representation_to_me
 from kvstore.server.eviction.chunk_classes import OWNS
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 from kvstore.server.index.history_state import CHUNK, CLASS, HistoryState
-from kvstore.server.index.model_registry import MAX_SPACES, Space
+from kvstore.server.index.model_registry import MAX_SPACES, ModelNamespace
 from kvstore.tiers.disk_io import write_durably
 
 MAX_SPACE_BYTES = 1 << 14
@@ -29,7 +29,7 @@ _COUNT = struct.Struct("<I")
 _RECORD = struct.Struct(f"<{DIGEST_BYTES}sHHI")
 
 
-def pack_spaces(spaces: Sequence[Space]) -> bytes:
+def pack_spaces(spaces: Sequence[ModelNamespace]) -> bytes:
     """Return the records of the last MAX_SPACES of *spaces*, in their order."""
     records = [
         record for one in spaces[-MAX_SPACES:] if len(record := _pack(one)) <= MAX_SPACE_BYTES
@@ -37,7 +37,7 @@ def pack_spaces(spaces: Sequence[Space]) -> bytes:
     return _COUNT.pack(len(records)) + b"".join(records)
 
 
-def _pack(space: Space) -> bytes:
+def _pack(space: ModelNamespace) -> bytes:
     message = representation_to_message(space.representation)
     parts = (
         space.tenant.encode()[:0xFFFF],
@@ -47,7 +47,7 @@ def _pack(space: Space) -> bytes:
     return _RECORD.pack(space.namespace, *map(len, parts)) + b"".join(parts)
 
 
-def unpack_spaces(data: bytes) -> list[Space]:
+def unpack_spaces(data: bytes) -> list[ModelNamespace]:
     """Parse all of *data*. Raises InvalidFrameError."""
     try:
         (count,) = _COUNT.unpack_from(data)
@@ -64,7 +64,7 @@ def unpack_spaces(data: bytes) -> list[Space]:
     return spaces
 
 
-def _unpack(data: bytes, at: int) -> tuple[Space, int]:
+def _unpack(data: bytes, at: int) -> tuple[ModelNamespace, int]:
     name, *sizes = _RECORD.unpack_from(data, at)
     at += _RECORD.size
     parts = []
@@ -78,7 +78,7 @@ def _unpack(data: bytes, at: int) -> tuple[Space, int]:
         kind = representation_from_message(pb.Representation.FromString(message))
     except KVStoreError as error:
         raise InvalidFrameError("spaces", name.hex(), str(error)) from None
-    return Space(Namespace(name), tenant.decode(), client.decode(), kind), at
+    return ModelNamespace(Namespace(name), tenant.decode(), client.decode(), kind), at
 
 
 FILE_NAME = "history.kvh"
@@ -108,7 +108,7 @@ class SavedHistory:
 
     groups: Sequence[tuple[str, str]]
     state: HistoryState
-    spaces: Sequence[Space] = ()
+    spaces: Sequence[ModelNamespace] = ()
 
     def pack(self) -> bytes:
         """Return the bytes of the file."""

@@ -8,11 +8,11 @@ from typing import Protocol
 
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.index.access_log import Journal
-from kvstore.server.index.chunk_index import RadixIndex
-from kvstore.server.index.chunk_metadata import Knowledge, Origin
+from kvstore.server.index.access_log import AccessLog
+from kvstore.server.index.chunk_index import ChunkIndex
+from kvstore.server.index.chunk_metadata import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Holds
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 
 
 class CatalogListener(Protocol):
@@ -21,8 +21,8 @@ class CatalogListener(Protocol):
     def covers(self, tier: str) -> bool:
         """Whether it wants to know of *tier*; of others it may be told all the same."""
 
-    def stored(self, tier: str, info: ChunkInfo, origin: Origin | None) -> None:
-        """A copy became visible on *tier*; *origin* says where it came from, if it was put."""
+    def stored(self, tier: str, info: ChunkInfo, put_info: PutInfo | None) -> None:
+        """A copy became visible on *tier*; *put_info* says where it came from, if it was put."""
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*; *is_last*: no tier has one."""
@@ -38,31 +38,31 @@ class CatalogState:
     def __init__(
         self,
         policies: Mapping[str, EvictionPolicy],
-        leases: LeaseTable,
+        leases: Leases,
         pin_limit_bytes: int,
         clock: Callable[[], float],
-        knowledge: Knowledge,
+        metadata: ChunkMetadata,
     ) -> None:
         self.policies = policies
         self.clock = clock
-        self.knowledge = knowledge
-        self.journal = Journal(
-            knowledge.history,
+        self.metadata = metadata
+        self.access_log = AccessLog(
+            metadata.history,
             list(policies.values()),
-            [knowledge.what_ifs.get(tier) for tier in policies],
+            [metadata.what_ifs.get(tier) for tier in policies],
         )
-        self.journal.forecast = knowledge.forecast
-        self.index = RadixIndex(list(policies), knowledge.ghost_limit, self._forget_ghosts)
+        self.access_log.forecast = metadata.forecast
+        self.index = ChunkIndex(list(policies), metadata.evicted_limit, self._forget_evicted)
         self.holds = Holds(leases, pin_limit_bytes)
         self.lock = threading.Lock()
         self.news = threading.Event()
-        """Set when the journal has something to tell the policies."""
+        """Set when the access_log has something to tell the policies."""
 
-    def _forget_ghosts(self, rows: Rows) -> None:
-        self.journal.settle()
-        self.knowledge.history.forget_all(rows)
+    def _forget_evicted(self, rows: Rows) -> None:
+        self.access_log.apply_all()
+        self.metadata.history.forget_all(rows)
         for row in rows.tolist():
-            self.knowledge.hints.forget(row)
+            self.metadata.hints.forget(row)
 
     def any_size(self, row: int) -> int:
         """Return the size of a chunk's frame on the fastest tier that has it."""

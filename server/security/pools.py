@@ -3,78 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, model_validator
-from typing_extensions import override
 
 from kvstore.proto.errors import PermissionDeniedError
-from kvstore.server.security.principal import Principal, check_tenant
-from kvstore.server.settings.rule_list import RuleList
+from kvstore.server.security.principal import Principal
+from kvstore.server.settings.rules import SharedPools
 
 PREFIX = "pool:"
 """Of the name that a pool has as a tenant; no tenant's own name has a colon."""
-MAX_POOLS = 256
-EVERYBODY = "*"
-
-
-class Pool(BaseModel):
-    """Who may read a pool, and who may also put into it; ``*`` is every tenant."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    name: str
-    readers: tuple[str, ...] = ()
-    writers: tuple[str, ...] = ()
-
-    @model_validator(mode="after")
-    def _check(self) -> Pool:
-        for name in (self.name, *self.readers, *self.writers):
-            if name != EVERYBODY or name == self.name:
-                check_tenant(name)
-        return self
-
-    def roles(self, tenant: str) -> frozenset[str]:
-        """Return what *tenant* may do here."""
-        if tenant in self.writers or EVERYBODY in self.writers:
-            return frozenset({"read", "write"})
-        if tenant in self.readers or EVERYBODY in self.readers:
-            return frozenset({"read"})
-        return frozenset()
-
-    def __str__(self) -> str:
-        return f"{self.name}={'+'.join(self.readers)}:{'+'.join(self.writers)}"
-
-
-class SharedPools(RuleList):
-    """All of them. Also given as ``library=*:curator,team=acme+zeta:acme``."""
-
-    rules: tuple[Pool, ...] = ()
-
-    @classmethod
-    @override
-    def parsed(cls, text: str) -> dict[str, Any]:
-        return _parsed(text)
-
-    @model_validator(mode="after")
-    def _check(self) -> SharedPools:
-        if len({rule.name for rule in self.rules}) < len(self.rules):
-            raise ValueError("name each pool once")
-        if len(self.rules) > MAX_POOLS:
-            raise ValueError(f"give at most {MAX_POOLS} pools")
-        return self
-
-
-def _parsed(text: str) -> dict[str, object]:
-    name, equals, who = text.partition("=")
-    readers, _, writers = who.partition(":")
-    if not (equals and name and who.strip(":")):
-        raise ValueError("give POOL=READER+READER:WRITER, such as library=*:curator")
-    return {
-        "name": name,
-        "readers": [reader for reader in readers.split("+") if reader],
-        "writers": [writer for writer in writers.split("+") if writer],
-    }
 
 
 @dataclass(frozen=True, slots=True)

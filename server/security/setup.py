@@ -12,13 +12,14 @@ from kvstore.server.security.audit_log import AuditLog
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.authorization import Doorkeeper
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
-from kvstore.server.security.pools import SharedPools, Standings
+from kvstore.server.security.pools import Standings
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.revocations import Revocations, parse_revocations
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.limit_rules import TenantLimitRules
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.rules import SharedPools
+from kvstore.server.settings.settings import Settings
 
 
 class Trust:
@@ -28,7 +29,7 @@ class Trust:
     """
 
     def __init__(
-        self, config: ServerConfig, sessions: SessionTable, clock: Callable[[], float]
+        self, config: Settings, sessions: SessionTable, clock: Callable[[], float]
     ) -> None:
         keys = None
         if config.auth_keys is not None:
@@ -79,7 +80,7 @@ class Trust:
             self.audit.close()
 
 
-def _revocations(config: ServerConfig) -> WatchedFile[Revocations] | None:
+def _revocations(config: Settings) -> WatchedFile[Revocations] | None:
     if config.tls_crl is None or config.tls_client_ca is None:
         return None
     parse = partial(parse_revocations, wall_clock=time.time)

@@ -1,16 +1,26 @@
-"""The command line of ``kvstore-server``: one flag for each setting."""
+"""Where settings come from: the command line, the environment and a YAML file; and what is wrong.
+
+Nothing else in the project reads the environment.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn, get_args
 
+import yaml
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.settings.checks import ConflictError, Problem
 from kvstore.server.settings.values import format_size
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
@@ -25,14 +35,67 @@ REPLACED = {
 """Settings that are gone, and what to give instead."""
 
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
+_PREFIX = "KVSTORE_"
+# Kubernetes puts these into every pod beside a service whose name starts with kvstore.
+_FROM_KUBERNETES = re.compile(r"KVSTORE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT(_.*)?)")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _GROUPS = {
-    "tls_cert": "trust",
-    "tiers": "tiers",
-    "listen": "addresses",
+    "tiers": "the ten that matter first",
+    "gpu": "tiers",
+    "cpu_codec": "what is stored, and how",
+    "tenant_quotas": "tenants",
+    "socket_path": "addresses",
+    "peers": "other servers",
+    "tls_client_ca": "who may call",
+    "blend_contents": "blending",
     "max_frame_bytes": "limits",
     "log_format": "logs",
 }
 """First setting of each group, in the order of the settings."""
+
+
+def user_folder(variable: str, otherwise: str) -> Path:
+    """Return the folder that an XDG *variable* names, if it is an absolute path."""
+    value = os.environ.get(variable, "")
+    return Path(value if os.path.isabs(value) else otherwise)
+
+
+def given_settings(
+    fields: Mapping[str, FieldInfo], argv: Sequence[str]
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return the settings that are given somewhere, unchecked, and where each of them came from.
+
+    Raises InvalidRequestError for flags that do not exist and for a file that is no YAML.
+    """
+    flags = dict(parse_flags(fields, argv))
+    path = flags.pop("config", None) or os.environ.get("KVSTORE_CONFIG")
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    if path:
+        values = _by_full_name(read_settings(Path(str(path))))
+        origins = dict.fromkeys(values, str(path))
+    environment = {
+        variable.removeprefix(_PREFIX).lower(): value
+        for variable, value in os.environ.items()
+        if variable.startswith(_PREFIX)
+        and variable != "KVSTORE_CONFIG"
+        and not _FROM_KUBERNETES.fullmatch(variable)
+    }
+    values |= _by_full_name(dict(environment))
+    origins |= {SHORT_NAMES.get(name, name): _PREFIX + name.upper() for name in environment}
+    values |= flags
+    return values, origins | {name: flag_of(name) for name in flags}
+
+
+def _by_full_name(given: dict[str, object]) -> dict[str, object]:
+    """Return settings by their full names. Raises InvalidRequestError for one given by both."""
+    for short in given.keys() & SHORT_NAMES.keys():
+        name, value = SHORT_NAMES[short], given.pop(short)
+        if name in given:
+            shown = "***" if name == "redis_url" else value
+            raise InvalidRequestError(short, shown, f"is {name} too; give one of the two")
+        given[name] = value
+    return given
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,3 +173,114 @@ def _default(field: FieldInfo) -> str:
     if "SIZE" in field.metadata:
         value = format_size(value)
     return f" (default {','.join(value) if isinstance(value, tuple) else value})"
+
+
+def refusal(
+    error: ValidationError,
+    values: Mapping[str, object],
+    origins: Mapping[str, str],
+    names: Collection[str],
+) -> InvalidRequestError:
+    """Return what *error* says of *values*, which came from *origins*; *names* are known.
+
+    The Redis URL is never repeated, as a malformed one may hold its password anywhere; nor is
+    what an unknown setting was given, which may be meant for that.
+    """
+    found: list[Problem] = []
+    for item in error.errors(include_url=False):
+        reason = item.get("ctx", {}).get("error")
+        if isinstance(reason, ConflictError):
+            found += [(name, values.get(name, value), fix) for name, value, fix in reason.problems]
+        elif item["type"] != "default_factory_not_called":  # what it derives from is refused
+            found.append(_problem(item, values, names))
+    problems = []
+    for field, value, fix in found:
+        name = field.partition(".")[0]
+        shown = "***" if name == "redis_url" and value is not None else value
+        origin = f" (from {origins[name]})" if name in origins else ""
+        problems.append((field if _NAME.fullmatch(field) else "***", shown, fix + origin))
+    (field, value, fix), *others = problems
+    rest = [str(InvalidRequestError(*problem)) for problem in others]
+    return InvalidRequestError(field, value, "\n".join([fix, *rest]))
+
+
+def _problem(item: ErrorDetails, values: Mapping[str, object], names: Collection[str]) -> Problem:
+    """Return the setting that *item* is about, its value and what to give."""
+    name = str(item["loc"][0])
+    value = item["input"] if len(item["loc"]) > 1 else values.get(name, item["input"])
+    if item["type"] == "extra_forbidden" and value is not None:
+        value = "***"
+    return ".".join(map(str, item["loc"])), value, _instead(item, names)
+
+
+def _instead(item: ErrorDetails, names: Collection[str]) -> str:
+    kind = item["type"]
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind == "extra_forbidden":
+        name = str(item["loc"][0])
+        if name in REPLACED:
+            return f"there is no such setting any more; {REPLACED[name]}"
+        close = get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else "kvstore-server --help lists them"
+        return f"there is no such setting; {hint}"
+    if kind.startswith("int_"):
+        return "give a whole number"
+    if kind.startswith("bool_"):
+        return "give true or false"
+    return item["msg"].replace("Input should be", "it must be")
+
+
+def read_settings(path: Path) -> dict[str, object]:
+    """Return the file's settings, unchecked. Raises InvalidRequestError naming the file."""
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        fix = f"cannot read it: {error.strerror}; name a file that this user can read"
+        raise InvalidRequestError("config", str(path), fix) from None
+    except (yaml.YAMLError, ValueError) as error:
+        # Not the parser's own words: they repeat the line, which may hold a password.
+        mark = getattr(error, "problem_mark", None)
+        where = f"; mistake at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InvalidRequestError("config", str(path), f"give YAML{where}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise InvalidRequestError("config", str(path), "give settings as `name: value` lines")
+    return content
+
+
+def format_settings(values: Mapping[str, object], notes: Mapping[str, str]) -> str:
+    """Return *values*, scalars, as text that ``read_settings`` reads; *notes* end the lines."""
+    lines = []
+    for name, value in values.items():
+        line = yaml.safe_dump({name: value}, width=1 << 20).rstrip()
+        lines.append(f"{line}  # {notes[name]}" if name in notes else line)
+    return "\n".join(lines) + "\n"
+
+
+def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
+    """Return *config* as YAML that ``--config`` reads, the Redis URL masked.
+
+    With *origins* each line says where its value came from.
+    """
+    values: dict[str, object] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name == "redis_url" and value is not None:
+            value = _masked(value)
+        elif isinstance(value, tuple):
+            value = ",".join(value)
+        elif isinstance(value, BaseModel | Path):
+            value = str(value)
+        elif "SIZE" in field.metadata:
+            value = format_size(value)
+        values[name] = value
+    if origins is None:
+        return format_settings(values, {})
+    return format_settings(values, dict.fromkeys(values, "default") | dict(origins))
+
+
+def _masked(url: str) -> str:
+    without_options = url.partition("?")[0]
+    return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")

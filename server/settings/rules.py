@@ -1,24 +1,37 @@
-"""The settings of policy: whom to evict on a tier, and what tenants and categories may take."""
+"""Settings that are more than one value: policies, quotas, shared pools, disks, a GPU."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import override
 
 from kvstore.proto.plans import MAX_CATEGORY_CHARS
 from kvstore.server.eviction.quotas import MAX_PARTITIONS, Quota
 from kvstore.server.eviction.registry import POLICIES, instead_of
+from kvstore.server.settings.loading import user_folder
 from kvstore.server.settings.rule_list import RuleList, check_tenant_name
-from kvstore.server.settings.values import Size, format_size
+from kvstore.server.settings.values import (
+    GIB,
+    TIER_NAMES,
+    OwnPath,
+    Size,
+    TierSize,
+    format_size,
+)
 
-POLICY_TIERS = ("gpu", "cpu", "disk", "redis")
 MAX_QUOTAS = MAX_PARTITIONS // 2
 """Of tenants, and of categories."""
 MAX_CATEGORIES = 1024
 MAX_TTL_S = 30 * 24 * 3600
+MAX_POOLS = 256
+MAX_DISKS = 64
+EVERYBODY = "*"
+"""In a shared pool: every tenant."""
 
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
@@ -71,8 +84,8 @@ class TierPolicies(_Rules):
 
     @model_validator(mode="after")
     def _check(self) -> TierPolicies:
-        if not set(self.by_tier) <= set(POLICY_TIERS):
-            raise ValueError(f"name tiers out of {', '.join(POLICY_TIERS)}")
+        if not set(self.by_tier) <= set(TIER_NAMES):
+            raise ValueError(f"name tiers out of {', '.join(TIER_NAMES)}")
         return self
 
     def of_tier(self, tier: str) -> str:
@@ -94,8 +107,8 @@ class TenantQuota(_Rules):
     @model_validator(mode="after")
     def _check(self) -> TenantQuota:
         check_tenant_name(self.tenant)
-        if self.tier and self.tier not in POLICY_TIERS:
-            raise ValueError(f"name one of {', '.join(POLICY_TIERS)}, or no tier for each of them")
+        if self.tier and self.tier not in TIER_NAMES:
+            raise ValueError(f"name one of {', '.join(TIER_NAMES)}, or no tier for each of them")
         if not 0 <= self.guaranteed <= self.quota or not self.quota:
             raise ValueError("give a quota, and guarantee no more than that")
         return self
@@ -204,3 +217,156 @@ def _category_term(text: str) -> dict[str, str]:
     if not (equals and category and (ttl or quota)) or (colon and not quota):
         raise ValueError("give CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB")
     return {"category": category, "ttl_s": ttl or "0", "quota": quota or "0"}
+
+
+class Pool(BaseModel):
+    """Who may read a pool, and who may also put into it; ``*`` is every tenant."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str
+    readers: tuple[str, ...] = ()
+    writers: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Pool:
+        for name in (self.name, *self.readers, *self.writers):
+            if name != EVERYBODY or name == self.name:
+                check_tenant_name(name)
+        return self
+
+    def roles(self, tenant: str) -> frozenset[str]:
+        """Return what *tenant* may do here."""
+        if tenant in self.writers or EVERYBODY in self.writers:
+            return frozenset({"read", "write"})
+        if tenant in self.readers or EVERYBODY in self.readers:
+            return frozenset({"read"})
+        return frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.name}={'+'.join(self.readers)}:{'+'.join(self.writers)}"
+
+
+class SharedPools(RuleList):
+    """All of them. Also given as ``library=*:curator,team=acme+zeta:acme``."""
+
+    rules: tuple[Pool, ...] = ()
+
+    @classmethod
+    @override
+    def parsed(cls, text: str) -> dict[str, Any]:
+        return _pool(text)
+
+    @model_validator(mode="after")
+    def _check(self) -> SharedPools:
+        if len({rule.name for rule in self.rules}) < len(self.rules):
+            raise ValueError("name each pool once")
+        if len(self.rules) > MAX_POOLS:
+            raise ValueError(f"give at most {MAX_POOLS} pools")
+        return self
+
+
+def _pool(text: str) -> dict[str, object]:
+    name, equals, who = text.partition("=")
+    readers, _, writers = who.partition(":")
+    if not (equals and name and who.strip(":")):
+        raise ValueError("give POOL=READER+READER:WRITER, such as library=*:curator")
+    return {
+        "name": name,
+        "readers": [reader for reader in readers.split("+") if reader],
+        "writers": [writer for writer in writers.split("+") if writer],
+    }
+
+
+def _disk_path() -> Path:
+    return user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
+
+
+class DiskFolder(BaseModel):
+    """One folder of the disk tier and the bytes it may take."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    capacity_bytes: TierSize = 4 * GIB
+    path: OwnPath = Field(default_factory=_disk_path)
+
+    def __str__(self) -> str:
+        return f"{format_size(self.capacity_bytes)}:{self.path}"
+
+
+class DiskFolders(DiskFolder):
+    """The first folder, which also holds the index, and ``others`` that extents are spread over.
+
+    Also given as ``100GiB:/path``, as either half of it, or as several such pairs with commas
+    between them; a path without a size then takes the size before it.
+    """
+
+    others: tuple[DiskFolder, ...] = ()
+
+    @property
+    def folders(self) -> tuple[DiskFolder, ...]:
+        """All folders, the first one first."""
+        return (self, *self.others)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        first, *others = value.split(",")
+        fields = _folder(first)
+        size: object = fields.get("capacity_bytes", 4 * GIB)
+        rest = []
+        for text in others:
+            if (more := _folder(text)).get("path") is None:
+                raise ValueError("give each further disk as SIZE:PATH, such as 1TiB:/mnt/b")
+            size = more.setdefault("capacity_bytes", size)
+            rest.append(more)
+        return fields | {"others": rest}
+
+    @model_validator(mode="after")
+    def _check_folders(self) -> DiskFolders:
+        paths = [os.path.realpath(folder.path) for folder in self.folders]
+        if len(set(paths)) < len(paths):
+            raise ValueError("name each folder once")
+        if len(paths) > MAX_DISKS:
+            raise ValueError(f"give at most {MAX_DISKS} folders")
+        return self
+
+    def __str__(self) -> str:
+        return ",".join(map(DiskFolder.__str__, self.folders))
+
+
+def _folder(text: str) -> dict[str, object]:
+    text = text.strip()
+    if text.startswith(("/", "~", ".")):
+        return {"path": text}
+    size, colon, path = text.partition(":")
+    if not size or (colon and not path):
+        raise ValueError("give SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore")
+    return {"capacity_bytes": size, "path": path} if colon else {"capacity_bytes": size}
+
+
+class GpuConfig(BaseModel):
+    """How much memory the gpu tier takes, and on which device; also given as ``8GiB:1``.
+
+    ``device`` counts as CUDA does, among the devices that CUDA_VISIBLE_DEVICES leaves.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    capacity_bytes: TierSize = 4 * GIB
+    device: Annotated[int, Field(ge=0, lt=64)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        size, colon, device = value.partition(":")
+        if not size or (colon and not (device.isascii() and device.isdecimal())):
+            raise ValueError("give SIZE or SIZE:DEVICE, such as 8GiB:1")
+        return {"capacity_bytes": size} | ({"device": device} if colon else {})
+
+    def __str__(self) -> str:
+        return f"{format_size(self.capacity_bytes)}:{self.device}"

@@ -1,75 +1,104 @@
-"""The server's configuration: flags, else KVSTORE_* environment, else a YAML file, else defaults.
+"""Every setting of a server, as one model; ``load_config`` fills it.
 
-Nothing else in the project reads the environment. A setting has one name in three spellings:
-``--disk-write``, ``KVSTORE_DISK_WRITE`` and ``disk_write:``. A value that cannot be used stops
-the start; the message names every such field, its value, where it came from and what to give.
+A setting has one name in three spellings: ``--redis-size``, ``KVSTORE_REDIS_SIZE`` and
+``redis_size:`` in a YAML file. Flags win over the environment, which wins over the file, which
+wins over the default. A value that cannot be used stops the start; the message names every such
+setting, its value, where it came from and what to give.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
+from urllib.parse import quote, urlencode
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
-    field_validator,
+    model_validator,
 )
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
-from kvstore.server.settings import placement_settings as placement
-from kvstore.server.settings.admission_settings import AdmissionSettings
-from kvstore.server.settings.blend_settings import BlendSettings
+from kvstore.server.settings.checks import REDIS_FIX, TLS_FILES, check_together
 from kvstore.server.settings.codec_rules import CodecName, TenantCodecs
-from kvstore.server.settings.directory_settings import DirectorySettings, check_advertised
-from kvstore.server.settings.disk_settings import DiskFolders, absolute
-from kvstore.server.settings.event_settings import EventSettings
-from kvstore.server.settings.gpu_settings import GpuConfig
-from kvstore.server.settings.loading import SHORT_NAMES, flag_of, parse_flags
-from kvstore.server.settings.peer_settings import PeerSettings
-from kvstore.server.settings.redis_settings import RedisSettings, check_access
-from kvstore.server.settings.refusal import refusal
-from kvstore.server.settings.rules import CategoryTerms, TenantQuotas, TierPolicies
-from kvstore.server.settings.scrub_settings import ScrubSettings
-from kvstore.server.settings.security_settings import TrustSettings, check_endpoint
-from kvstore.server.settings.settings_file import read_settings
-from kvstore.server.settings.tracing_settings import TracingSettings
+from kvstore.server.settings.limit_rules import TenantLimitRules
+from kvstore.server.settings.loading import given_settings, refusal, user_folder
+from kvstore.server.settings.rules import (
+    CategoryTerms,
+    DiskFolders,
+    GpuConfig,
+    SharedPools,
+    TenantQuotas,
+    TierPolicies,
+)
 from kvstore.server.settings.values import (
+    DIRECTORY,
+    GET_BYTES,
     GIB,
     KIB,
+    MAX_RATIO,
     MIB,
-    SOCKET_PATH_BYTES,
-    BulkEndpoint,
+    TIER_NAMES,
+    Collector,
     Count,
+    DailyBytes,
     Endpoint,
+    EventEndpoint,
+    Folder,
+    GateTerms,
+    Listen,
     Millis,
+    OwnFile,
+    OwnPath,
+    PasswordFile,
+    Peers,
     RedisConnections,
+    ScrubTiers,
+    SecretFile,
+    Share,
     Size,
+    SlabSize,
     SocketPath,
+    StateRule,
+    Text,
     TierSize,
     Workers,
-    format_size,
+    WriteRule,
     is_redis_url,
     parse_endpoint,
+    read_password,
     slab_bytes,
 )
+from kvstore.tiers.redis_url import DEFAULT_PREFIX
 
-TIER_NAMES = ("gpu", "cpu", "disk", "redis")
-"""From the fastest to the farthest."""
-
-_PREFIX = "KVSTORE_"
 _CUDA_CONTROL = Path("/dev/nvidiactl")
-# Kubernetes puts these into every pod beside a service whose name starts with kvstore.
-_FROM_KUBERNETES = re.compile(r"KVSTORE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT(_.*)?)")
+_GATES = GateTerms()
+
+
+def _split(value: object) -> object:
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _known_tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
+    unknown = [name for name in tiers if name not in TIER_NAMES]
+    if unknown or not tiers:
+        raise ValueError("name tiers out of cpu, disk, redis, gpu, separated by commas")
+    if len(set(tiers)) < len(tiers):
+        raise ValueError("name each tier once")
+    if "gpu" in tiers and not _CUDA_CONTROL.exists():
+        raise ValueError(
+            "'gpu' needs a CUDA device and this machine shows none; start with --tiers cpu,disk"
+        )
+    if "cpu" not in tiers:
+        raise ValueError("add cpu: frames are served from CPU memory, whatever lies below it")
+    return tuple(name for name in TIER_NAMES if name in tiers)
 
 
 def _raw_only(name: str) -> str:
@@ -78,43 +107,23 @@ def _raw_only(name: str) -> str:
     return name
 
 
-def _user_folder(variable: str, otherwise: str) -> Path:
-    value = os.environ.get(variable, "")
-    return Path(value if os.path.isabs(value) else otherwise)
-
-
-def _disk_path() -> Path:
-    return _user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
+def _redis_url(url: str | None) -> str | None:
+    if url is not None and not is_redis_url(url):
+        raise ValueError(REDIS_FIX)
+    return url
 
 
 def _keys_path() -> Path:
-    return (
-        _user_folder("XDG_STATE_HOME", os.path.expanduser("~/.local/state")) / "kvstore" / "events"
-    )
+    home = os.path.expanduser("~/.local/state")
+    return user_folder("XDG_STATE_HOME", home) / "kvstore" / "events"
 
 
 def _socket_path() -> str:
-    folder = _user_folder("XDG_RUNTIME_DIR", "/tmp")  # noqa: S108 - the socket makes it 0700
+    folder = user_folder("XDG_RUNTIME_DIR", "/tmp")  # noqa: S108 - the socket makes it 0700
     return str(folder / f"kvstore-{os.getuid()}" / "{port}.sock")
 
 
-class DiskConfig(DiskFolders):
-    """Where the disk tier lives and how much it takes; also given as ``100GiB:/path``."""
-
-    path: Annotated[Path, AfterValidator(absolute)] = Field(default_factory=_disk_path)
-
-
-class ServerConfig(
-    TracingSettings,
-    EventSettings,
-    TrustSettings,
-    BlendSettings,
-    AdmissionSettings,
-    ScrubSettings,
-    RedisSettings,
-    DirectorySettings,
-    PeerSettings,
-):
+class Settings(BaseModel):
     """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -122,35 +131,77 @@ class ServerConfig(
     max_message_bytes: ClassVar[int] = MESSAGE_BYTES
     """Payload of one streamed message; fixed by the protocol."""
 
-    tiers: Annotated[tuple[str, ...], "NAMES"] = Field(
-        default=("cpu", "disk"), description="tiers to use, out of cpu, disk, redis, gpu"
+    # --- the ten that matter first
+    tiers: Annotated[
+        tuple[str, ...], BeforeValidator(_split), AfterValidator(_known_tiers), "NAMES"
+    ] = Field(default=("cpu", "disk"), description="tiers to use, out of cpu, disk, redis, gpu")
+    cpu_size: TierSize = Field(default=4 * GIB, description="memory that the cpu tier may fill")
+    disk: Annotated[DiskFolders, "SIZE:PATH"] = Field(
+        default_factory=DiskFolders,
+        description="size and folder of the disk tier; either alone keeps the other's default;"
+        " several with commas between them",
     )
+    redis_url: Annotated[str | None, AfterValidator(_redis_url), "URL"] = Field(
+        default=None,
+        repr=False,
+        description="Redis of the redis tier; a password is better kept out of flags",
+    )
+    listen: Listen = Field(default="127.0.0.1:7420", description="address of the gRPC service")
+    bulk: Endpoint = Field(
+        default="off",
+        description="address of the bulk channel, over which clients of other hosts and other"
+        " servers read and write chunks, or off",
+    )
+    http: Endpoint = Field(default="off", description="address of the metrics page, or off")
+    tls_cert: OwnFile = Field(
+        default=None,
+        description="certificate chain of the gRPC service, in PEM; read again when replaced",
+    )
+    tls_key: OwnFile = Field(default=None, description="its private key, in PEM")
+    auth_keys: OwnFile = Field(
+        default=None,
+        description="file of API keys, as kvstore token writes it; read again when replaced",
+    )
+
+    # --- tiers
     gpu: Annotated[GpuConfig, "SIZE:DEVICE"] = Field(
         default=GpuConfig(), description="size of the gpu tier and number of its CUDA device"
     )
-    cpu_size: TierSize = Field(default=4 * GIB, description="memory that the cpu tier may fill")
-    cpu_slab_bytes: Size = Field(
+    cpu_slab_bytes: SlabSize = Field(
         default_factory=lambda values: slab_bytes(values["cpu_size"]),
-        ge=64 * KIB,
         description="memory is shared in slabs of this size; default: from --cpu",
-    )
-    disk: Annotated[DiskConfig, "SIZE:PATH"] = Field(
-        default_factory=DiskConfig,
-        description="size and folder of the disk tier; either alone keeps the other's default;"
-        " several with commas between them",
     )
     disk_direct: bool = Field(
         default=False, description="read and write the disk past the page cache"
     )
-    redis_url: Annotated[str | None, "URL"] = Field(
-        default=None,
-        repr=False,
-        validate_default=True,
-        description="Redis of the redis tier; a password is better kept out of flags",
-    )
     redis_size: TierSize = Field(
         default=16 * GIB, description="bytes this server may keep in Redis"
     )
+    redis_username: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$"), "NAME"] = Field(
+        default=None, description="user of Redis, where --redis names none"
+    )
+    redis_password_file: PasswordFile = Field(
+        default=None, description="file with the user's password, read at the start"
+    )
+    redis_tls_ca: OwnFile = Field(
+        default=None, description="who signs the certificates of Redis, in PEM; with rediss://"
+    )
+    redis_tls_cert: OwnFile = Field(
+        default=None, description="certificate to show Redis, where it asks for one, in PEM"
+    )
+    redis_tls_key: OwnFile = Field(default=None, description="its private key, in PEM")
+    redis_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9:_.-]{1,64}$"), "TEXT"] = Field(
+        default=DEFAULT_PREFIX,
+        description="what all names in Redis begin with; alike on all nodes that share",
+    )
+    redis_timeout_ms: Millis = Field(
+        default=500, description="longest wait for one answer of Redis"
+    )
+    redis_connections: RedisConnections = Field(
+        default=16, description="connections to each Redis server; further calls wait"
+    )
+
+    # --- what is stored, and how
     cpu_codec: Annotated[CodecName, AfterValidator(_raw_only)] = Field(
         default="raw", description="codec of frames in the cpu tier; only raw"
     )
@@ -164,14 +215,34 @@ class ServerConfig(
         default=None,
         description="other codecs for chunks of some tenants, with commas between them",
     )
-    assets: Annotated[Path | None, "PATH"] = Field(
+    assets: Folder = Field(
         default=None,
         description="folder of model assets, for codecs that need one; see kvstore calibrate",
     )
-    disk_write: placement.WriteRule = placement.DISK_WRITE
-    redis_write: placement.OtherWriteRule = placement.REDIS_WRITE
-    disk_copies: placement.DiskCopies = placement.DISK_COPIES
-    prefetch_bytes: Size = placement.PREFETCH_BYTES
+    disk_write: WriteRule = Field(
+        default="through",
+        description="copy to disk when a chunk is stored, when it is evicted, when it is asked for"
+        " a second time, or when it is evicted and likely to be asked for again",
+    )
+    redis_write: Annotated[WriteRule | None, "RULE"] = Field(
+        default=None, description="the same for Redis; default: as --disk-write"
+    )
+    disk_write_budget: DailyBytes = Field(
+        default=0,
+        description="bytes a day to write to disk; beyond them only durable puts and what leaves"
+        " memory and is likely to be asked for again; 0: no limit",
+    )
+    redis_write_budget: DailyBytes = Field(default=0, description="the same for Redis")
+    disk_copies: Literal["inclusive", "exclusive"] = Field(
+        default="inclusive",
+        description="whether the copy on disk stays when a chunk comes up to memory; exclusive"
+        " holds more and writes more, and takes no durable puts",
+    )
+    prefetch_bytes: Size = Field(
+        default=64 * MIB,
+        description="most that is loaded ahead of gets at once, for chains that were just found;"
+        " 0: nothing",
+    )
     policy: Annotated[TierPolicies, "NAME"] = Field(
         default=TierPolicies(),
         description="whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ",
@@ -179,33 +250,191 @@ class ServerConfig(
     ghost_limit: Count = Field(
         default=1 << 18, description="evicted chunks that the policies remember, at least"
     )
+    state_admission: StateRule = Field(
+        default="all",
+        description="which recurrent states are kept of those that engines put: all, or those"
+        " where a put ends, prompts part, or that come a second time",
+    )
+    scrub_bytes_per_s: Size = Field(
+        default=0, ge=0, description="verify what tiers hold, so much a second; 0: only when asked"
+    )
+    scrub_tiers: ScrubTiers = Field(
+        default=("disk",), description="which tiers, out of cpu, disk, redis, gpu"
+    )
+
+    # --- tenants
     tenant_quotas: Annotated[TenantQuotas | None, "TENANT=SIZE:GUARANTEED"] = Field(
         default=None,
         description="what tenants may take of each tier and are sure of, with commas between them",
+    )
+    tenant_limits: Annotated[TenantLimitRules | None, "TENANT=CHUNKS:RATE:LEASES"] = Field(
+        default=None,
+        description="chunks on each tier, requests a second and leases of tenants; *: all others",
+    )
+    shared_pools: Annotated[SharedPools | None, "POOL=READERS:WRITERS"] = Field(
+        default=None,
+        description="chunks that several tenants share, with commas between pools",
     )
     category_terms: Annotated[CategoryTerms | None, "CATEGORY=TTL:SIZE"] = Field(
         default=None,
         description="how long chunks of categories live and what they may take of each tier",
     )
 
-    listen: Endpoint = Field(default="127.0.0.1:7420", description="address of the gRPC service")
+    # --- addresses
     socket_path: SocketPath = Field(
         default_factory=_socket_path,
         validate_default=True,
         description="Unix socket of the shared-memory path; {port} becomes the bound port; or off",
     )
-    bulk: BulkEndpoint = Field(
-        default="off",
-        description="address of the bulk channel, over which clients of other hosts and other"
-        " servers read and write chunks, or off",
+    health: Endpoint = Field(
+        default="off", description="address of a second health service, in plain text, or off"
     )
-    events_keys: Annotated[Path, AfterValidator(absolute), "PATH"] = Field(
+    events: EventEndpoint = Field(
+        default="off",
+        description="address that events are published at, as vLLM's are, ipc:PATH, or off",
+    )
+    events_replay: EventEndpoint = Field(
+        default="off", description="address that missed ones are asked for at, ipc:PATH, or off"
+    )
+    events_readers: OwnFile = Field(
+        default=None,
+        description="file of the CURVE public keys that may read published events of all tenants",
+    )
+    events_keys: OwnPath = Field(
         default_factory=_keys_path,
         description="folder of the key of published events, made at the first start with"
         " --events-readers",
     )
-    http: Endpoint = Field(default="off", description="address of the metrics page, or off")
+    events_kept: Annotated[int, "N"] = Field(
+        default=1 << 16,
+        ge=0,
+        le=1 << 20,
+        description="latest events that readers may have missed; 0: no events at all",
+    )
 
+    # --- other servers
+    peers: Peers = Field(
+        default=None,
+        description="other servers whose memory is read, by their --listen, with commas between"
+        " them; directory: those that share the Redis; or off",
+    )
+    peer_key: OwnFile = Field(
+        default=None, description="file with the API key, of role peer, that peers are shown"
+    )
+    peer_ca: OwnFile = Field(
+        default=None, description="who signs peers' certificates, in PEM; with it over TLS"
+    )
+    peer_name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), "NAME"] = Field(
+        default=None,
+        description="name that peers' certificates have, where it is not that of their address;"
+        " with --peer-ca",
+    )
+    peer_requests: Count = Field(
+        default=8, description="requests of peers that are answered at once; more are misses"
+    )
+    peer_bytes: Size = Field(
+        default=8 * GET_BYTES,
+        ge=GET_BYTES,
+        description="bytes that may be under way to peers at once",
+    )
+    peer_timeout_ms: Millis = Field(
+        default=200, description="longest wait for one answer of a peer"
+    )
+    directory: bool = Field(
+        default=False,
+        description="say in Redis what this node holds in memory, and learn what others do",
+    )
+    node_id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:\[\]-]{1,128}$"), "NAME"] = Field(
+        default=None, description="this node's name among the others; default: host name and port"
+    )
+    advertise: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,100}$"), "HOST"] = Field(
+        default=None, description="host that other nodes reach this one by; default: of --listen"
+    )
+    directory_ttl_ms: Annotated[Millis, Field(ge=500)] = Field(
+        default=10_000, description="a node that is silent in the directory for so long is gone"
+    )
+    directory_chunks: Count = Field(
+        default=1 << 18, description="chunks that this node names in the directory, at most"
+    )
+
+    # --- who may call
+    tls_client_ca: OwnFile = Field(
+        default=None,
+        description="who signs callers' certificates, in PEM; with it callers need one",
+    )
+    tls_crl: OwnFile = Field(
+        default=None,
+        description="certificates of callers that are taken back, in PEM; read again when replaced",
+    )
+    jwt_key: OwnFile = Field(
+        default=None,
+        description="public keys, or secret of HS256, that tokens are verified with",
+    )
+    jwt_algorithm: Literal["EdDSA", "ES256", "RS256", "HS256"] = Field(
+        default="EdDSA", description="the one algorithm of tokens that is taken"
+    )
+    jwt_audience: Text = Field(default=None, description="whom tokens must be for")
+    jwt_issuer: Text = Field(
+        default=None, description="who tokens must be from; default: whoever has the key"
+    )
+    audit_log: Annotated[OwnPath | None, "PATH"] = Field(
+        default=None, description="file that says who did what; default: none"
+    )
+    audit_bytes: Size = Field(
+        default=64 * MIB,
+        ge=64 * KIB,
+        description="a file of it is set aside at this size; 8 are kept",
+    )
+    audit_reads: bool = Field(
+        default=False, description="write down lookups and gets that went well, too"
+    )
+    encryption_keys: OwnFile = Field(
+        default=None,
+        description="file of keys to encrypt disk and Redis with, as kvstore keys writes it",
+    )
+    secret_file: SecretFile = Field(
+        default=None,
+        description="file whose bytes salt the namespaces; default: none, so that whoever knows"
+        " a model and a prompt can name their chunks",
+    )
+    insecure: bool = Field(
+        default=False, description="allow other hosts to connect without TLS and authentication"
+    )
+    open_pages: bool = Field(
+        default=False, description="allow other hosts to read --http and --health, in plain text"
+    )
+    http_tls: bool = Field(
+        default=False,
+        description="serve --http over TLS, to admins alone where it is open to other hosts",
+    )
+
+    # --- blending
+    blend_contents: Annotated[int, "N"] = Field(
+        default=1 << 18, ge=0, description="contents that blending finds chunks by; 0: none"
+    )
+    blend_ratio: Annotated[float, "SHARE"] = Field(
+        default=_GATES.ratio,
+        ge=0.0,
+        le=MAX_RATIO,
+        description="share of tokens to recompute that a gate of blending begins with",
+    )
+    blend_agreement: Share = Field(
+        default=_GATES.min_agreement,
+        description="share of tokens that full prefill would choose too, where its choice is "
+        "clear, for a gate to be open",
+    )
+    blend_divergence: Annotated[float, "NATS"] = Field(
+        default=_GATES.max_divergence,
+        gt=0.0,
+        lt=100.0,
+        description="KL a token from full prefill, at most, for a gate to be open",
+    )
+    blend_shadows: Share = Field(
+        default=_GATES.shadow_share,
+        description="share of blended requests that are compared with a full prefill",
+    )
+
+    # --- limits
     max_frame_bytes: Size = Field(
         default=256 * MIB,
         ge=64 * KIB,
@@ -230,12 +459,6 @@ class ServerConfig(
         default=5, ge=0, lt=50, description="share of the cpu tier kept for loads"
     )
     workers: Workers = Field(default=32, description="threads that answer requests")
-    redis_timeout_ms: Millis = Field(
-        default=500, description="longest wait for one answer of Redis"
-    )
-    redis_connections: RedisConnections = Field(
-        default=16, description="connections to each Redis server; further calls wait"
-    )
     breaker_failures: Count = Field(
         default=3, description="failures in a row that put a tier aside"
     )
@@ -243,87 +466,27 @@ class ServerConfig(
         default=1000, description="a tier put aside is tried again after"
     )
 
+    # --- logs
     log_format: Literal["console", "json"] = Field(
         default="console", description="how logs are written"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="least level that is logged"
     )
+    tracing_endpoint: Collector = Field(
+        default=None,
+        description="OpenTelemetry collector that spans go to, over gRPC, such as"
+        " http://127.0.0.1:4317; https for TLS; default: none",
+    )
+    tracing_share: Share = Field(
+        default=0.01,
+        description="share of calls that are traced, of those whose caller does not trace them",
+    )
 
-    @field_validator("tiers", mode="before")
-    @classmethod
-    def _split_tiers(cls, value: object) -> object:
-        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-
-    @field_validator("tiers")
-    @classmethod
-    def _check_tiers(cls, tiers: tuple[str, ...]) -> tuple[str, ...]:
-        unknown = [name for name in tiers if name not in TIER_NAMES]
-        if unknown or not tiers:
-            raise ValueError("name tiers out of cpu, disk, redis, gpu, separated by commas")
-        if len(set(tiers)) < len(tiers):
-            raise ValueError("name each tier once")
-        if "gpu" in tiers and not _CUDA_CONTROL.exists():
-            raise ValueError(
-                "'gpu' needs a CUDA device and this machine shows none; start with --tiers cpu,disk"
-            )
-        if "cpu" not in tiers:
-            raise ValueError("add cpu: frames are served from CPU memory, whatever lies below it")
-        return tuple(name for name in TIER_NAMES if name in tiers)
-
-    @field_validator("cpu_slab_bytes")
-    @classmethod
-    def _check_slab(cls, slab_bytes: int, info: ValidationInfo) -> int:
-        cpu_bytes = info.data.get("cpu_size", slab_bytes)
-        if slab_bytes > cpu_bytes:
-            raise ValueError(f"a slab must fit the cpu tier of {format_size(cpu_bytes)}")
-        if slab_bytes % (4 * KIB):
-            raise ValueError("give a multiple of 4KiB, the size of a page")
-        return slab_bytes
-
-    @field_validator("redis_url")
-    @classmethod
-    def _check_redis_url(cls, url: str | None, info: ValidationInfo) -> str | None:
-        fix = (
-            "give --redis redis://host:6379/0, redis+sentinel://host:26379/service or"
-            " redis+cluster://host:6379,host:6379, with rediss for TLS"
-        )
-        if url is None:
-            if "redis" in info.data.get("tiers", ()) or info.data.get("directory"):
-                raise ValueError(
-                    f"the redis tier and the directory need to know their Redis: {fix}"
-                )
-            return None
-        if not is_redis_url(url):
-            raise ValueError(fix)
-        check_access(url, info.data)
-        return url
-
-    @field_validator("listen", "http")
-    @classmethod
-    def _check_endpoint(cls, value: str, info: ValidationInfo) -> str:
-        if info.field_name == "listen":
-            check_advertised(value, info.data)
-        return check_endpoint(value, info.field_name or "", info.data)
-
-    @field_validator("socket_path")
-    @classmethod
-    def _check_socket_path(cls, value: str) -> str:
-        if value == "off":
-            return value
-        path = os.path.expanduser(value)
-        if not os.path.isabs(path):
-            raise ValueError("give an absolute path, or off to do without shared memory")
-        if len(os.fsencode(path.replace("{port}", "65535"))) > SOCKET_PATH_BYTES:
-            raise ValueError(f"a socket's path has at most {SOCKET_PATH_BYTES} bytes; shorten it")
-        return path
-
-    @field_validator("assets")
-    @classmethod
-    def _check_assets(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.is_dir():
-            raise ValueError("name a folder that exists")
-        return None if path is None else absolute(path)
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
+        check_together(self)
+        return self
 
     @property
     def listen_address(self) -> tuple[str, int]:
@@ -336,15 +499,48 @@ class ServerConfig(
         return None if self.http == "off" else parse_endpoint(self.http)
 
     @property
+    def health_address(self) -> tuple[str, int] | None:
+        """Host and port of the second health service; None when it is off."""
+        return None if self.health == "off" else parse_endpoint(self.health)
+
+    @property
+    def asks_who_calls(self) -> bool:
+        """Whether callers have to say who they are."""
+        return any((self.auth_keys, self.jwt_key, self.tls_client_ca))
+
+    @property
     def codecs(self) -> dict[str, str]:
         """The codec of each tier, by name; GPU memory and peers have raw frames."""
-        return {
-            "gpu": "raw",
-            "cpu": self.cpu_codec,
-            "disk": self.disk_codec,
-            "peer": "raw",
-            "redis": self.redis_codec,
-        }
+        raw = dict.fromkeys(("gpu", "cpu", "peer"), "raw")
+        return raw | {"disk": self.disk_codec, "redis": self.redis_codec}
+
+    @property
+    def write_rules(self) -> dict[str, str]:
+        """The name of the admission of each lower tier."""
+        return {"disk": self.disk_write, "redis": self.redis_write or self.disk_write}
+
+    @property
+    def write_budgets(self) -> dict[str, int]:
+        """The bytes a day of each tier that has a budget."""
+        budgets = {"disk": self.disk_write_budget, "redis": self.redis_write_budget}
+        return {tier: size for tier, size in budgets.items() if size}
+
+    @property
+    def blend_terms(self) -> GateTerms:
+        """What gates are held to."""
+        return GateTerms(
+            self.blend_ratio, self.blend_agreement, self.blend_divergence, self.blend_shadows
+        )
+
+    @property
+    def peer_addresses(self) -> tuple[str, ...]:
+        """The peers that are always asked."""
+        return tuple(name for name in self.peers or () if name != DIRECTORY)
+
+    @property
+    def asks_directory(self) -> bool:
+        """Whether peers are looked for in the node directory."""
+        return DIRECTORY in (self.peers or ())
 
     def socket_path_for(self, port: int) -> Path | None:
         """Path of the Unix socket of a server bound to *port*; None when it is off."""
@@ -352,55 +548,38 @@ class ServerConfig(
             return None
         return Path(self.socket_path.replace("{port}", str(port)))
 
+    def read_secret(self) -> bytes:
+        """Return the secret that salts the namespaces; empty when no file is named."""
+        return self.secret_file.read_bytes() if self.secret_file is not None else b""
 
-class _Environment(ServerConfig, BaseSettings):
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, enable_decoding=False)
+    def redis_access(self, url: str) -> str:
+        """Return *url* with the user, the password and the TLS files of these settings.
+
+        It holds secrets: RedisClient masks them.
+        """
+        scheme, _, rest = url.partition("://")
+        place, _, query = rest.partition("?")
+        if self.redis_password_file is not None:
+            name = quote(self.redis_username or "", safe="")
+            place = f"{name}:{quote(read_password(self.redis_password_file), safe='')}@{place}"
+        files = {option: getattr(self, name) for name, option in TLS_FILES.items()}
+        options = [query, urlencode({name: path for name, path in files.items() if path})]
+        query = "&".join(filter(None, options))
+        return f"{scheme}://{place}" + (f"?{query}" if query else "")
 
 
-def load_config(argv: Sequence[str]) -> ServerConfig:
-    """Return the configuration for the flags in *argv* (without the program's name).
+def load_config(argv: Sequence[str]) -> Settings:
+    """Return the settings for the flags in *argv* (without the program's name).
 
     Raises InvalidRequestError whose message has one line for each setting that is wrong.
     """
     return load_with_origins(argv)[0]
 
 
-def load_with_origins(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, str]]:
+def load_with_origins(argv: Sequence[str]) -> tuple[Settings, dict[str, str]]:
     """Like ``load_config``, and say where each setting that is not a default came from."""
-    flags = dict(parse_flags(ServerConfig.model_fields, argv))
-    path = flags.pop("config", None) or os.environ.get("KVSTORE_CONFIG")
-    values: dict[str, object] = {}
-    origins: dict[str, str] = {}
-    if path:
-        values = _by_full_name(read_settings(Path(str(path))))
-        origins = dict.fromkeys(values, str(path))
-    environment = _read_environment()
-    values |= _by_full_name(dict(environment))
-    origins |= {SHORT_NAMES.get(name, name): _PREFIX + name.upper() for name in environment}
-    values |= flags
-    origins |= {name: flag_of(name) for name in flags}
+    values, origins = given_settings(Settings.model_fields, argv)
     try:
-        return ServerConfig.model_validate(values), origins
+        return Settings.model_validate(values), origins
     except ValidationError as error:
-        raise refusal(error, values, origins, ServerConfig.model_fields) from None
-
-
-def _by_full_name(given: dict[str, object]) -> dict[str, object]:
-    """Return settings by their full names. Raises InvalidRequestError for one given by both."""
-    for short in given.keys() & SHORT_NAMES.keys():
-        name, value = SHORT_NAMES[short], given.pop(short)
-        if name in given:
-            shown = "***" if name == "redis_url" else value
-            raise InvalidRequestError(short, shown, f"is {name} too; give one of the two")
-        given[name] = value
-    return given
-
-
-def _read_environment() -> dict[str, object]:
-    found: dict[str, object] = dict(EnvSettingsSource(_Environment)())
-    for variable, value in os.environ.items():
-        name = variable.removeprefix(_PREFIX).lower()
-        ours = variable.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(variable)
-        if ours and name not in (*ServerConfig.model_fields, "config"):
-            found[name] = value  # a misspelt setting: refused with the others
-    return found
+        raise refusal(error, values, origins, Settings.model_fields) from None

@@ -1,4 +1,4 @@
-"""Sizes and addresses as people write them, and the kinds of value that settings have."""
+"""Sizes, addresses and files as people write them, and the kinds of value that settings have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import ipaddress
 import os
 import re
 import socket
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -19,6 +22,22 @@ MAX_SLAB_BYTES = 256 * MIB
 MAX_SIZE_BYTES = 1 << 50
 SOCKET_PATH_BYTES = 107
 """What a Unix socket's address holds."""
+MAX_PASSWORD_BYTES = 4096
+MIN_SECRET_BYTES = 16
+MAX_ASKED_PEERS = 16
+"""In one lookup, and in a fixed list."""
+GET_BYTES = 16 << 20
+"""What one get is counted with: about what the sockets of both ends can hold of it."""
+DIRECTORY = "directory"
+"""In ``peers``: the servers that the node directory names."""
+TIER_NAMES = ("gpu", "cpu", "disk", "redis")
+"""From the fastest to the farthest."""
+MAX_RATIO = 0.75
+"""A gate of blending that would have to recompute more closes: full prefill is then as good."""
+
+TierName = Literal["gpu", "cpu", "disk", "redis"]
+WriteRule = Literal["through", "evict", "selective", "auto"]
+StateRule = Literal["all", "judicious"]
 
 _BINARY = {"kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -91,23 +110,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _bulk_endpoint(value: str) -> str:
-    """Check an address of the bulk channel: host:port or off."""
-    if value != "off":
-        parse_endpoint(value)
-    return value
-
-
-def _event_endpoint(value: str) -> str:
-    """Check an address of published events: host:port, ipc:PATH or off."""
-    if value.startswith("ipc:"):
-        path = value.removeprefix("ipc:")
-        if not os.path.isabs(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-            raise ValueError(f"give ipc: and an absolute path of {SOCKET_PATH_BYTES} bytes at most")
-        return value
-    return _bulk_endpoint(value)
-
-
 def is_redis_url(url: str) -> bool:
     """Whether *url* names a Redis, its Sentinels or some nodes of a Redis Cluster."""
     try:
@@ -115,6 +117,83 @@ def is_redis_url(url: str) -> bool:
     except InvalidRequestError:
         return False
     return True
+
+
+def absolute(path: Path) -> Path:
+    """Return *path* with the home folder and the working folder filled in."""
+    return path.expanduser().absolute()
+
+
+def read_password(path: Path) -> str:
+    """Return the one line of text that the file holds. Raises ValueError."""
+    with path.open("rb") as file:
+        data = file.read(MAX_PASSWORD_BYTES + 1)
+    try:
+        text = data.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        text = ""
+    if not text or len(data) > MAX_PASSWORD_BYTES or "\n" in text:
+        raise ValueError(f"put one line of text into it, of {MAX_PASSWORD_BYTES} bytes at most")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class GateTerms:
+    """What blending is held to. ``ratio`` is what a gate begins with, ``shadow_share`` how many
+    of the requests are compared once nothing has changed for long.
+    """
+
+    ratio: float = 0.3
+    min_agreement: float = 0.95
+    max_divergence: float = 0.03
+    shadow_share: float = 0.005
+
+    def __post_init__(self) -> None:
+        for name, top in (("ratio", MAX_RATIO), ("min_agreement", 1.0), ("shadow_share", 1.0)):
+            if not 0.0 <= getattr(self, name) <= top:
+                raise InvalidRequestError(name, getattr(self, name), f"use 0 to {top}")
+        if not 0.0 < self.max_divergence < 100.0:
+            raise InvalidRequestError("max_divergence", self.max_divergence, "nats, above 0")
+
+
+def _address(value: str) -> str:
+    parse_endpoint(value)
+    return value
+
+
+def _address_or_off(value: str) -> str:
+    return value if value == "off" else _address(value)
+
+
+def _event_address(value: str) -> str:
+    """Check an address of published events: host:port, ipc:PATH or off."""
+    if not value.startswith("ipc:"):
+        return _address_or_off(value)
+    path = value.removeprefix("ipc:")
+    if not os.path.isabs(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise ValueError(f"give ipc: and an absolute path of {SOCKET_PATH_BYTES} bytes at most")
+    return value
+
+
+def _socket_path(value: str) -> str:
+    if value == "off":
+        return value
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):
+        raise ValueError("give an absolute path, or off to do without shared memory")
+    if len(os.fsencode(path.replace("{port}", "65535"))) > SOCKET_PATH_BYTES:
+        raise ValueError(f"a socket's path has at most {SOCKET_PATH_BYTES} bytes; shorten it")
+    return path
+
+
+def _collector(url: str | None) -> str | None:
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.path.strip("/") or "@" in parts.netloc:
+        raise ValueError("give http://host:port, or https://host:port for TLS")
+    parse_endpoint(parts.netloc)
+    return url
 
 
 def _bound_size(size_bytes: int) -> int:
@@ -129,18 +208,92 @@ def _tier_size(size_bytes: int) -> int:
     return size_bytes
 
 
+def _daily_bytes(size_bytes: int) -> int:
+    if 0 < size_bytes < MIB:
+        raise ValueError("give at least 1MiB a day, or 0 for no limit")
+    return size_bytes
+
+
+def _whole_pages(size_bytes: int) -> int:
+    if size_bytes % (4 * KIB):
+        raise ValueError("give a multiple of 4KiB, the size of a page")
+    return size_bytes
+
+
+def _readable(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    path = absolute(path)
+    if not (path.is_file() and os.access(path, os.R_OK)):
+        raise ValueError("name a file that this user can read")
+    return path
+
+
+def _password_file(path: Path | None) -> Path | None:
+    if path is not None:
+        read_password(path)
+    return path
+
+
+def _secret_file(path: Path | None) -> Path | None:
+    if path is not None and path.stat().st_size < MIN_SECRET_BYTES:
+        raise ValueError(f"put at least {MIN_SECRET_BYTES} random bytes into it")
+    return path
+
+
+def _folder(path: Path | None) -> Path | None:
+    if path is not None and not path.is_dir():
+        raise ValueError("name a folder that exists")
+    return None if path is None else absolute(path)
+
+
 def _off(value: object) -> object:
     return "off" if value is False else value  # what YAML makes of a bare off
+
+
+def _names(value: object) -> object:
+    """Split text at its commas; nothing is left of ``off``."""
+    if value is False or value == "off":
+        return None
+    if not isinstance(value, str):
+        return value
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def _peers(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if not names:
+        return None
+    addresses = [name for name in names if name != DIRECTORY]
+    for address in addresses:
+        if not parse_endpoint(address)[1]:
+            raise ValueError("give each peer's port")
+    if len(set(names)) < len(names) or len(addresses) > MAX_ASKED_PEERS:
+        raise ValueError(f"name each peer once, {MAX_ASKED_PEERS} at most; of more, use directory")
+    return names
 
 
 # The text at the end of each is what --help calls the value.
 Size = Annotated[int, BeforeValidator(parse_size), AfterValidator(_bound_size), "SIZE"]
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
+DailyBytes = Annotated[Size, AfterValidator(_daily_bytes), "SIZE"]
+SlabSize = Annotated[Size, Field(ge=64 * KIB), AfterValidator(_whole_pages), "SIZE"]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Workers = Annotated[int, Field(ge=1, le=1024), "N"]
 RedisConnections = Annotated[int, Field(ge=1, le=64), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
-Endpoint = Annotated[str, BeforeValidator(_off), "HOST:PORT"]
-BulkEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_bulk_endpoint), "HOST:PORT"]
-EventEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_event_endpoint), "HOST:PORT"]
-SocketPath = Annotated[str, BeforeValidator(_off), "PATH"]
+Share = Annotated[float, Field(ge=0.0, le=1.0), "SHARE"]
+Text = Annotated[str | None, "TEXT"]
+Listen = Annotated[str, BeforeValidator(_off), AfterValidator(_address), "HOST:PORT"]
+Endpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_address_or_off), "HOST:PORT"]
+EventEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_event_address), "HOST:PORT"]
+SocketPath = Annotated[str, BeforeValidator(_off), AfterValidator(_socket_path), "PATH"]
+Collector = Annotated[str | None, AfterValidator(_collector), "URL"]
+OwnPath = Annotated[Path, AfterValidator(absolute), "PATH"]
+OwnFile = Annotated[Path | None, AfterValidator(_readable), "PATH"]
+PasswordFile = Annotated[OwnFile, AfterValidator(_password_file), "PATH"]
+SecretFile = Annotated[OwnFile, AfterValidator(_secret_file), "PATH"]
+Folder = Annotated[Path | None, AfterValidator(_folder), "PATH"]
+ScrubTiers = Annotated[tuple[TierName, ...], BeforeValidator(_names), "NAMES"]
+Peers = Annotated[
+    tuple[str, ...] | None, BeforeValidator(_names), AfterValidator(_peers), "HOST:PORT"
+]

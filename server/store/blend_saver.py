@@ -25,8 +25,8 @@ class BlendKeeper:
         content_limit: int,
         clock: Callable[[], float],
     ) -> None:
-        shelves = store.transfers.shelves
-        kept = [shelves["cpu"]] + ([shelves["disk"]] if folder is not None else [])
+        slots = store.tiers.slots
+        kept = [slots["cpu"]] + ([slots["disk"]] if folder is not None else [])
         self._gates = GateKeeper(store.blends.gates, folder) if folder is not None else None
         self._variants: VariantKeeper | None = None
         if folder is not None and content_limit:

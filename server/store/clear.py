@@ -34,7 +34,7 @@ def clear(
 
     *deadline* is a point on the store's clock.
     """
-    catalog, clock = store.catalog, store.transfers.clock
+    catalog, clock = store.catalog, store.moves.clock
     keys = [key for key in keys if not tier or tier in catalog.holders(key)]
     deleted = leased = freed_bytes = 0
     for start in range(0, len(keys), BATCH_CHUNKS):
@@ -78,7 +78,7 @@ def _tenant_of(store: Store, space: Namespace) -> str | None:
         return known.tenant
     for key in store.catalog.queries.keys_from(space):
         for name in store.catalog.holders(key):
-            tier = store.transfers.shelves[name].tier
+            tier = store.tiers.slots[name].tier
             if not tier.shared:
                 return tier.tenant_of(key)
     return None

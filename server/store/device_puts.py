@@ -79,13 +79,13 @@ class DevicePuts:
     """
 
     def __init__(self, store: Store, kernels: FrameKernels) -> None:
-        transfers = store.transfers
-        assert transfers.gpu is not None
-        assert transfers.gpu_tier is not None
+        moves = store.moves
+        assert moves.tiers.gpu is not None
+        assert moves.tiers.gpu_tier is not None
         self._store = store
         self._reservations = store.reservations
-        self._shelf, self._tier = transfers.gpu, transfers.gpu_tier
-        self._clock = transfers.clock
+        self._slot, self._tier = moves.tiers.gpu, moves.tiers.gpu_tier
+        self._clock = moves.clock
         self._kernels = kernels
         self._stream = self._tier.device.stream()
         self._rings: dict[int, _Ring] = {}
@@ -172,8 +172,8 @@ class DevicePuts:
                 if offset + header.frame_bytes > len(ring.memory):
                     fix = f"within a ring of {len(ring.memory)} bytes"
                     raise InvalidRequestError("offset", (offset, header.frame_bytes), fix)
-            if self._shelf.breaker.is_open:
-                reason = f"gpu is left alone for now: {self._shelf.breaker.reason}"
+            if self._slot.breaker.is_open:
+                reason = f"gpu is left alone for now: {self._slot.breaker.reason}"
                 return [PutResult(PutOutcome.refused, reason)] * len(frames)
             written = self._tier.device.import_event(event)
             self._wait_for(written, session, deadline)
@@ -203,7 +203,7 @@ class DevicePuts:
         try:
             for header, offset in frames:
                 info = header.info()
-                ticket = self._reservations.reserve_on(self._shelf, session, info, deadline, hints)
+                ticket = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
                 if isinstance(ticket, PutResult):
                     results.append(ticket)
                 else:
@@ -239,7 +239,7 @@ class DevicePuts:
                 stream.record().synchronize()
             return True
 
-        self._shelf.guarded(work, "write")
+        self._slot.guarded(work, "write")
         return begun[0]()
 
     def _commit(self, one: _Placed, found: Sequence[int]) -> PutResult:
@@ -257,7 +257,7 @@ def open_device_puts(store: Store) -> DevicePuts | None:
     """Return what takes puts on the device of the gpu tier; None, after a warning, where the
     kernels that sum them cannot be had.
     """
-    tier = store.transfers.gpu_tier
+    tier = store.tiers.gpu_tier
     assert tier is not None
     try:
         return DevicePuts(store, open_kernels(tier.memory.device))

@@ -9,13 +9,18 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.model_registry import Differing, KnownSpaces, Space, nearest
+from kvstore.server.index.model_registry import (
+    FieldDifference,
+    ModelNamespace,
+    ModelRegistry,
+    nearest,
+)
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.tiering.state_admission import StateAdmission
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
-MAX_NEAR = 3
+MAX_SIMILAR = 3
 """Other Representations that an answer names."""
 
 _SEARCHED = 32
@@ -29,11 +34,11 @@ _MAX_TOLD = 4
 Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
 """Tiers and what lies there, in the order in which they are read."""
 
-Others: TypeAlias = Sequence[tuple[Space, Sequence[Differing]]]
+Others: TypeAlias = Sequence[tuple[ModelNamespace, Sequence[FieldDifference]]]
 """Spaces, and in what each differs from the one that was asked for."""
 
 
-class Facts(NamedTuple):
+class ChunkFacts(NamedTuple):
     """What was known of one chunk at ``at_s``, by which it is a hit or none; no words yet.
 
     ``down`` has the tiers with a copy that were left alone, and why.
@@ -58,11 +63,11 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class Near:
+class SimilarModel:
     """Another Representation with chunks: in what it differs, and whether it has these tokens."""
 
-    space: Space
-    differing: Sequence[Differing]
+    space: ModelNamespace
+    differing: Sequence[FieldDifference]
     chunks: int
     has_tokens: bool
 
@@ -73,11 +78,11 @@ class Explanation:
 
     hit_chunks: int
     reasons: Sequence[Reason]
-    near: Sequence[Near] = ()
+    similar: Sequence[SimilarModel] = ()
 
 
 class Explainer:
-    """Explains to who asks. *sources* are the shelves in the order in which they are read.
+    """Explains to who asks. *sources* are the slots in the order in which they are read.
 
     *states* says whose state was turned away, *spaces* are those of earlier sessions.
     Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
@@ -86,18 +91,18 @@ class Explainer:
     def __init__(
         self,
         catalog: Catalog,
-        sources: Sequence[Shelf],
+        sources: Sequence[TierSlot],
         outcomes: Outcomes,
         clock: Callable[[], float],
         states: StateAdmission | None = None,
-        spaces: KnownSpaces | None = None,
+        spaces: ModelRegistry | None = None,
     ) -> None:
         self._states = states
         self._catalog = catalog
-        self._shelves = {shelf.name: shelf for shelf in sources}
+        self._slots = {slot.name: slot for slot in sources}
         self._outcomes = outcomes
         self._clock = clock
-        self.spaces = KnownSpaces() if spaces is None else spaces
+        self.spaces = ModelRegistry() if spaces is None else spaces
 
     def explain(
         self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
@@ -117,10 +122,10 @@ class Explainer:
             if reasons[at].state == "ready":
                 text = f"here, but chunk {first} before it is not"
                 reasons[at] = replace(reasons[at], state="behind", text=text)
-        return Explanation(hits, reasons, self._near(others, keys) if absent else ())
+        return Explanation(hits, reasons, self._similar(others, keys) if absent else ())
 
     def _usable(self, keys: Sequence[ChunkKey], least: Fidelity) -> int:
-        return len(self._catalog.held([next(iter(self._shelves))], keys, least)[0])
+        return len(self._catalog.held([next(iter(self._slots))], keys, least)[0])
 
     def others(self, space: Namespace) -> Others:
         """Return the other spaces of its tenant, those that differ least first."""
@@ -136,9 +141,9 @@ class Explainer:
         if asked is None:
             return ()
         found = (other for other in self.spaces.others(asked) if self._has(other, key))
-        return nearest(asked, islice(found, MAX_NEAR))
+        return nearest(asked, islice(found, MAX_SIMILAR))
 
-    def of_miss(self, miss: Facts, others: Others) -> Reason:
+    def of_miss(self, miss: ChunkFacts, others: Others) -> Reason:
         """Say why a lookup did not find a chunk then, with what can be said of it only now."""
         found = self.reason(miss, (), "before")
         if found.state == "ready":
@@ -151,21 +156,21 @@ class Explainer:
             return found
         return replace(found, text=f"{found.text}; stored since")
 
-    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> Facts:
+    def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> ChunkFacts:
         """Return what is known of a chunk now, in some microseconds."""
         seen = self._catalog.queries.status(key)
         outcome = None if seen.copies else self._outcomes.of(key)
         down = {}
         for name in seen.copies:
-            shelf = self._shelves.get(name)
-            if shelf is not None and shelf.breaker.is_open:
-                down[name] = shelf.breaker.reason
-        return Facts(key, least, self._clock(), seen, outcome, down)
+            slot = self._slots.get(name)
+            if slot is not None and slot.breaker.is_open:
+                down[name] = slot.breaker.reason
+        return ChunkFacts(key, least, self._clock(), seen, outcome, down)
 
-    def reason(self, facts: Facts, others: Others, ago: str = "ago") -> Reason:
+    def reason(self, facts: ChunkFacts, others: Others, ago: str = "ago") -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
         key, seen, outcome = facts.key, facts.seen, facts.outcome
-        order = [name for name in self._shelves if name in seen.copies]
+        order = [name for name in self._slots if name in seen.copies]
         copies = tuple((name, seen.copies[name]) for name in order)
         if seen.is_expired:
             return Reason(key, "expired", "its time to live is up; put it again", copies)
@@ -181,11 +186,11 @@ class Explainer:
         named = self._elsewhere(key, others)
         if named is not None:
             return named
-        if seen.is_ghost:
+        if seen.is_evicted:
             return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
         return Reason(key, "unknown", "never stored here, or forgotten since")
 
-    def _of_copies(self, facts: Facts, copies: Copies) -> Reason:
+    def _of_copies(self, facts: ChunkFacts, copies: Copies) -> Reason:
         key, least = facts.key, facts.least
         fit = [name for name, info in copies if info.fidelity >= least]
         if not fit:
@@ -200,7 +205,7 @@ class Explainer:
 
     # --- other identities
 
-    def _near(self, others: Others, keys: Sequence[ChunkKey]) -> list[Near]:
+    def _similar(self, others: Others, keys: Sequence[ChunkKey]) -> list[SimilarModel]:
         """Return a few other spaces that have chunks, those with these tokens first."""
         found = [
             (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
@@ -209,10 +214,12 @@ class Explainer:
         found.sort(key=lambda one: not one[2])
         # Counting goes through the whole index, so few are counted.
         counted = [
-            Near(other, differing, self._catalog.queries.count_in(other.namespace), has_tokens)
+            SimilarModel(
+                other, differing, self._catalog.queries.count_in(other.namespace), has_tokens
+            )
             for other, differing, has_tokens in found[:_COUNTED]
         ]
-        return [near for near in counted if near.chunks][:MAX_NEAR]
+        return [similar for similar in counted if similar.chunks][:MAX_SIMILAR]
 
     def _elsewhere(self, key: ChunkKey, others: Others) -> Reason | None:
         """Return the reason of a chunk that one of *others* has; None where none has it."""
@@ -221,7 +228,7 @@ class Explainer:
             return None
         return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
 
-    def _has(self, space: Space, key: ChunkKey) -> bool:
+    def _has(self, space: ModelNamespace, key: ChunkKey) -> bool:
         """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
 
@@ -232,7 +239,7 @@ def _told(outcome: Outcome, ago: str) -> str:
     return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
 
 
-def _said(differing: Sequence[Differing]) -> str:
+def _said(differing: Sequence[FieldDifference]) -> str:
     told = [f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing[:_MAX_TOLD]]
     more = [f"{len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else []
     return "; ".join(told + more)

@@ -1,4 +1,4 @@
-"""A LayeredGet: leased chunks on their way out, layer by layer."""
+"""Layer-wise reads: leased chunks on their way out, layer by layer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity, layer_order
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.streaming_load import Fill
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.store.streaming_load import StreamingLoad
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.work_queue import Ticket
 
 READ_AHEAD_CHUNKS = 8
@@ -35,13 +35,13 @@ class LayerPart(NamedTuple):
 
 @dataclass(slots=True)
 class _Source:
-    """One chunk of the get; ``fill`` unless all of it is in CPU memory."""
+    """One chunk of the get; ``load`` unless all of it is in CPU memory."""
 
     index: int
     tier: str
     header: FrameHeader
     frame: Bytes
-    fill: Fill | None
+    load: StreamingLoad | None
     kept: Rows | None = None
     """The rows that are sent; None: all."""
 
@@ -50,10 +50,10 @@ class _Source:
 class _Opening:
     tier: str
     ticket: Ticket | None
-    fill: Fill | None
+    load: StreamingLoad | None
 
 
-class LayeredGet:
+class LayerwiseRead:
     """Sends layer i of all chunks while layer i+1 is read. Used once, by one thread.
 
     What a lower tier holds as raw frames is read layer by layer, straight into CPU memory, and
@@ -63,7 +63,7 @@ class LayeredGet:
 
     def __init__(
         self,
-        transfers: Transfers,
+        moves: Moves,
         session: Session,
         keys: Sequence[ChunkKey],
         deadline: float,
@@ -71,21 +71,21 @@ class LayeredGet:
     ) -> None:
         self.skipped: SkippedRows | None = None
         """Rows that the reader does not want."""
-        self._transfers = transfers
+        self._moves = moves
         self._least = least
         self._session = session
         self._keys = keys
         self._deadline = deadline
         self._order = layer_order(session.representation)
         self._sources: list[_Source] = []
-        self._fills: list[Fill] = []
+        self._loads: list[StreamingLoad] = []
 
     def parts(self) -> Iterator[LayerPart]:
         """Yield the header of each chunk up to the first that is lost or late, then segments.
 
         A chunk that is lost on the way ends the prefix there; a late one ends the answer.
         """
-        counters = self._transfers.counters
+        counters = self._moves.counters
         try:
             self._open()
             for source in self._sources:
@@ -93,13 +93,13 @@ class LayeredGet:
                 yield self._part(source, 0, data)
             yield from self._segments()
         finally:
-            for fill in self._fills:
-                fill.close()
+            for load in self._loads:
+                load.close()
             counters.add("get_chunks", len(self._sources))
             counters.add("get_missed_chunks", len(self._keys) - len(self._sources))
 
     def _part(self, source: _Source, offset: int, data: Bytes) -> LayerPart:
-        self._transfers.counters.add("get_bytes", len(data))
+        self._moves.counters.add("get_bytes", len(data))
         return LayerPart(source.index, source.tier, source.header.frame_bytes, offset, data)
 
     # --- headers
@@ -117,32 +117,32 @@ class LayeredGet:
 
     def _begin(self, key: ChunkKey) -> _Opening | None:
         """Start what brings the header of *key* in reach; None when nothing can."""
-        transfers = self._transfers
-        copies = transfers.catalog.copies(key)
-        for shelf in transfers.sources:
-            copy = copies.get(shelf.name)
-            if copy is None or copy.fidelity < self._least or shelf.breaker.is_open:
+        moves = self._moves
+        copies = moves.catalog.copies(key)
+        for slot in moves.tiers.sources:
+            copy = copies.get(slot.name)
+            if copy is None or copy.fidelity < self._least or slot.breaker.is_open:
                 continue
-            if shelf is transfers.cpu:
-                return _Opening(shelf.name, None, None)
-            if not (shelf.tier.reads_parts and Fill.is_possible(copy)):
-                ticket = transfers.load(key, shelf, self._session.tenant)
-                return None if ticket is None else _Opening(shelf.name, ticket, None)
-            fill = Fill(transfers, shelf, copy, self._session.tenant)
-            self._fills.append(fill)
-            ticket = fill.submit(None, self._deadline)
-            return None if ticket is None else _Opening(shelf.name, ticket, fill)
+            if slot is moves.tiers.cpu:
+                return _Opening(slot.name, None, None)
+            if not (slot.tier.reads_parts and StreamingLoad.is_possible(copy)):
+                ticket = moves.load(key, slot, self._session.tenant)
+                return None if ticket is None else _Opening(slot.name, ticket, None)
+            load = StreamingLoad(moves, slot, copy, self._session.tenant)
+            self._loads.append(load)
+            ticket = load.submit(None, self._deadline)
+            return None if ticket is None else _Opening(slot.name, ticket, load)
         return None
 
     def _opened(self, index: int, key: ChunkKey, opening: _Opening | None) -> _Source | None:
         if opening is None or not self._is_done(opening.ticket):
             return None
-        if opening.fill is not None:
-            fill = opening.fill
-            if fill.header.layout.segment_count != len(self._order):
+        if opening.load is not None:
+            load = opening.load
+            if load.header.layout.segment_count != len(self._order):
                 return None
-            return _Source(index, opening.tier, fill.header, fill.frame, fill)
-        frame = self._transfers.cpu_tier.peek(key)
+            return _Source(index, opening.tier, load.header, load.frame, load)
+        frame = self._moves.tiers.cpu_tier.peek(key)
         header = None if frame is None else parse_header(frame)
         if frame is None or header is None or header.fidelity < self._least:
             return None
@@ -154,9 +154,9 @@ class LayeredGet:
         """Wait for a read; False when it failed or is late."""
         try:
             if ticket is not None:
-                self._transfers.mover.wait(ticket, self._deadline)
+                self._moves.work_queue.wait(ticket, self._deadline)
         except DeadlineError:
-            self._transfers.counters.add("get_late_chunks")
+            self._moves.counters.add("get_late_chunks")
             return False
         except KVStoreError:
             return False
@@ -170,12 +170,12 @@ class LayeredGet:
         live = len(self._sources)
         for number, (source, segment) in enumerate(plan):
             for ahead, wanted in plan[len(tickets) : number + 1 + READ_AHEAD_SEGMENTS]:
-                fill = ahead.fill if ahead.index < live else None
-                tickets.append(None if fill is None else fill.submit(wanted, self._deadline))
+                load = ahead.load if ahead.index < live else None
+                tickets.append(None if load is None else load.submit(wanted, self._deadline))
             if source.index >= live:
                 continue
             ticket = tickets[number]
-            if source.fill is not None and (ticket is None or not self._is_done(ticket)):
+            if source.load is not None and (ticket is None or not self._is_done(ticket)):
                 live = source.index  # a segment that failed: nothing from here on
                 continue
             offset = int(source.header.segments[segment]["offset"])
@@ -193,6 +193,6 @@ class LayeredGet:
         try:
             return cut_rows(header, segment, data, source.kept)
         except ChunkCorruptError:
-            shelf = source.fill.source if source.fill is not None else self._transfers.cpu
-            self._transfers.quarantine(shelf, header.key)
+            slot = source.load.source if source.load is not None else self._moves.tiers.cpu
+            self._moves.eviction.drop_corrupt(slot, header.key)
             return None

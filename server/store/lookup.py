@@ -1,4 +1,4 @@
-"""The Finder: lookups over all tiers, those that other nodes use included."""
+"""Lookups over all tiers, those that other nodes use included."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
-from kvstore.server.index.results import Found, LeaseTerms, Leasing
+from kvstore.server.index.results import LeaseTerms, Leasing, PrefixMatch
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import PlanQuestion, plan_loads
-from kvstore.server.tiering.admission import Moment
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.admission import Trigger
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.state_admission import StateAdmission
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
-ABSENT_TTL_S = 0.1
-MAX_ABSENT_KEYS = 4096
+NEGATIVE_TTL_S = 0.1
+MAX_NEGATIVE_KEYS = 4096
 
 
-class AbsentKeys:
+class NegativeCache:
     """Remembers for a moment which chunk a shared tier did not have, so that nobody asks again.
 
     A scheduler looks a waiting prompt up at every step, and so does each rank of an engine. A
@@ -49,9 +49,9 @@ class AbsentKeys:
         """Take note that *key* was asked for and is not there."""
         with self._lock:
             self._until.pop(key, None)
-            if len(self._until) >= MAX_ABSENT_KEYS:
+            if len(self._until) >= MAX_NEGATIVE_KEYS:
                 self._until.popitem(last=False)
-            self._until[key] = self._clock() + ABSENT_TTL_S
+            self._until[key] = self._clock() + NEGATIVE_TTL_S
 
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -74,9 +74,9 @@ MAX_SHARED_CHUNKS = 1 << 18
 PEERS_SHARE = 0.25
 """Of a lookup's time, that peers have to answer."""
 ASKING = 4
-"""Lookups that ask peers themselves at a time; a lane does it for others."""
+"""Lookups that ask peers themselves at a time; a queue does it for others."""
 MOST_WAITING = 0.1
-"""How full that lane may be for a lookup to add a question."""
+"""How full that queue may be for a lookup to add a question."""
 
 LEARNT_AT_ONCE = 1024
 """Chunks of a shared tier's list, as the start goes through it."""
@@ -85,30 +85,28 @@ PROBE_CHUNKS = 16
 """Asked for first; when a shared tier has them it is asked for the rest."""
 
 
-class Finder:
+class Lookup:
     """Says what can be read and how long that takes. Thread-safe.
 
-    Every ``deadline`` is a point on the clock of *transfers*. Questions to a shared tier wait in
-    its ``ask-TIER`` lane, and those to peers when many ask at once.
+    Every ``deadline`` is a point on the clock of *moves*. Questions to a shared tier wait in
+    its ``ask-TIER`` queue, and those to peers when many ask at once.
     """
 
-    def __init__(
-        self, transfers: Transfers, lease_ttl_ms: int, prefetch: Prefetch | None = None
-    ) -> None:
-        self._catalog = transfers.catalog
-        self._counters = transfers.counters
-        self._mover = transfers.mover
+    def __init__(self, moves: Moves, lease_ttl_ms: int, prefetch: Prefetch | None = None) -> None:
+        self._catalog = moves.catalog
+        self._counters = moves.counters
+        self._work_queue = moves.work_queue
         self._lease_ttl_ms = lease_ttl_ms
-        self._sources = transfers.sources
-        self._transfers = transfers
-        self._prefetch = prefetch or Prefetch(transfers, 0)
-        lower = transfers.lower_shelves()
-        self._watching = [s for s in lower if transfers.placement.watches_askings(s)]
-        self._names = tuple(shelf.name for shelf in transfers.sources)
-        self.shared = [shelf for shelf in transfers.lower_shelves() if shelf.tier.shared]
-        self._peers = transfers.peers
+        self._sources = moves.tiers.sources
+        self._moves = moves
+        self._prefetch = prefetch or Prefetch(moves, 0)
+        lower = moves.tiers.lower
+        self._watching = [s for s in lower if moves.placement.admits_on_lookup(s)]
+        self._names = tuple(slot.name for slot in moves.tiers.sources)
+        self.shared = [slot for slot in moves.tiers.lower if slot.tier.shared]
+        self._peers = moves.tiers.remote
         self._asking = threading.BoundedSemaphore(ASKING)
-        self._absent = AbsentKeys(transfers.clock)
+        self._negative = NegativeCache(moves.clock)
         self.states: StateAdmission | None = None
         """Who is told where prompts part, for models with states."""
 
@@ -140,8 +138,8 @@ class Finder:
         self._counters.finds.note(session.tenant, len(keys), found.sources[:ready], self._names)
         if found.shared and self.states is not None:
             self.states.parted(keys[found.shared - 1])
-        if found.ghosts:
-            self._counters.add("lookup_ghost_chunks", found.ghosts)
+        if found.evicted:
+            self._counters.add("lookup_ghost_chunks", found.evicted)
         self._after(keys[:ready])
         plan = self._plan(session, keys, found, ready, engine) if engine else None
         if lease_id and lease is not Leasing.ranged:
@@ -162,32 +160,32 @@ class Finder:
 
     def _after(self, keys: Sequence[ChunkKey]) -> None:
         """Copy what was asked for again to tiers whose admission looks for that."""
-        for shelf in self._watching:
-            for key in self._catalog.queries.asked_again(keys, shelf.name):
-                placement = self._transfers.placement
-                if not placement.admits(shelf, key, Moment.asked):
+        for slot in self._watching:
+            for key in self._catalog.queries.asked_again(keys, slot.name):
+                placement = self._moves.placement
+                if not placement.admits(slot, key, Trigger.asked):
                     continue
-                if self._transfers.copy_down(key, shelf) is None:
-                    placement.given_up(shelf.name, key)
+                if self._moves.copy_down(key, slot) is None:
+                    placement.cancelled(slot.name, key)
 
     def _plan(
         self,
         session: Session,
         keys: Sequence[ChunkKey],
-        found: Found,
+        found: PrefixMatch,
         ready: int,
         engine: EngineTerms,
     ) -> LoadPlan:
         """Plan the loads of the *ready* chunks by the speed of their tiers and of the *engine*."""
-        self._transfers.placement.note_engine(session.namespace, engine.prefill)
+        self._moves.placement.note_engine(session.namespace, engine.prefill)
         tokens = self._catalog.queries.tokens(keys[:ready])
         ready = tokens.index(0) if 0 in tokens else ready  # one may be gone again
         load_s, decode_s = np.zeros(ready), np.zeros(ready)
         sources, sizes = found.sources[:ready], found.sizes[:ready]
         for number in sorted(set(sources.tobytes())):
-            here, shelf = sources == number, self._sources[number]
-            decode_s[here] = shelf.decode_s(sizes[here])
-            load_s[here] = shelf.load_s(sizes[here]) - decode_s[here]
+            here, slot = sources == number, self._sources[number]
+            decode_s[here] = slot.decode_s(sizes[here])
+            load_s[here] = slot.load_s(sizes[here]) - decode_s[here]
         usual = max(tokens[:ready], default=0)
         total = max(engine.prompt_tokens, sum(tokens[:ready]) + (len(keys) - ready) * usual)
         question = PlanQuestion(
@@ -202,8 +200,8 @@ class Finder:
         lease: LeaseTerms | None = None,
         *,
         again: bool = False,
-    ) -> Found:
-        in_use = [None if shelf.breaker.is_open else shelf.name for shelf in self._sources]
+    ) -> PrefixMatch:
+        in_use = [None if slot.breaker.is_open else slot.name for slot in self._sources]
         return self._catalog.match(keys, min_fidelity, in_use, lease, again=again)
 
     def _grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms | None) -> tuple[int, int]:
@@ -215,7 +213,7 @@ class Finder:
             self._catalog.release(lease.lease_id, terms.session_id)
         return lease.lease_id if known else 0, known
 
-    def _loads(self, found: Found) -> NDArray[np.uint32]:
+    def _loads(self, found: PrefixMatch) -> NDArray[np.uint32]:
         loads = np.zeros(len(found.sizes), "<u4")
         for number in set(found.sources.tobytes()):
             here = found.sources == number
@@ -223,8 +221,8 @@ class Finder:
         return loads
 
     def _with_shared(
-        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: Found, deadline: float
-    ) -> Found:
+        self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: PrefixMatch, deadline: float
+    ) -> PrefixMatch:
         """Ask shared tiers how the chain goes on: for a few chunks, then for all if they are there.
 
         Most chains that we do not know nobody knows, and a few chunks are a quick question. Peers
@@ -235,7 +233,7 @@ class Finder:
             missing = found.first_missing
             if missing >= len(keys):
                 break
-            if keys[missing] in self._absent:
+            if keys[missing] in self._negative:
                 self._counters.add("spared_questions")
                 break
             end = min(missing + count, len(keys))
@@ -248,7 +246,7 @@ class Finder:
                 found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
                 if all_answered:
-                    self._absent.note(keys[found.first_missing])
+                    self._negative.note(keys[found.first_missing])
                 break
         return found
 
@@ -259,7 +257,7 @@ class Finder:
         """
         if self._peers is None:
             return False
-        now = self._transfers.clock()
+        now = self._moves.clock()
         until = now + PEERS_SHARE * (deadline - now)
         try:
             if not self._asking.acquire(blocking=False):
@@ -271,21 +269,21 @@ class Finder:
         except KVStoreError:
             self._counters.add("unanswered_lookups")
             return None
-        if self._transfers.clock() >= until and not news:
+        if self._moves.clock() >= until and not news:
             self._counters.add("unanswered_lookups")
             return None
         return news
 
     def _have_peers_asked(
-        self, shelf: Shelf, keys: Sequence[ChunkKey], until: float
+        self, slot: TierSlot, keys: Sequence[ChunkKey], until: float
     ) -> bool | None:
-        lane = f"ask-{shelf.name}"
-        if self._mover.fullness(lane) > MOST_WAITING:
+        queue = f"ask-{slot.name}"
+        if self._work_queue.fullness(queue) > MOST_WAITING:
             return False
-        asked = self._mover.submit(lane, b"".join(keys), partial(self._find, shelf, keys))
-        return False if asked is None else bool(self._mover.wait(asked, until))
+        asked = self._work_queue.submit(queue, b"".join(keys), partial(self._find, slot, keys))
+        return False if asked is None else bool(self._work_queue.wait(asked, until))
 
-    def ask_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
+    def query_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
         """Learn from shared tiers which of *keys* others put there.
 
         Return whether there is any, and whether every tier has answered.
@@ -296,11 +294,11 @@ class Finder:
         """Have all shared tiers asked; None for one that is left alone or asked too much."""
         return [
             None
-            if shelf.breaker.is_open
-            else self._mover.submit(
-                f"ask-{shelf.name}", b"".join(keys), partial(self._find, shelf, keys)
+            if slot.breaker.is_open
+            else self._work_queue.submit(
+                f"ask-{slot.name}", b"".join(keys), partial(self._find, slot, keys)
             )
-            for shelf in self.shared
+            for slot in self.shared
         ]
 
     def _end_shared(self, tickets: Sequence[Ticket | None], deadline: float) -> tuple[bool, bool]:
@@ -308,37 +306,37 @@ class Finder:
         for ticket in tickets:
             answer = None
             try:
-                answer = ticket and self._mover.wait(ticket, deadline)
+                answer = ticket and self._work_queue.wait(ticket, deadline)
             except KVStoreError:
                 self._counters.add("unanswered_lookups")
             news |= bool(answer)
             all_answered &= answer is not None
         return news, all_answered
 
-    def _find(self, shelf: Shelf, keys: Sequence[ChunkKey], until: float | None = None) -> bool:
+    def _find(self, slot: TierSlot, keys: Sequence[ChunkKey], until: float | None = None) -> bool:
         found: list[ChunkInfo | None] = []
 
         def work() -> bool:
             if until is None:
-                found.extend(shelf.tier.find(keys))
+                found.extend(slot.tier.find(keys))
             else:
-                found.extend(cast("PeerTier", shelf.tier).find(keys, until))
+                found.extend(cast("PeerTier", slot.tier).find(keys, until))
             return True
 
-        shelf.guarded(work, "find")
-        strays = self._catalog.strays(shelf.name)
-        infos = [info for info in found if info is not None and info.key not in strays]
+        slot.guarded(work, "find")
+        orphans = self._catalog.orphans(slot.name)
+        infos = [info for info in found if info is not None and info.key not in orphans]
         if infos:
-            self._learn(shelf, infos)
+            self._learn(slot, infos)
         return bool(infos)  # known by now or not, the caller asked because it did not know them
 
-    def forget_hearsay(self, *, everything: bool = False) -> None:
+    def drop_remote_hints(self, *, everything: bool = False) -> None:
         """Drop from the index what was heard of peers and is not to be counted on any more."""
         if self._peers is not None:
             tier, catalog = cast("PeerTier", self._peers.tier), self._catalog
             for key in tier.stale(everything=everything):
                 if catalog.cast_out(tier.name, key, even_if_held=False):
-                    catalog.swept(tier.name, key)
+                    catalog.purged(tier.name, key)
                 if tier.name not in catalog.holders(key):
                     tier.delete(key)
 
@@ -348,28 +346,27 @@ class Finder:
         What the index does not know could never be evicted to make room. In the background, as
         a tier may be far away, or down.
         """
-        for shelf in self.shared:
-            self._mover.submit(f"ask-{shelf.name}", b"scan", partial(self._learn_all, shelf))
+        for slot in self.shared:
+            self._work_queue.submit(f"ask-{slot.name}", b"scan", partial(self._learn_all, slot))
 
-    def _learn_all(self, shelf: Shelf) -> bool:
+    def _learn_all(self, slot: TierSlot) -> bool:
         def work() -> bool:
-            known = iter(shelf.tier.scan())
+            known = iter(slot.tier.scan())
             while some := list(islice(known, LEARNT_AT_ONCE)):
-                self._learn(shelf, some)
+                self._learn(slot, some)
             return True
 
-        return shelf.guarded(work)
+        return slot.guarded(work)
 
-    def _learn(self, shelf: Shelf, infos: Sequence[ChunkInfo]) -> None:
-        """Index what others have on *shelf*; of what contradicts what is here, the better."""
-        if shelf is not self._peers:
-            infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.eviction.count_on(shelf.name))]
-        others = self._catalog.note_found(shelf.name, infos)
-        if shelf is self._peers:  # on whose word nothing of ours is changed
+    def _learn(self, slot: TierSlot, infos: Sequence[ChunkInfo]) -> None:
+        """Index what others have on *slot*; of what contradicts what is here, the better."""
+        if slot is not self._peers:
+            infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.eviction.count_on(slot.name))]
+        others = self._catalog.note_found(slot.name, infos)
+        if slot is self._peers:  # on whose word nothing of ours is changed
             return
         for info in others:
-            if self._catalog.is_outgrown(info.key, info.layout) and not self._transfers.replace(
-                info
-            ):
+            is_old = self._catalog.is_less_complete(info.key, info.layout)
+            if is_old and not self._moves.eviction.replace(info):
                 continue
-            self._catalog.note_sealed(shelf.name, info)
+            self._catalog.note_sealed(slot.name, info)

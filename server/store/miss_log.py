@@ -12,7 +12,7 @@ from kvstore.proto.text import printable
 from kvstore.proto.types import Match
 from kvstore.proto.wire import REFUSED
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.explain import Facts
+from kvstore.server.store.explain import ChunkFacts
 
 MAX_MISSES = 1024
 MAX_REPORTS = 256
@@ -31,7 +31,7 @@ class LoggedMiss(NamedTuple):
 
     at_s: float
     session: Session
-    facts: Facts
+    facts: ChunkFacts
     asked: int
     ready: int
     pending: int
@@ -55,7 +55,7 @@ class MissLog:
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
 
-    def note(self, session: Session, asked: int, match: Match, facts: Facts) -> None:
+    def note(self, session: Session, asked: int, match: Match, facts: ChunkFacts) -> None:
         """Take note of a lookup that found less than it asked for."""
         miss = LoggedMiss(self._clock(), session, facts, asked, match.ready, match.pending)
         with self._lock:

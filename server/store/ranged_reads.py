@@ -1,4 +1,4 @@
-"""A RangedRead: some bytes of frames as they lie on a tier, and no others read.
+"""A RangeRead: some bytes of frames as they lie on a tier, and no others read.
 
 Nothing is verified here: who reads a prefix of a frame has its header, whose checksums the
 bytes must have.
@@ -22,10 +22,10 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.places import Place, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reads import Reads
 from kvstore.server.telemetry.outcomes import Fate
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import TierSlot
 
 LEAST_MEASURED_BYTES = 64 << 10
 """Of less, what a read takes says nothing about the medium's bandwidth."""
@@ -33,14 +33,14 @@ LEAST_MEASURED_BYTES = 64 << 10
 _numbers = count()
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes *start* to *stop* of a frame, the last not included; cut at the frame's end."""
 
     start: int
     stop: int
 
 
-class Stored(NamedTuple):
+class RangeData(NamedTuple):
     """Bytes of one frame: ``data[i]`` are those of span i, fewer or none past the frame's end."""
 
     tier: str
@@ -48,16 +48,14 @@ class Stored(NamedTuple):
     data: Sequence[Bytes]
 
 
-class RangedRead:
+class RangeRead:
     """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
     before others, of those the smallest; of less than *least* none.
     """
 
-    def __init__(
-        self, transfers: Transfers, gets: Delivery, least: Fidelity, deadline: float
-    ) -> None:
-        self._transfers = transfers
-        self._gets = gets
+    def __init__(self, moves: Moves, reads: Reads, least: Fidelity, deadline: float) -> None:
+        self._moves = moves
+        self._reads = reads
         self._least = least
         self._deadline = deadline
 
@@ -66,13 +64,13 @@ class RangedRead:
         name, info = self._chosen(key)
         if info is None:
             return None
-        if name == self._transfers.cpu.name and Reach.memory in reach:
-            held = self._transfers.cpu_tier.locate(key)
+        if name == self._moves.tiers.cpu.name and Reach.memory in reach:
+            held = self._moves.tiers.cpu_tier.locate(key)
             if held is None:
                 return None
             where = (held.offset, held.size_bytes, held.generation)
             return name, Place(held.slab_id, Reach.memory, 0, *where)
-        filed = self._transfers.filed
+        filed = self._moves.tiers.file_backed
         if filed is None or name != filed.name or Reach.file not in reach:
             return None
         lies = filed.tier.file_place(key)
@@ -81,69 +79,71 @@ class RangedRead:
         return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
 
     @contextmanager
-    def read(self, key: ChunkKey, spans: Sequence[Span]) -> Iterator[Stored | None]:
+    def read(self, key: ChunkKey, spans: Sequence[ByteRange]) -> Iterator[RangeData | None]:
         """Lend *spans* of the chosen copy; None when there is none, or not in time."""
         name, info = self._chosen(key)
         if info is None:
             yield None
             return
-        if name == self._transfers.cpu.name:
-            frame = self._transfers.cpu_tier.peek(key)
+        if name == self._moves.tiers.cpu.name:
+            frame = self._moves.tiers.cpu_tier.peek(key)
             if frame is None:
                 yield None
             else:
-                yield Stored(name, len(frame), [frame[a:b] for a, b in spans])
+                yield RangeData(name, len(frame), [frame[a:b] for a, b in spans])
             return
-        cut = [Span(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
+        cut = [ByteRange(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
         size_bytes = sum(stop - start for start, stop in cut)
-        if not self._gets.take_loose(size_bytes):
+        if not self._reads.reserve_bypass(size_bytes):
             yield None
             return
         try:
-            yield self._read(self._transfers.shelves[name], info, cut)
+            yield self._read(self._moves.tiers.slots[name], info, cut)
         finally:
-            self._gets.return_loose(size_bytes)
+            self._reads.release_bypass(size_bytes)
 
     def _chosen(self, key: ChunkKey) -> tuple[str, ChunkInfo | None]:
         copies = {
             name: info
-            for name, info in self._transfers.catalog.copies(key).items()
-            if info.fidelity >= self._least and not self._transfers.shelves[name].breaker.is_open
+            for name, info in self._moves.catalog.copies(key).items()
+            if info.fidelity >= self._least and not self._moves.tiers.slots[name].breaker.is_open
         }
         order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
         name = min(order, key=order.__getitem__, default="")
         return name, copies.get(name)
 
-    def _read(self, shelf: Shelf, info: ChunkInfo, spans: Sequence[Span]) -> Stored | None:
-        transfers = self._transfers
+    def _read(
+        self, slot: TierSlot, info: ChunkInfo, spans: Sequence[ByteRange]
+    ) -> RangeData | None:
+        moves = self._moves
         data: list[Bytes] = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
         ranges = [(span.start, out) for span, out in zip(spans, data, strict=True) if len(out)]
         name = b"ranges" + info.key + next(_numbers).to_bytes(8, "little")
-        ticket = transfers.mover.submit(
-            f"load-{shelf.name}", name, lambda: self._fill(shelf, info, ranges)
+        ticket = moves.work_queue.submit(
+            f"load-{slot.name}", name, lambda: self._fill(slot, info, ranges)
         )
         try:
-            found = ticket is not None and transfers.mover.wait(ticket, self._deadline)
+            found = ticket is not None and moves.work_queue.wait(ticket, self._deadline)
         except KVStoreError:
-            transfers.counters.add("get_late_chunks")
+            moves.counters.add("get_late_chunks")
             found = False
-        return Stored(shelf.name, info.size_bytes, data) if found else None
+        return RangeData(slot.name, info.size_bytes, data) if found else None
 
-    def _fill(self, shelf: Shelf, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        transfers, started = self._transfers, self._transfers.clock()
+    def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+        moves, started = self._moves, self._moves.clock()
         try:
-            found = shelf.guarded(lambda: shelf.tier.read_ranges(info.key, ranges), "read")
+            found = slot.guarded(lambda: slot.tier.read_ranges(info.key, ranges), "read")
         except InvalidRequestError:
             found = False  # others have put a frame of another size in its place
         if not found:
-            transfers.catalog.forget(shelf.name, info.key)
-            transfers.outcomes.note(info.key, Fate.lost, shelf.name)
-            transfers.counters.add("lost_chunks")
+            moves.catalog.forget(slot.name, info.key)
+            moves.catalog.outcomes.note(info.key, Fate.lost, slot.name)
+            moves.counters.add("lost_chunks")
             return False
         size_bytes = sum(len(out) for _, out in ranges)
         if size_bytes >= LEAST_MEASURED_BYTES:
-            shelf.rate.observe(size_bytes, transfers.clock() - started)
-        transfers.counters.add("get_bytes", size_bytes)
+            slot.rate.observe(size_bytes, moves.clock() - started)
+        moves.counters.add("get_bytes", size_bytes)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Delivery: leased chunks on their way out, from the fastest holder that proves right."""
+"""Reads of leased chunks, each from the fastest copy that proves right."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from kvstore.proto.errors import (
 from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.promotion import SecondRead
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.promotion import PromoteOnSecondHit
+from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReadResult:
     """A chunk in reach of its reader. ``tier`` is where it was when asked for.
 
     ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
@@ -67,9 +67,9 @@ _NOT_HERE: Bytes = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class _Near:
-    """The shelves that a reader reads in place, nearest first, and what fidelity it asks for."""
+    """The slots that a reader reads in place, nearest first, and what fidelity it asks for."""
 
-    shelves: Sequence[Shelf]
+    slots: Sequence[TierSlot]
     least: Fidelity
     peers: Collection[int] = ()
     """The other servers from which the reader reads itself, by their numbers."""
@@ -77,28 +77,28 @@ class _Near:
     """Loads of this get, which end with it unless somebody else waits for them."""
 
 
-class Delivery:
-    """Gets at work. Thread-safe.
+class Reads:
+    """The gets of a server. Thread-safe.
 
     What is not in CPU memory is promoted first, but for what the reader reads in place: in GPU
-    memory, in a file or from another server, which spares it one of two copies. ``loose_bytes``
+    memory, in a file or from another server, which spares it one of two copies. ``bypass_bytes``
     bounds the copies made for readers while CPU memory is full of leases.
     """
 
     def __init__(
         self,
-        transfers: Transfers,
-        loose_bytes: int,
+        moves: Moves,
+        bypass_bytes: int,
         on_read: Callable[[ChunkKey], None] = lambda key: None,
     ) -> None:
-        self._transfers = transfers
-        self._catalog = transfers.catalog
-        self._mover = transfers.mover
-        self._counters = transfers.counters
-        self._loose_limit_bytes = loose_bytes
+        self._moves = moves
+        self._catalog = moves.catalog
+        self._work_queue = moves.work_queue
+        self._counters = moves.counters
+        self._bypass_limit_bytes = bypass_bytes
         self._on_read = on_read
-        self._loose_bytes = 0
-        self._reads = SecondRead(REMEMBERED_READS)
+        self._bypass_bytes = 0
+        self._reads = PromoteOnSecondHit(REMEMBERED_READS)
         self._due: OrderedDict[ChunkKey, tuple[str, str]] = OrderedDict()
         """Whose and from where."""
         self._lock = threading.Lock()  # guards the three above
@@ -111,7 +111,7 @@ class Delivery:
         reach: Collection[Reach] = IN_MEMORY,
         least: Fidelity = Fidelity.exact,
         peers: Collection[int] = (),
-    ) -> Iterator[Arrival]:
+    ) -> Iterator[ReadResult]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
         The caller holds the lease until it is done with what it got. *reach*: where it can read
@@ -132,21 +132,21 @@ class Delivery:
                     plan += self._catalog.read_plan(ahead, least)
                     for key_ahead, holders in zip(ahead, plan[len(origins) :], strict=True):
                         origins.append(self._load(session, key_ahead, near, holders)[0])
-                arrival = self._leased(index, key, near, plan[index])
-                arrival = arrival or self._arrive(session, index, key, deadline, near)
-                if arrival is None:
+                result = self._leased(index, key, near, plan[index])
+                result = result or self._read(session, index, key, deadline, near)
+                if result is None:
                     break
                 delivered += 1
                 self._on_read(key)
-                self._counters.add("get_bytes", arrival.size_bytes)
-                self._promote_if_due(session, key, arrival.tier)
+                self._counters.add("get_bytes", result.size_bytes)
+                self._promote_if_due(session, key, result.tier)
                 try:
-                    yield replace(arrival, tier=origins[index] or arrival.tier)
+                    yield replace(result, tier=origins[index] or result.tier)
                 finally:
-                    if arrival.place is None:
-                        self.return_loose(len(arrival.frame))
+                    if result.place is None:
+                        self.release_bypass(len(result.frame))
         finally:
-            self._transfers.let_go_of_loads(near.claims)
+            self._moves.let_go_of_loads(near.claims)
             self._counters.add("get_chunks", delivered)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
@@ -160,15 +160,15 @@ class Delivery:
         """Return where the longest prefix of leased *keys* is that the reader can read in place.
 
         As PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered:
-        hundreds at the price of a few through ``get``. Call ``were_told`` when the reader knows
+        hundreds at the price of a few through ``get``. Call ``note_in_place`` when the reader knows
         them. Where there is GPU memory, to which a second read would promote others, only those
         that are there.
         """
-        transfers = self._transfers
-        if transfers.gpu is not None:
+        moves = self._moves
+        if moves.tiers.gpu is not None:
             return self._in_gpu(keys, least) if Reach.device in reach else np.empty(0, PLACE_ROW)
         in_cpu, *in_files = self._catalog.held(self.place_names(reach), keys, least)
-        rows = np.frombuffer(transfers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
+        rows = np.frombuffer(moves.tiers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
         rows["reach"][~in_cpu] = Reach.none
         held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
         rows = rows[: self._add_others(keys, rows, held, least, peers)]
@@ -177,7 +177,7 @@ class Delivery:
 
     def _in_gpu(self, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[Any]:
         """Do what ``in_place`` does, of GPU memory alone."""
-        gpu, tier = self._transfers.gpu, self._transfers.gpu_tier
+        gpu, tier = self._moves.tiers.gpu, self._moves.tiers.gpu_tier
         assert gpu is not None
         assert tier is not None
         (held,) = self._catalog.held([gpu.name], keys, least)
@@ -194,10 +194,10 @@ class Delivery:
 
         That of a device is the first, that of peers the last.
         """
-        gpu = self._transfers.gpu if Reach.device in reach else None
-        filed = self._transfers.filed if Reach.file in reach else None
-        there = (gpu, self._transfers.cpu, filed, self._transfers.peers if peers else None)
-        return [shelf.name for shelf in there if shelf is not None]
+        gpu = self._moves.tiers.gpu if Reach.device in reach else None
+        filed = self._moves.tiers.file_backed if Reach.file in reach else None
+        there = (gpu, self._moves.tiers.cpu, filed, self._moves.tiers.remote if peers else None)
+        return [slot.name for slot in there if slot is not None]
 
     def _add_others(
         self,
@@ -210,7 +210,7 @@ class Delivery:
         """Fill the *rows* of those *held* in files, and of what *peers* have, up to the first that
         is nowhere; return where that is.
         """
-        filed = self._transfers.filed
+        filed = self._moves.tiers.file_backed
         for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
             place = None
             if filed is not None and held[index] and not filed.breaker.is_open:
@@ -219,16 +219,16 @@ class Delivery:
                 rows[index] = (place.extent, Reach.file, 1, place.offset, place.size_bytes, 0)
                 continue
             holders = self._catalog.holders(keys[index], least) if peers else ()
-            lent = self._transfers.lent_place(keys[index], holders, peers)
+            lent = self._moves.lent_place(keys[index], holders, peers)
             if lent is None:
                 return int(index)
             rows[index] = (lent.number, Reach.peer, 0, 0, lent.size_bytes, 0)
             self._counters.add("peer_lent_chunks")
         return len(rows)
 
-    def were_told(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
+    def note_in_place(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
         """The reader of *keys* begins to read *rows*: what follows from reading files."""
-        filed, peers = self._transfers.filed, self._transfers.peers
+        filed, peers = self._moves.tiers.file_backed, self._moves.tiers.remote
         if peers is not None:
             for index in np.flatnonzero(rows["reach"] == Reach.peer).tolist():
                 self._promote_if_due(session, keys[index], peers.name)
@@ -242,15 +242,15 @@ class Delivery:
 
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
         """Tell a medium that can use it what of the chain is read next, and wait for nothing."""
-        for shelf in self._transfers.shelves.values():
-            if not shelf.tier.reads_ahead or shelf.breaker.is_open:
+        for slot in self._moves.tiers.slots.values():
+            if not slot.tier.reads_ahead or slot.breaker.is_open:
                 continue
             holders = ((key, self._catalog.holders(key)) for key in keys)
-            cpu = self._transfers.cpu.name
-            ahead = [key for key, names in holders if shelf.name in names and cpu not in names]
+            cpu = self._moves.tiers.cpu.name
+            ahead = [key for key, names in holders if slot.name in names and cpu not in names]
             if ahead:
-                work = partial(_prefetched, shelf, ahead)
-                self._mover.submit(f"load-{shelf.name}", b"ahead" + ahead[0], work)
+                work = partial(_prefetched, slot, ahead)
+                self._work_queue.submit(f"load-{slot.name}", b"ahead" + ahead[0], work)
 
     def in_reach(
         self,
@@ -261,22 +261,22 @@ class Delivery:
     ) -> bool:
         """Whether *key* can be delivered without a load."""
         holders = self._catalog.holders(key, least)
-        if any(_is_in_place(shelf, key, holders) for shelf in self._near(reach)):
+        if any(_is_in_place(slot, key, holders) for slot in self._near(reach)):
             return True
-        return self._transfers.lent_place(key, holders, peers) is not None
+        return self._moves.lent_place(key, holders, peers) is not None
 
-    def _near(self, reach: Collection[Reach]) -> list[Shelf]:
-        """Return the shelves that the reader reads in place, nearest first."""
-        transfers = self._transfers
-        gpu = transfers.gpu if Reach.device in reach else None
-        filed = transfers.filed if Reach.file in reach else None
-        return [shelf for shelf in (gpu, transfers.cpu, filed) if shelf is not None]
+    def _near(self, reach: Collection[Reach]) -> list[TierSlot]:
+        """Return the slots that the reader reads in place, nearest first."""
+        moves = self._moves
+        gpu = moves.tiers.gpu if Reach.device in reach else None
+        filed = moves.tiers.file_backed if Reach.file in reach else None
+        return [slot for slot in (gpu, moves.tiers.cpu, filed) if slot is not None]
 
     def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
         """Copy a chunk up, in the background, when it is read a second time and worth its room."""
-        gpu = self._transfers.gpu
-        elsewhere = (self._transfers.filed, self._transfers.peers)
-        source = next((shelf for shelf in elsewhere if shelf and shelf.name == name), None)
+        gpu = self._moves.tiers.gpu
+        elsewhere = (self._moves.tiers.file_backed, self._moves.tiers.remote)
+        source = next((slot for slot in elsewhere if slot and slot.name == name), None)
         wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
         if not (source or wants_gpu):
             return
@@ -284,12 +284,12 @@ class Delivery:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        placement, cpu = self._transfers.placement, self._transfers.cpu
+        placement, cpu = self._moves.placement, self._moves.tiers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
             self._promote_soon(key, session.tenant, name)
         if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
-            self._transfers.copy_up(key, session.tenant)
+            self._moves.copy_up(key, session.tenant)
 
     def forget(self, key: ChunkKey) -> None:
         """It was deleted: what comes by its name has been read by nobody."""
@@ -313,55 +313,55 @@ class Delivery:
             self._due.clear()
         for key, (tenant, name) in due:
             if name in self._catalog.holders(key):
-                self._transfers.load(key, self._transfers.shelves[name], tenant)
+                self._moves.load(key, self._moves.tiers.slots[name], tenant)
 
     def _load(
         self, session: Session, key: ChunkKey, near: _Near, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
-        """Start loading *key* unless it is on a shelf of *near*; return the best holder's name."""
-        for shelf in near.shelves:
-            if _is_in_place(shelf, key, holders):
-                return shelf.name, None
-        for shelf in self._transfers.nearest(key, holders):
-            if self._transfers.peer_place(shelf, key, near.peers) is not None:
-                return shelf.name, None
-            ticket = self._transfers.load(key, shelf, session.tenant, claimed=True)
+        """Start loading *key* unless it is on a slot of *near*; return the best holder's name."""
+        for slot in near.slots:
+            if _is_in_place(slot, key, holders):
+                return slot.name, None
+        for slot in self._moves.nearest(key, holders):
+            if slot.tier.peer_place(key, near.peers) is not None:
+                return slot.name, None
+            ticket = self._moves.load(key, slot, session.tenant, claimed=True)
             near.claims.extend([ticket] if ticket else [])
-            return shelf.name, ticket
+            return slot.name, ticket
         return "", None
 
     def _leased(
         self, index: int, key: ChunkKey, near: _Near, holders: Sequence[str]
-    ) -> Arrival | None:
+    ) -> ReadResult | None:
         """Return a chunk that a reader finds first in CPU memory, without another question.
 
         What is found damaged leaves CPU memory at once, and other tiers later.
         """
-        cpu = self._transfers.cpu
-        first = next((shelf for shelf in near.shelves if shelf.name in holders), None)
+        cpu = self._moves.tiers.cpu
+        first = next((slot for slot in near.slots if slot.name in holders), None)
         return self._in_cpu(index, key) if first is cpu else None
 
-    def _arrive(
+    def _read(
         self,
         session: Session,
         index: int,
         key: ChunkKey,
         deadline: float,
         near: _Near,
-    ) -> Arrival | None:
+    ) -> ReadResult | None:
         # Each failed attempt removes or bars a copy, so this ends.
-        for _ in range(2 * len(self._transfers.shelves)):
+        for _ in range(2 * len(self._moves.tiers.slots)):
             holders = self._catalog.holders(key, near.least)
             name, ticket = self._load(session, key, near, holders)
             if ticket is None:
                 return self._in_place(index, key, name, near.peers) if name else None
             try:
-                self._mover.wait(ticket, deadline)
+                self._work_queue.wait(ticket, deadline)
                 if self._is_barred(key, near.least):
                     self._promote_soon(key, session.tenant, name)
-                    return self._loose(index, key, name, deadline)
+                    return self._read_bypass(index, key, name, deadline)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
-                return self._loose(index, key, name, deadline)
+                return self._read_bypass(index, key, name, deadline)
             except DeadlineError:
                 self._counters.add("get_late_chunks")
                 return None
@@ -371,73 +371,75 @@ class Delivery:
 
     def _is_barred(self, key: ChunkKey, least: Fidelity) -> bool:
         """Whether a copy of too low fidelity has the chunk's place in CPU memory."""
-        cpu = self._transfers.cpu.name
+        cpu = self._moves.tiers.cpu.name
         holders = self._catalog.holders
         return cpu in holders(key) and cpu not in holders(key, least)
 
     def _in_place(
         self, index: int, key: ChunkKey, name: str, peers: Collection[int]
-    ) -> Arrival | None:
-        if name == self._transfers.cpu.name:
+    ) -> ReadResult | None:
+        if name == self._moves.tiers.cpu.name:
             return self._in_cpu(index, key)
-        shelf = self._transfers.shelves[name]
-        gpu = self._transfers.gpu_tier
+        slot = self._moves.tiers.slots[name]
+        gpu = self._moves.tiers.gpu_tier
         place: SlabPlace | FilePlace | PeerPlace | None
-        if shelf is self._transfers.peers:
-            place = self._transfers.peer_place(shelf, key, peers)
+        if slot is self._moves.tiers.remote:
+            place = slot.tier.peer_place(key, peers)
             self._counters.add("peer_lent_chunks", place is not None)
         else:
-            place = gpu.locate(key) if gpu is shelf.tier else shelf.tier.file_place(key)
-        return None if place is None else Arrival(index, name, _NOT_HERE, place)
+            place = gpu.locate(key) if gpu is slot.tier else slot.tier.file_place(key)
+        return None if place is None else ReadResult(index, name, _NOT_HERE, place)
 
-    def _in_cpu(self, index: int, key: ChunkKey) -> Arrival | None:
-        cpu = self._transfers.cpu_tier
+    def _in_cpu(self, index: int, key: ChunkKey) -> ReadResult | None:
+        cpu = self._moves.tiers.cpu_tier
         place, frame = cpu.locate(key), cpu.peek(key)
         if place is None or frame is None:
             return None
-        return Arrival(index, self._transfers.cpu.name, frame, place)
+        return ReadResult(index, self._moves.tiers.cpu.name, frame, place)
 
-    def _loose(self, index: int, key: ChunkKey, name: str, deadline: float) -> Arrival | None:
+    def _read_bypass(
+        self, index: int, key: ChunkKey, name: str, deadline: float
+    ) -> ReadResult | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
-        shelf = self._transfers.shelves[name]
+        slot = self._moves.tiers.slots[name]
         info = self._catalog.copies(key).get(name)
-        if info is None or not self.take_loose(info.size_bytes):
+        if info is None or not self.reserve_bypass(info.size_bytes):
             return None
-        work = partial(self._transfers.read_loose, info, shelf)
-        ticket = self._mover.submit(f"load-{name}", b"loose" + key, work, claimed=True)
+        work = partial(self._moves.read_bypass, info, slot)
+        ticket = self._work_queue.submit(f"load-{name}", b"loose" + key, work, claimed=True)
         frame = None
         try:
-            frame = None if ticket is None else self._mover.wait(ticket, deadline)
+            frame = None if ticket is None else self._work_queue.wait(ticket, deadline)
         except KVStoreError:
             self._counters.add("get_late_chunks")
-        self._transfers.let_go_of_loads([ticket] if ticket else [])
+        self._moves.let_go_of_loads([ticket] if ticket else [])
         if frame is None:
-            self.return_loose(info.size_bytes)
+            self.release_bypass(info.size_bytes)
             return None
         self._counters.add("read_throughs")
-        return Arrival(index, name, frame, None)  # type: ignore[arg-type]
+        return ReadResult(index, name, frame, None)  # type: ignore[arg-type]
 
-    def take_loose(self, size_bytes: int) -> bool:
+    def reserve_bypass(self, size_bytes: int) -> bool:
         """Account for memory of a reader's own; False when there is too much of it already."""
         with self._lock:
-            if self._loose_bytes + size_bytes > self._loose_limit_bytes:
+            if self._bypass_bytes + size_bytes > self._bypass_limit_bytes:
                 return False
-            self._loose_bytes += size_bytes
+            self._bypass_bytes += size_bytes
             return True
 
-    def return_loose(self, size_bytes: int) -> None:
+    def release_bypass(self, size_bytes: int) -> None:
         """Account for it no more."""
         with self._lock:
-            self._loose_bytes -= size_bytes
+            self._bypass_bytes -= size_bytes
 
 
-def _prefetched(shelf: Shelf, keys: Sequence[ChunkKey]) -> bool:
-    shelf.tier.prefetch(keys)
+def _prefetched(slot: TierSlot, keys: Sequence[ChunkKey]) -> bool:
+    slot.tier.prefetch(keys)
     return True
 
 
-def _is_in_place(shelf: Shelf, key: ChunkKey, holders: Container[str]) -> bool:
-    if shelf.name not in holders:
+def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool:
+    if slot.name not in holders:
         return False
-    is_local_disk = shelf.tier.survives_restart
-    return not is_local_disk or not (shelf.breaker.is_open or shelf.tier.file_place(key) is None)
+    is_local_disk = slot.tier.survives_restart
+    return not is_local_disk or not (slot.breaker.is_open or slot.tier.file_place(key) is None)

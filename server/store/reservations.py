@@ -13,13 +13,13 @@ from kvstore.proto.errors import KVStoreError, TierFullError
 from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
-from kvstore.server.index.chunk_metadata import Origin
+from kvstore.server.index.chunk_metadata import PutInfo
 from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.outcomes import Fate
-from kvstore.server.tiering.admission import Moment
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.admission import Trigger
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.state_admission import StateAdmission
-from kvstore.server.tiering.tier_slot import Room, Shelf
+from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.tiers.base import Reservation
 
 WITHOUT_STATE = "kept without its state: no prompt ended or parted here (--state-admission)"
@@ -51,13 +51,13 @@ NO_OPTIONS = PutOptions()
 
 @dataclass(slots=True, eq=False)
 class PutTicket:
-    """A chunk that is being put, and its room on ``shelf``; owned by a session.
+    """A chunk that is being put, and its room on ``slot``; owned by a session.
 
     A later call names it by ``ticket_id``, before ``until``; of one that needs none that is 0.
     """
 
     session: Session
-    shelf: Shelf
+    slot: TierSlot
     reservation: Reservation
     hints: Hints
     room: Bytes | None
@@ -87,18 +87,18 @@ class Reservations:
 
     def __init__(
         self,
-        transfers: Transfers,
+        moves: Moves,
         headroom_percent: int,
         states: StateAdmission | None = None,
     ) -> None:
-        self._transfers = transfers
+        self._moves = moves
         self._states = states
-        self._catalog = transfers.catalog
-        self._counters = transfers.counters
-        self._lower = transfers.lower_shelves()
+        self._catalog = moves.catalog
+        self._counters = moves.counters
+        self._lower = moves.tiers.lower
         self.on_existing: list[Callable[[ChunkKey], None]] = []
         """Called with each chunk that was put and is here."""
-        cpu = transfers.cpu_tier
+        cpu = moves.tiers.cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
 
@@ -110,36 +110,36 @@ class Reservations:
         From then on the chunk is pending, until ``commit`` or ``discard``. Raises
         QuotaExceededError, InvalidRequestError.
         """
-        transfers, hints, bare = self._transfers, options.hints, None
+        moves, hints, bare = self._moves, options.hints, None
         if self._states is not None and info.layout.has(LayerKind.state):
             bare = self._layout_to_keep(info, options, self._states)
         kept = info if bare is None else replace(info, layout=bare)
-        room = Room(info, session.tenant, deadline, self._headroom_bytes, hints.category)
-        reserved = self._begin(transfers.cpu, kept, room, hints)
+        room = SpaceRequest(info, session.tenant, deadline, self._headroom_bytes, hints.category)
+        reserved = self._begin(moves.tiers.cpu, kept, room, hints)
         if isinstance(reserved, PutResult):
             return reserved
         partition = self._catalog.eviction.partition(info.key, session.tenant, hints.category)
-        transfers.reserved.note(reserved, partition)
-        view = transfers.cpu_tier.view(reserved)
-        return PutTicket(session, transfers.cpu, reserved, hints, view, bare)
+        moves.eviction.reserved.note(reserved, partition)
+        view = moves.tiers.cpu_tier.view(reserved)
+        return PutTicket(session, moves.tiers.cpu, reserved, hints, view, bare)
 
     def reserve_on(
-        self, shelf: Shelf, session: Session, info: ChunkInfo, deadline: float, hints: Hints
+        self, slot: TierSlot, session: Session, info: ChunkInfo, deadline: float, hints: Hints
     ) -> PutTicket | PutResult:
         """The same in the memory of a device, which keeps chunks as they are."""
         if self._states is not None and info.layout.has(LayerKind.state):
             return self.refuse(info.key, "whether its state is kept is judged in CPU memory")
-        most_bytes = shelf.tier.max_frame_bytes()
+        most_bytes = slot.tier.max_frame_bytes()
         if info.size_bytes > most_bytes:
-            return self.refuse(info.key, f"tier {shelf.name!r} takes {most_bytes} at most")
-        room = Room(info, session.tenant, deadline, category=hints.category)
-        reserved = self._begin(shelf, info, room, hints)
+            return self.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
+        room = SpaceRequest(info, session.tenant, deadline, category=hints.category)
+        reserved = self._begin(slot, info, room, hints)
         if isinstance(reserved, PutResult):
             return reserved
-        return PutTicket(session, shelf, reserved, hints, None)
+        return PutTicket(session, slot, reserved, hints, None)
 
     def _begin(
-        self, shelf: Shelf, kept: ChunkInfo, room: Room, hints: Hints
+        self, slot: TierSlot, kept: ChunkInfo, room: SpaceRequest, hints: Hints
     ) -> Reservation | PutResult:
         """Make the chunk pending, and reserve; or say why there is nothing to write."""
         key, in_flight = kept.key, self._catalog.in_flight
@@ -148,7 +148,7 @@ class Reservations:
             if (answer := self._begin_anew(kept, hints, note)) is not None:
                 return answer
         try:
-            return self._transfers.reserve_for_put(shelf, room)
+            return self._moves.eviction.reserve_for_put(slot, room)
         except TierFullError as error:
             in_flight.end(key)
             return self.refuse(key, str(error))
@@ -159,13 +159,13 @@ class Reservations:
 
     def _begin_anew(self, kept: ChunkInfo, hints: Hints, note: str) -> PutResult | None:
         """Begin a chunk that is here, where that is no reason not to; else say why it is."""
-        key, catalog, peers = kept.key, self._catalog, self._transfers.peers
-        if catalog.is_outgrown(key, kept.layout) and not self._transfers.replace(kept):
+        key, catalog, peers = kept.key, self._catalog, self._moves.tiers.remote
+        if catalog.is_less_complete(key, kept.layout) and not self._moves.eviction.replace(kept):
             return self.refuse(key, "somebody reads it as it is, without its checkpoint")
         # What only another server has in its memory may be put here all the same.
         far = "" if peers is None else peers.name
         if catalog.holders(key) == [far] and catalog.cast_out(far, key, even_if_held=False):
-            catalog.swept(far, key)
+            catalog.purged(far, key)
         if catalog.in_flight.begin(key, kept.layout):
             return None
         self._counters.add("put_existing_chunks")
@@ -179,10 +179,10 @@ class Reservations:
     ) -> KVLayout | None:
         """Return what is kept of a chunk whose state is not worth it; None: all of it."""
         bare = without_state(info.layout)
-        if bare is None or not self._catalog.is_absent_or_outgrown(info.key, info.layout):
+        if bare is None or not self._catalog.is_absent_or_less_complete(info.key, info.layout):
             return None
         # Of a chunk that is known, and whose end is not, somebody asks a second time.
-        is_last = options.is_last is None and self._catalog.is_outgrown(info.key, info.layout)
+        is_last = options.is_last is None and self._catalog.is_less_complete(info.key, info.layout)
         return None if states.admits(info.key, is_end=bool(options.is_last or is_last)) else bare
 
     def keep_state(self, ticket: PutTicket) -> None:
@@ -207,27 +207,27 @@ class Reservations:
         self._record(key, Fate.invalid, str(error))
 
     def _record(self, key: ChunkKey, fate: Fate, reason: str) -> None:
-        self._transfers.outcomes.note(key, fate, detail=reason)
+        self._catalog.outcomes.note(key, fate, detail=reason)
 
     def discard(self, ticket: PutTicket) -> None:
         """Free room that nothing is written into any more."""
         self.keep_state(ticket)
-        self._transfers.reserved.forget(ticket.reservation)
-        ticket.shelf.tier.abort(ticket.reservation)
+        self._moves.eviction.reserved.forget(ticket.reservation)
+        ticket.slot.tier.abort(ticket.reservation)
         self._catalog.in_flight.end(ticket.key)
 
     def commit(self, ticket: PutTicket, header: FrameHeader) -> PutResult:
         """Make a verified frame visible, and have it copied on."""
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
-        transfers, shelf, key = self._transfers, ticket.shelf, ticket.key
-        transfers.reserved.forget(ticket.reservation)
+        moves, slot, key = self._moves, ticket.slot, ticket.key
+        moves.eviction.reserved.forget(ticket.reservation)
         try:
-            sealed = shelf.tier.seal(ticket.reservation)
+            sealed = slot.tier.seal(ticket.reservation)
             if sealed:
                 hints = ticket.hints
-                origin = Origin(ticket.session.tenant, hints, header.content, header.position)
-                self._catalog.note_sealed(shelf.name, header.info(), origin)
+                put_info = PutInfo(ticket.session.tenant, hints, header.content, header.position)
+                self._catalog.note_sealed(slot.name, header.info(), put_info)
                 if hints is not NO_HINTS:
                     self._hint(key, hints)
         finally:
@@ -237,12 +237,12 @@ class Reservations:
             return PutResult(PutOutcome.exists)
         self._counters.add("put_stored_chunks")
         self._counters.add("put_bytes", ticket.frame_bytes)
-        transfers.settle_quota(shelf, key)
+        moves.eviction.settle_quota(slot, key)
         for lower in self._lower:
-            if transfers.placement.admits(lower, key, Moment.stored) and (
-                lower.breaker.is_open or transfers.copy_down(key, lower) is None
+            if moves.placement.admits(lower, key, Trigger.stored) and (
+                lower.breaker.is_open or moves.copy_down(key, lower) is None
             ):
-                transfers.placement.given_up(lower.name, key)
+                moves.placement.cancelled(lower.name, key)
                 self._counters.add("skipped_copies")
         return PutResult(PutOutcome.stored)
 
@@ -251,7 +251,7 @@ class Reservations:
     ) -> PutResult:
         """The same of what is kept of a frame whose state was turned away."""
         ticket.kept_layout = None
-        self._transfers.reserved.forget(ticket.reservation)
+        self._moves.eviction.reserved.forget(ticket.reservation)
         try:
             fresh = self._trim(ticket, header, layout)
         except KVStoreError as error:
@@ -263,16 +263,16 @@ class Reservations:
 
     def _trim(self, ticket: PutTicket, header: FrameHeader, layout: KVLayout) -> FrameHeader:
         """Put what is kept of a verified frame into room of its size; raise with neither left."""
-        transfers, cpu = self._transfers, self._transfers.cpu_tier
+        moves, cpu = self._moves, self._moves.tiers.cpu_tier
         try:
             fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
         finally:
             cpu.abort(ticket.reservation)
-        room = Room(
-            fresh.info(), ticket.session.tenant, transfers.clock() + _TRIM_S,
+        room = SpaceRequest(
+            fresh.info(), ticket.session.tenant, moves.clock() + _TRIM_S,
             self._headroom_bytes, ticket.hints.category,
         )  # fmt: skip
-        ticket.reservation = transfers.reserve_for_put(transfers.cpu, room)
+        ticket.reservation = moves.eviction.reserve_for_put(moves.tiers.cpu, room)
         copy_bytes(cpu.view(ticket.reservation), frame)
         self._counters.add("put_states_left_out")
         return fresh

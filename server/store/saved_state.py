@@ -10,7 +10,7 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.model_registry import KnownSpaces
+from kvstore.server.index.model_registry import ModelRegistry
 from kvstore.server.index.saved_history import FILE_NAME, SavedHistory, read_history, write_history
 from kvstore.server.telemetry.metrics import Counters
 
@@ -37,7 +37,7 @@ class HistoryKeeper:
         self._clock = clock
         self._wall = wall
         self._saved_s = clock()
-        self.spaces = KnownSpaces()
+        self.spaces = ModelRegistry()
         """Kept with the rest: what namespaces stand for."""
 
     def load(self) -> int:

@@ -10,8 +10,8 @@ from enum import Enum
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf, verify
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import TierSlot, verify
 
 REST_S = 60.0
 """Between two passes in the background."""
@@ -44,21 +44,21 @@ class ScrubReport:
 class Scrub:
     """Passes over tiers, one at a time. Thread-safe.
 
-    Damaged copies go into quarantine, as those that gets find: they are deleted, counted in
+    Damaged copies go into drop_corrupt, as those that gets find: they are deleted, counted in
     ``corrupt_chunks``, and can be put again. *bytes_per_s* is the rate of passes in the
     background over *tiers*; 0 for none. *clock* returns monotonic seconds.
     """
 
     def __init__(
         self,
-        transfers: Transfers,
+        moves: Moves,
         tiers: Sequence[str],
         bytes_per_s: int,
         clock: Callable[[], float],
     ) -> None:
-        self._transfers = transfers
-        self._counters = transfers.counters
-        self._tiers = [name for name in tiers if name in transfers.shelves]
+        self._moves = moves
+        self._counters = moves.counters
+        self._tiers = [name for name in tiers if name in moves.tiers.slots]
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._report = ScrubReport()
@@ -79,8 +79,8 @@ class Scrub:
         Raises InvalidRequestError for a tier that this server has not.
         """
         for name in tiers:
-            if name not in self._transfers.shelves:
-                fix = f"use some of {', '.join(self._transfers.shelves)}"
+            if name not in self._moves.tiers.slots:
+                fix = f"use some of {', '.join(self._moves.tiers.slots)}"
                 raise InvalidRequestError("tiers", name, fix)
         with self._changed:
             if self._report.is_running or self._asked is not None:
@@ -104,58 +104,58 @@ class Scrub:
             self._thread.join()
 
     def check(
-        self, key: ChunkKey, shelf: Shelf, representation: bytes = b""
+        self, key: ChunkKey, slot: TierSlot, representation: bytes = b""
     ) -> tuple[Verdict, int]:
         """Read and verify one copy; return what it is and its bytes. A damaged one is dropped.
 
         With *representation* a frame that was stored for another one is damaged too.
         """
-        transfers = self._transfers
-        info = transfers.catalog.hold(key).get(shelf.name)
+        moves = self._moves
+        info = moves.catalog.hold(key).get(slot.name)
         try:
             if info is None:
                 return Verdict.absent, 0
-            is_memory = shelf is transfers.cpu
-            frame = transfers.cpu_tier.peek(key) if is_memory else transfers.read_loose(info, shelf)
+            is_memory = slot is moves.tiers.cpu
+            frame = moves.tiers.cpu_tier.peek(key) if is_memory else moves.read_bypass(info, slot)
             if frame is None:
                 return Verdict.absent, 0
             if _is_sound(frame, key, representation):
                 return Verdict.sound, len(frame)
-            transfers.quarantine(shelf, key)
+            moves.eviction.drop_corrupt(slot, key)
             return Verdict.damaged, len(frame)
         except ChunkCorruptError:
             return Verdict.damaged, 0 if info is None else info.size_bytes
         except TierUnavailableError:
             return Verdict.unread, 0
         finally:
-            transfers.catalog.let_go(key)
+            moves.catalog.let_go(key)
 
     def drop_damaged(self, keys: Sequence[ChunkKey], representation: bytes = b"") -> int:
         """Check the copies of chunks that a reader found damaged; return how many were.
 
         What a reader saw may be its network's doing: a copy that is sound stays.
         """
-        transfers = self._transfers
+        moves = self._moves
         damaged = 0
         for key in keys:
-            for name in transfers.catalog.holders(key):
-                verdict, _ = self.check(key, transfers.shelves[name], representation)
+            for name in moves.catalog.holders(key):
+                verdict, _ = self.check(key, moves.tiers.slots[name], representation)
                 damaged += verdict is Verdict.damaged
         return damaged
 
     def run_pass(self, tiers: Sequence[str], bytes_per_s: int) -> ScrubReport:
         """Check everything on *tiers* once, *bytes_per_s* at most; 0 for as fast as it goes."""
-        shelves = [self._transfers.shelves[name] for name in tiers]
-        plan = [(shelf, [info.key for info in shelf.tier.scan()]) for shelf in shelves]
+        slots = [self._moves.tiers.slots[name] for name in tiers]
+        plan = [(slot, [info.key for info in slot.tier.scan()]) for slot in slots]
         total = sum(len(keys) for _, keys in plan)
         with self._changed:
             self._report = ScrubReport(True, self._report.passes, total)
         started, taken = self._clock(), 0
-        for shelf, keys in plan:
+        for slot, keys in plan:
             for key in keys:
                 if self._closed:
                     return self.report()
-                verdict, size_bytes = self.check(key, shelf)
+                verdict, size_bytes = self.check(key, slot)
                 self._note(verdict, size_bytes)
                 taken += size_bytes
                 if bytes_per_s:

@@ -14,28 +14,28 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
-from kvstore.server.blending.gate_table import GateTerms
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
-from kvstore.server.index.chunk_metadata import Origin
-from kvstore.server.index.model_registry import KnownSpaces
-from kvstore.server.index.prefix_ends import EndNeeds
-from kvstore.server.index.results import Holding, LeaseTerms, Leasing
+from kvstore.server.index.chunk_metadata import PutInfo
+from kvstore.server.index.importance import ImportanceTable
+from kvstore.server.index.model_registry import ModelRegistry
+from kvstore.server.index.prefix_ends import ResumeRequirements
+from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
+from kvstore.server.settings.values import GateTerms, StateRule
 from kvstore.server.store.batch_plan import BatchPlan, plan_batch
-from kvstore.server.store.lookup import Finder
+from kvstore.server.store.lookup import Lookup
 from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
 from kvstore.server.store.put_announcements import PutAnnouncements
-from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
 from kvstore.server.store.writes import Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.placement import Placement
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
-from kvstore.server.tiering.state_admission import StateAdmission, StateRule
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.state_admission import StateAdmission
+from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import TierStats
 
@@ -50,9 +50,9 @@ class StoreLimits:
     lease_ttl_ms: int = 30_000
     max_reservations_per_session: int = 4096
     load_headroom_percent: int = 5
-    loose_bytes: int = 256 << 20
+    bypass_bytes: int = 256 << 20
     write_through: bool = True
-    """What shelves do that have no admission of their own."""
+    """What slots do that have no admission of their own."""
     prefetch_bytes: int = 0
     blend: GateTerms = field(default_factory=GateTerms)
     unfinished_s: float = UNFINISHED_S
@@ -63,7 +63,7 @@ class StoreLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class ShelfStatus:
+class SlotStatus:
     """One tier's state; ``reason`` is empty while it serves, ``codec_id`` is of most frames."""
 
     name: str
@@ -78,20 +78,21 @@ class Store:
     """Put, lookup, get and forget over all tiers. Thread-safe.
 
     *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
-    clock of *transfers*.
+    clock of *moves*.
     """
 
-    def __init__(
-        self, transfers: Transfers, limits: StoreLimits, new_id: Callable[[], int]
-    ) -> None:
-        self.transfers = transfers
-        self.catalog = transfers.catalog
-        self.counters = transfers.counters
-        self.spaces = KnownSpaces()
+    def __init__(self, moves: Moves, limits: StoreLimits, new_id: Callable[[], int]) -> None:
+        self.moves = moves
+        self.tiers = moves.tiers
+        self.importance = ImportanceTable()
+        """Which tokens of chunks matter; who encodes is given the same one."""
+        self.catalog = moves.catalog
+        self.counters = moves.counters
+        self.spaces = ModelRegistry()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
-        self.reservations = Reservations(transfers, limits.load_headroom_percent, self.states)
-        partial = PartialChunkLimits.of(transfers.cpu_tier, limits.unfinished_s)
-        clock, counters = transfers.clock, transfers.counters
+        self.reservations = Reservations(moves, limits.load_headroom_percent, self.states)
+        partial = PartialChunkLimits.of(moves.tiers.cpu_tier, limits.unfinished_s)
+        clock, counters = moves.clock, moves.counters
         self.writes = Writes(
             self.reservations,
             ParallelWrites(self.reservations, partial, clock, counters),
@@ -100,37 +101,27 @@ class Store:
             clock,
             counters,
         )
-        self._prefetch = prefetch = Prefetch(transfers, limits.prefetch_bytes)
-        self.gets = Delivery(transfers, limits.loose_bytes, prefetch.was_read)
+        self._prefetch = prefetch = Prefetch(moves, limits.prefetch_bytes)
+        self.reads = Reads(moves, limits.bypass_bytes, prefetch.was_read)
         otherwise = WriteThrough() if limits.write_through else WriteBack()
-        transfers.placement = Placement(
-            list(transfers.shelves.values()),
-            self.catalog,
-            transfers.mover,
-            transfers.clock,
-            otherwise,
-        )
-        transfers.placement.limit_writes(
-            {name: n for name, n in limits.write_budgets.items() if name in transfers.shelves},
-            self.counters,
-        )
-        self._mover = transfers.mover
+        moves.placement.set_terms(otherwise, limits.write_budgets)
+        self._work_queue = moves.work_queue
         self.directory: Directory | None = None
         """Of the nodes and what they hold in memory, where there is one."""
         self.on_tick: list[Callable[[], None]] = []
         """What is called a few times a second."""
         self._lease_ttl_ms = limits.lease_ttl_ms
         self._new_id = new_id
-        lower = transfers.lower_shelves()
+        lower = moves.tiers.lower
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
         self._durable = [
-            shelf for shelf in self._keepers if shelf.encoder.is_exact and not shelf.is_exclusive
+            slot for slot in self._keepers if slot.encoder.is_exact and not slot.is_exclusive
         ]
         self.announcements = PutAnnouncements(self.catalog, self.counters, limits.waiting_lookups)
-        self._finder = Finder(transfers, limits.lease_ttl_ms, prefetch)
-        self._finder.states = self.states
+        self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch)
+        self._lookup.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
-        self.blends = Blending(transfers, self._finder, limits.lease_ttl_ms, gates)
+        self.blends = Blending(moves, self._lookup, limits.lease_ttl_ms, gates)
 
     @property
     def can_be_durable(self) -> bool:
@@ -162,20 +153,20 @@ class Store:
         if not self._durable:
             fix = "start the server with a disk tier whose codec loses nothing"
             raise InvalidRequestError("durable", True, fix)
-        shelf = self._durable[0]
-        copied = self._copied(keys, shelf, deadline)
-        failure, lost = self._flushed(keys, shelf, deadline)
+        slot = self._durable[0]
+        copied = self._copied(keys, slot, deadline)
+        failure, lost = self._flushed(keys, slot, deadline)
         return [
             reason or failure or ("lost before it was flushed" if key in lost else "")
             for key, reason in zip(keys, copied, strict=True)
         ]
 
-    def _copied(self, keys: Sequence[ChunkKey], shelf: Shelf, deadline: float) -> list[str]:
-        tickets = [self.transfers.copy_down(key, shelf, urgent=True) for key in keys]
+    def _copied(self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float) -> list[str]:
+        tickets = [self.moves.copy_down(key, slot, urgent=True) for key in keys]
         return [self._outcome(ticket, deadline) for ticket in tickets]
 
     def _flushed(
-        self, keys: Sequence[ChunkKey], shelf: Shelf, deadline: float
+        self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
     ) -> tuple[str, set[ChunkKey]]:
         """Flush; return why that failed, and which *keys* are not on the medium after it."""
         # A name of its own: a flush that already runs may have begun before our chunks came.
@@ -183,19 +174,19 @@ class Store:
         lost: set[ChunkKey] = set()
 
         def work() -> bool:
-            shelf.tier.flush()
+            slot.tier.flush()
             # The medium itself is asked: a flush that failed before may have taken chunks
             # that the catalog still names.
-            found = shelf.tier.find(keys)
-            strays = self.catalog.strays(shelf.name)
+            found = slot.tier.find(keys)
+            orphans = self.catalog.orphans(slot.name)
             for key, info in zip(keys, found, strict=True):
-                if info is None or key in strays:
-                    self.catalog.forget(shelf.name, key)
+                if info is None or key in orphans:
+                    self.catalog.forget(slot.name, key)
                     lost.add(key)
             return True
 
-        ticket = self._mover.submit(
-            f"store-{shelf.name}", name, lambda: shelf.guarded(work), urgent=True
+        ticket = self._work_queue.submit(
+            f"store-{slot.name}", name, lambda: slot.guarded(work), urgent=True
         )
         return self._outcome(ticket, deadline), lost
 
@@ -203,7 +194,7 @@ class Store:
         if ticket is None:
             return "the server shuts down"
         try:
-            return "" if self._mover.wait(ticket, deadline) else "evicted before it was copied"
+            return "" if self._work_queue.wait(ticket, deadline) else "evicted before it was copied"
         except KVStoreError as error:
             return str(error)
 
@@ -223,7 +214,7 @@ class Store:
 
         With *engine* the answer has a plan.
         """
-        return self._finder.lookup(
+        return self._lookup.lookup(
             session, keys, deadline, lease=lease, min_fidelity=min_fidelity, engine=engine
         )
 
@@ -281,29 +272,29 @@ class Store:
     def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
         """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
         deleted = leased = 0
-        self._finder.ask_shared(keys, deadline)
+        self._lookup.query_shared(keys, deadline)
         for key in keys:
             self._settle(key, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
             if gone and not tier:
-                self.transfers.outcomes.note(key, Fate.deleted)
-            self._sweep(key, deadline)
-            self.gets.forget(key)
+                self.moves.catalog.outcomes.note(key, Fate.deleted)
+            self._purge(key, deadline)
+            self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
 
     def _settle(self, key: ChunkKey, deadline: float) -> None:
         """Wait for moves of *key*, lest one makes it visible again after its deletion."""
-        for ticket in self._mover.named(key):
+        for ticket in self._work_queue.named(key):
             self._outcome(ticket, deadline)
 
-    def _sweep(self, key: ChunkKey, deadline: float) -> None:
+    def _purge(self, key: ChunkKey, deadline: float) -> None:
         """Free what was cast out of *key*, now or before, on every tier that answers."""
-        for shelf in self.transfers.shelves.values():
-            if self.catalog.is_stray(shelf.name, key):
-                ticket = self.transfers.delete_from(shelf, key, urgent=True)
+        for slot in self.tiers.slots.values():
+            if self.catalog.is_orphan(slot.name, key):
+                ticket = self.moves.eviction.delete_from(slot, key, urgent=True)
                 if ticket is not None:
                     self._outcome(ticket, deadline)
 
@@ -311,48 +302,48 @@ class Store:
         """Forget every chunk of a namespace that this node knows and nobody reads."""
         return self.delete(self.catalog.queries.keys_from(space), deadline)
 
-    def stat(self, keys: Sequence[ChunkKey]) -> list[Holding]:
+    def stat(self, keys: Sequence[ChunkKey]) -> list[ChunkDetails]:
         """Return what is known of the chunks that exist."""
-        return [held for key in keys if (held := self.catalog.queries.holding(key)) is not None]
+        return [held for key in keys if (held := self.catalog.queries.details(key)) is not None]
 
-    def holdings(self, space: Namespace) -> list[Holding]:
+    def chunks_of(self, space: Namespace) -> list[ChunkDetails]:
         """Return every chunk of a namespace that this node knows."""
-        return self.catalog.queries.holdings(space)
+        return self.catalog.queries.chunks_of(space)
 
     # --- life
 
     def recover(self) -> int:
         """Index what tiers of this node kept over a restart; return how many chunks."""
         count = 0
-        for shelf in self._keepers:
-            for info in shelf.tier.scan():
-                origin = Origin(shelf.tier.tenant_of(info.key))
-                self.catalog.note_sealed(shelf.name, info, origin)
+        for slot in self._keepers:
+            for info in slot.tier.scan():
+                put_info = PutInfo(slot.tier.tenant_of(info.key))
+                self.catalog.note_sealed(slot.name, info, put_info)
                 count += 1
-        self._finder.learn_in_background()
+        self._lookup.learn_in_background()
         return count
 
-    def shelf_statuses(self) -> list[ShelfStatus]:
+    def slot_statuses(self) -> list[SlotStatus]:
         """Return the state of each tier, fastest first."""
         return [
-            ShelfStatus(
-                shelf.name,
-                shelf.tier.stats(),
-                shelf.encoder.name,
-                shelf.encoder.codec_id,
-                shelf.rate.bytes_per_s,
-                shelf.reason,
+            SlotStatus(
+                slot.name,
+                slot.tier.stats(),
+                slot.encoder.name,
+                slot.encoder.codec_id,
+                slot.rate.bytes_per_s,
+                slot.reason,
             )
-            for shelf in self.transfers.shelves.values()
+            for slot in self.tiers.slots.values()
         ]
 
     def weighs(self, tenant: str) -> bool:
         """Whether a codec for the chunks of *tenant* asks which of their tokens matter."""
-        return any(s.encoder.weighs(tenant) for s in self.transfers.shelves.values())
+        return any(s.encoder.weighs(tenant) for s in self.tiers.slots.values())
 
     def begin_session(self, session: Session) -> None:
         """Take note of the model of a session that was opened."""
-        needs = EndNeeds.of_groups(session.representation.layer_groups)
+        needs = ResumeRequirements.of_groups(session.representation.layer_groups)
         if any(needs):
             self.catalog.needs_ends(session.namespace, needs)
 
@@ -367,10 +358,10 @@ class Store:
         self.counters.add("unkept_chunks", self.catalog.take_unkept())
         self.writes.expire()
         self._drop_expired()
-        self.gets.promote_due()
-        self._finder.forget_hearsay()
+        self.reads.promote_due()
+        self._lookup.drop_remote_hints()
         self._prefetch.sweep(self.catalog.is_leased)
-        self.transfers.leave_doubles()
+        self.moves.drop_duplicates()
         for work in self.on_tick:
             work()
 
@@ -380,9 +371,9 @@ class Store:
             for name in self.catalog.holders(key):
                 if self.catalog.cast_out(name, key, even_if_held=False):
                     self.counters.add("expired_chunks")
-                    self.transfers.outcomes.note(key, Fate.expired, name)
-                    with suppress(TierUnavailableError):  # a stray; it is swept later
-                        self.transfers.delete_from(self.transfers.shelves[name], key)
+                    self.moves.catalog.outcomes.note(key, Fate.expired, name)
+                    with suppress(TierUnavailableError):  # an orphan; it is purged later
+                        self.moves.eviction.delete_from(self.tiers.slots[name], key)
 
     def drain(self, deadline: float) -> bool:
         """Refuse new puts and copy what only memory holds to a tier that survives.
@@ -392,17 +383,19 @@ class Store:
         """
         self.writes.drain()
         self.announcements.end()
-        self._finder.forget_hearsay(everything=True)  # what others have is no reason not to keep it
-        volatile = [shelf.name for shelf in (self.transfers.gpu, self.transfers.cpu) if shelf]
+        self._lookup.drop_remote_hints(
+            everything=True
+        )  # what others have is no reason not to keep it
+        volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:
             return not alone
-        shelf = self._keepers[0]
-        reasons = self._copied(alone, shelf, deadline)
-        failure, lost = self._flushed(alone, shelf, deadline)
+        slot = self._keepers[0]
+        reasons = self._copied(alone, slot, deadline)
+        failure, lost = self._flushed(alone, slot, deadline)
         # A copy that came later may have pushed an earlier one out.
         return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
 
     def is_alive(self) -> bool:
-        """Whether the Mover's workers live."""
-        return self._mover.is_alive()
+        """Whether the WorkQueue's workers live."""
+        return self._work_queue.is_alive()

@@ -1,4 +1,4 @@
-"""A Fill: a chunk on its way up into CPU memory, one segment after another."""
+"""A StreamingLoad: a chunk on its way up into CPU memory, one segment after another."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.types import ChunkInfo
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Room, Shelf
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import Reservation
 
 _numbers = count()
 
 
-class Fill:
-    """Reads a raw frame from *source* in pieces; ``open`` and ``read`` run in its load lane.
+class StreamingLoad:
+    """Reads a raw frame from *source* in pieces; ``open`` and ``read`` run in its load queue.
 
     Each segment is verified as it lands. ``close`` makes the chunk visible in CPU memory if all
     of it landed, and frees the room otherwise; until then ``frame`` is the reader's. Thread-safe.
     """
 
-    def __init__(self, transfers: Transfers, source: Shelf, stored: ChunkInfo, tenant: str) -> None:
+    def __init__(self, moves: Moves, source: TierSlot, stored: ChunkInfo, tenant: str) -> None:
         self.source = source
-        self._transfers = transfers
+        self._moves = moves
         self._stored = stored
         self._tenant = tenant
         self._name = stored.key + next(_numbers).to_bytes(8, "little")
@@ -56,9 +56,9 @@ class Fill:
         return stored.codec_id == 0 and stored.size_bytes == raw_frame_bytes(stored.layout)
 
     def submit(self, segment: int | None, deadline: float) -> Ticket | None:
-        """Queue a read, of the header for None; None when the lane is full."""
+        """Queue a read, of the header for None; None when the queue is full."""
         number = b"" if segment is None else segment.to_bytes(4, "little")
-        return self._transfers.mover.submit(
+        return self._moves.work_queue.submit(
             f"load-{self.source.name}",
             self._name + number,
             lambda: self._guarded(segment, deadline),
@@ -76,7 +76,7 @@ class Fill:
                 self._read(segment)
             return True
         except ChunkCorruptError:
-            self._transfers.quarantine(self.source, self._stored.key)
+            self._moves.eviction.drop_corrupt(self.source, self._stored.key)
             raise
         finally:
             with self._lock:
@@ -90,15 +90,15 @@ class Fill:
 
         Raises TierFullError, TierUnavailableError, ChunkCorruptError.
         """
-        transfers, stored = self._transfers, self._stored
-        room = Room(stored, self._tenant, deadline)
-        transfers.catalog.hold(stored.key)
+        moves, stored = self._moves, self._stored
+        room = SpaceRequest(stored, self._tenant, deadline)
+        moves.catalog.hold(stored.key)
         try:
-            self._reservation = transfers.reserve(transfers.cpu, room)
+            self._reservation = moves.eviction.reserve(moves.tiers.cpu, room)
         except BaseException:
-            transfers.catalog.let_go(stored.key)
+            moves.catalog.let_go(stored.key)
             raise
-        self.frame = transfers.cpu_tier.view(self._reservation)
+        self.frame = moves.tiers.cpu_tier.view(self._reservation)
         size = header_bytes(stored.layout)
         self._take(0, size)
         try:
@@ -115,10 +115,10 @@ class Fill:
         """Read one segment, and the padding before it, and verify it."""
         ends = self.header.segments["offset"] + self.header.segments["stored_bytes"]
         start = int(ends[segment - 1]) if segment else self.header.header_bytes
-        started = self._transfers.clock()
+        started = self._moves.clock()
         self._take(start, int(ends[segment]))
         check_segment(self.header, segment, checksum(self.header.segment(self.frame, segment)))
-        self.source.rate.observe(int(ends[segment]) - start, self._transfers.clock() - started)
+        self.source.rate.observe(int(ends[segment]) - start, self._moves.clock() - started)
         with self._lock:
             self._unread -= 1
 
@@ -131,8 +131,8 @@ class Fill:
         except InvalidRequestError:
             found = False  # others have put a frame of another size in its place
         if not found:
-            self._transfers.catalog.forget(source.name, key)
-            self._transfers.counters.add("lost_chunks")
+            self._moves.catalog.forget(source.name, key)
+            self._moves.counters.add("lost_chunks")
             raise TierUnavailableError(source.name, f"it lost {key.hex()}")
 
     def close(self) -> None:
@@ -146,12 +146,12 @@ class Fill:
     def _give_back(self) -> None:
         if self._reservation is None:
             return
-        transfers, stored = self._transfers, self._stored
+        moves, stored = self._moves, self._stored
         if self._unread:
-            transfers.cpu_tier.abort(self._reservation)
-        elif transfers.cpu_tier.seal(self._reservation):
-            transfers.catalog.note_sealed(transfers.cpu.name, stored)
-            transfers.counters.add("promoted_chunks")
-            flows = transfers.counters.flows
-            flows.note(self.source.name, transfers.cpu.name, stored.size_bytes)
-        transfers.catalog.let_go(stored.key)
+            moves.tiers.cpu_tier.abort(self._reservation)
+        elif moves.tiers.cpu_tier.seal(self._reservation):
+            moves.catalog.note_sealed(moves.tiers.cpu.name, stored)
+            moves.counters.add("promoted_chunks")
+            flows = moves.counters.flows
+            flows.note(self.source.name, moves.tiers.cpu.name, stored.size_bytes)
+        moves.catalog.let_go(stored.key)

@@ -60,7 +60,7 @@ class EventLog:
 
     # --- who writes
 
-    def stored(self, tier: str, info: ChunkInfo, origin: object = None) -> None:
+    def stored(self, tier: str, info: ChunkInfo, put_info: object = None) -> None:
         """A copy became visible on *tier*."""
         if tier in self._tiers:
             self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)

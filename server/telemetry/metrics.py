@@ -32,7 +32,7 @@ COUNTERS: Mapping[str, str] = {
     "refused_waits": "lookups that did not wait, as the most that may wait did",
     "promoted_chunks": "chunks copied up into CPU memory",
     "copied_chunks": "chunks copied down to a lower tier",
-    "skipped_copies": "copies to a lower tier not made, its lane being full or the tier set aside",
+    "skipped_copies": "copies to a lower tier not made, its queue being full or the tier set aside",
     "prefetched_chunks": "chunks whose load began at a lookup, before a get asked for them",
     "prefetch_used_chunks": "prefetched chunks that a get then delivered",
     "left_copies": "copies dropped from an exclusive tier as their chunk came up to memory",

@@ -23,7 +23,7 @@ SECOND_ASKING = 2
 _BUSY_FROM, _BUSY_TO = 0.5, 0.8
 
 
-class Moment(IntEnum):
+class Trigger(IntEnum):
     """When a tier may be offered a copy."""
 
     stored = 0
@@ -33,7 +33,7 @@ class Moment(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class CopyRequest:
     """A chunk without a copy on the tier, and what is known of it.
 
     ``hits`` counts askings, the first included, those before an eviction too. ``chance`` is that
@@ -41,7 +41,7 @@ class Offer:
     ``compute_s`` what computing the chunk takes instead; 0 where nobody told.
     """
 
-    moment: Moment
+    moment: Trigger
     size_bytes: int
     hits: int = 1
     chance: float = 1.0
@@ -64,18 +64,18 @@ class TierAdmission(ABC):
     looks_ahead: ClassVar[bool] = False
     """Whether it asks for more than the moment: hits and chances."""
 
-    def admits(self, offer: Offer, pressure: float) -> bool:
+    def admits(self, offer: CopyRequest, pressure: float) -> bool:
         """Whether to make the copy. *pressure* is 0 for an idle tier, 1 for one that is behind.
 
         Never where loading takes as long as computing; always where chunks on the tier would
         be orphaned.
         """
-        if offer.is_needed and offer.moment is Moment.leaving:
+        if offer.is_needed and offer.moment is Trigger.leaving:
             return True
         return offer.saved_share > 0 and self._is_worth(offer, pressure)
 
     @abstractmethod
-    def _is_worth(self, offer: Offer, pressure: float) -> bool:
+    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
         """Whether this rule makes the copy, which would save something."""
 
 
@@ -83,19 +83,19 @@ class WriteThrough(TierAdmission):
     """A copy of everything, at once, and again of what was lost (HiCache's ``write_through``)."""
 
     @override
-    def _is_worth(self, offer: Offer, pressure: float) -> bool:
-        return offer.moment is not Moment.asked
+    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
+        return offer.moment is not Trigger.asked
 
 
 class WriteBack(TierAdmission):
     """A copy of what the tier above evicts (HiCache's ``write_back``)."""
 
     @override
-    def _is_worth(self, offer: Offer, pressure: float) -> bool:
-        return offer.moment is Moment.leaving
+    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
+        return offer.moment is Trigger.leaving
 
 
-class SecondSighting(TierAdmission):
+class AdmitOnSecondAccess(TierAdmission):
     """A copy of what was asked for twice (HiCache's ``write_through_selective``, AIBrix's HOT).
 
     The first asking may have been before an eviction: whoever counts ``hits`` remembers ghosts.
@@ -104,11 +104,11 @@ class SecondSighting(TierAdmission):
     looks_ahead = True
 
     @override
-    def _is_worth(self, offer: Offer, pressure: float) -> bool:
+    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
         return offer.hits >= SECOND_ASKING
 
 
-class ValueRule(TierAdmission):
+class ValueBasedAdmission(TierAdmission):
     """A copy, on eviction, of what is worth more than the tier's price.
 
     The value of a copy is the chance of a hit times the computing that it spares; per byte it is
@@ -130,16 +130,16 @@ class ValueRule(TierAdmission):
         return self._least + (1.0 - self._least) * pressure
 
     @override
-    def _is_worth(self, offer: Offer, pressure: float) -> bool:
+    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
         value = offer.chance * offer.saved_share
-        return offer.moment is Moment.leaving and value >= self.price(pressure) and pressure < 1
+        return offer.moment is Trigger.leaving and value >= self.price(pressure) and pressure < 1
 
 
 _BY_NAME: dict[str, type[TierAdmission]] = {
     "through": WriteThrough,
     "evict": WriteBack,
-    "selective": SecondSighting,
-    "auto": ValueRule,
+    "selective": AdmitOnSecondAccess,
+    "auto": ValueBasedAdmission,
 }
 ADMISSIONS = tuple(_BY_NAME)
 

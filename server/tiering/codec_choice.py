@@ -16,9 +16,9 @@ from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableErr
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.settings.codec_rules import auto_fidelity, is_auto
-from kvstore.server.tiering.moves import Transfers
+from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec, lossless_codec
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.tiers.base import DEFAULT_TENANT
 
 
@@ -44,19 +44,19 @@ AUTO_CODECS = ("zplane", "gq8", "kvq")
 CALIBRATION_S = 1.0
 """All measuring of one tier together; the first use of a compiled codec comes on top."""
 LINK_SHARE = 0.3
-LANE = "codec"
+QUEUE = "codec"
 
 logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AutoCodec:
-    """A choice to be made for *shelf*. *clock* returns monotonic seconds.
+    """A choice to be made for *slot*. *clock* returns monotonic seconds.
 
     ``probe`` names a chunk that nobody else can name.
     """
 
-    shelf: Shelf
+    slot: TierSlot
     least: Fidelity
     probe: ChunkKey
     clock: Callable[[], float]
@@ -71,23 +71,23 @@ class AutoCodec:
         speeds = measure_codecs(names, sample, self.clock, CALIBRATION_S * (1 - LINK_SHARE))
         chosen = choose_codec(speeds, link, self.least)
         name = "raw" if chosen is None else chosen.name
-        self.shelf.encoder.use(NamedCodec(f"{name} (auto)", codec_by_name(name)))
-        logger.info("codec chosen", tier=self.shelf.name, codec=name, link_bytes_per_s=round(link))
+        self.slot.encoder.use(NamedCodec(f"{name} (auto)", codec_by_name(name)))
+        logger.info("codec chosen", tier=self.slot.name, codec=name, link_bytes_per_s=round(link))
         return True
 
     def _link_bytes_per_s(self, sample: Sample) -> float:
         """Return the speed of reading what was just written; what is guessed, if that fails."""
         layout = sample.template.layout
         info = ChunkInfo(self.probe, sample.template.parent, layout, 0, raw_frame_bytes(layout))
-        fallback = self.shelf.rate.bytes_per_s
+        fallback = self.slot.rate.bytes_per_s
         try:
             return self._probe(info) or fallback
         except (TierFullError, TierUnavailableError) as error:
-            logger.warning("link not measured", tier=self.shelf.name, error=str(error))
+            logger.warning("link not measured", tier=self.slot.name, error=str(error))
             return fallback
 
     def _probe(self, info: ChunkInfo) -> float:
-        tier, guarded = self.shelf.tier, self.shelf.guarded
+        tier, guarded = self.slot.tier, self.slot.guarded
         end = self.clock() + CALIBRATION_S * LINK_SHARE
         info = replace(info, size_bytes=min(info.size_bytes, tier.max_frame_bytes()))
         frame = np.zeros(info.size_bytes, np.uint8)
@@ -147,17 +147,17 @@ def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
 
 
 def begin_choices(
-    transfers: Transfers, names: Mapping[str, str], random_bytes: Callable[[int], bytes]
+    moves: Moves, names: Mapping[str, str], random_bytes: Callable[[int], bytes]
 ) -> None:
     """Have the codec chosen of each tier whose name among *names* asks for it, others compiled.
 
-    In a lane of its own, as some compile for seconds: nobody waits for it.
+    In a queue of its own, as some compile for seconds: nobody waits for it.
     """
-    for shelf in transfers.lower_shelves():
-        name, clock = names[shelf.name], transfers.clock
-        work: Callable[[], bool] = partial(_warm_up, shelf.encoder, clock)
+    for slot in moves.tiers.lower:
+        name, clock = names[slot.name], moves.clock
+        work: Callable[[], bool] = partial(_warm_up, slot.encoder, clock)
         if is_auto(name):
             probe = ChunkKey(random_bytes(KEY_BYTES))  # of a namespace that no session has
-            work = AutoCodec(shelf, auto_fidelity(name), probe, clock).run
+            work = AutoCodec(slot, auto_fidelity(name), probe, clock).run
         if name != "raw":
-            transfers.mover.submit(LANE, shelf.name.encode(), work)
+            moves.work_queue.submit(QUEUE, slot.name.encode(), work)

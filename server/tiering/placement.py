@@ -14,17 +14,17 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.queries import ReuseEstimate
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import (
-    Moment,
-    Offer,
+    AdmitOnSecondAccess,
+    CopyRequest,
     Pressure,
-    SecondSighting,
     TierAdmission,
-    ValueRule,
+    Trigger,
+    ValueBasedAdmission,
     WriteBack,
 )
-from kvstore.server.tiering.promotion_value import TierPrice, value_per_byte
-from kvstore.server.tiering.tier_slot import Shelf
-from kvstore.server.tiering.work_queue import Mover
+from kvstore.server.tiering.promotion_value import EvictionValue, value_per_byte
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.server.tiering.write_budget import WriteBudget
 
 MAX_ENGINES = 1024
@@ -34,102 +34,104 @@ MAX_ENGINES = 1024
 class Placement:
     """Whether copies are worth their writing. Thread-safe.
 
-    Each shelf's own ``admission`` decides, or *otherwise* where it has none; how far its writes
-    are behind is measured here. *clock* returns monotonic seconds.
+    Each slot's own ``admission`` decides, or the one of ``set_terms`` where it has none; how far
+    its writes are behind is measured here. *clock* returns monotonic seconds.
     """
 
     def __init__(
         self,
-        shelves: Sequence[Shelf],
+        tiers: Tiers,
         catalog: Catalog,
-        mover: Mover,
+        work_queue: WorkQueue,
+        counters: Counters,
         clock: Callable[[], float],
-        otherwise: TierAdmission | None = None,
     ) -> None:
-        fallback = otherwise or WriteBack()
-        self._rules = {shelf.name: shelf.admission or fallback for shelf in shelves}
-        self._pressures = {shelf.name: Pressure() for shelf in shelves}
+        self._slots = tiers.slots
         self._catalog = catalog
-        self._mover = mover
-        self._clock = clock
-        self._budgets: dict[str, WriteBudget] = {}
-        self._counters: Counters | None = None
-        self._engines: OrderedDict[Namespace, PrefillModel] = OrderedDict()
-        self._weighs = any(isinstance(rule, ValueRule) for rule in self._rules.values())
-        self._prices = {shelf.name: TierPrice() for shelf in shelves}
-        self._lock = threading.Lock()  # guards _pressures, _budgets, _engines and _prices
-
-    def limit_writes(self, bytes_a_day: Mapping[str, int], counters: Counters) -> None:
-        """Have tiers write at most so many bytes a day, but for durable puts. At the start."""
-        now_s = self._clock()
-        self._budgets = {name: WriteBudget(size, now_s) for name, size in bytes_a_day.items()}
+        self._work_queue = work_queue
         self._counters = counters
+        self._clock = clock
+        self._pressures = {name: Pressure() for name in tiers.slots}
+        self._prices = {name: EvictionValue() for name in tiers.slots}
+        self._engines: OrderedDict[Namespace, PrefillModel] = OrderedDict()
+        self._lock = threading.Lock()  # guards _pressures, _budgets, _engines and _prices
+        self.set_terms(WriteBack(), {})
 
-    def admits(self, shelf: Shelf, key: ChunkKey, moment: Moment) -> bool:
-        """Whether a copy of *key* on *shelf* is worth making now; it has none there.
+    def set_terms(self, otherwise: TierAdmission, bytes_a_day: Mapping[str, int]) -> None:
+        """Have slots without an admission use *otherwise*, and tiers write at most so many bytes a
+        day, but for durable puts. At the start.
+        """
+        now_s = self._clock()
+        self._rules = {name: slot.admission or otherwise for name, slot in self._slots.items()}
+        self._weighs = any(isinstance(rule, ValueBasedAdmission) for rule in self._rules.values())
+        budgets = {name: size for name, size in bytes_a_day.items() if name in self._slots}
+        self._budgets = {name: WriteBudget(size, now_s) for name, size in budgets.items()}
+
+    def admits(self, slot: TierSlot, key: ChunkKey, moment: Trigger) -> bool:
+        """Whether a copy of *key* on *slot* is worth making now; it has none there.
 
         One that is has been paid for, out of the tier's budget of writes.
         """
-        rule = self._rules[shelf.name]
-        budget = self._budgets.get(shelf.name)
+        rule = self._rules[slot.name]
+        budget = self._budgets.get(slot.name)
         engine = self._engines.get(Namespace(key[:DIGEST_BYTES]))
         if engine is None and not rule.looks_ahead and budget is None:
-            return rule.admits(Offer(moment, 0), 0.0)
-        looks_ahead = rule.looks_ahead or (budget is not None and moment is Moment.leaving)
+            return rule.admits(CopyRequest(moment, 0), 0.0)
+        looks_ahead = rule.looks_ahead or (budget is not None and moment is Trigger.leaving)
         prospect = self._catalog.queries.reuse_estimate(key, ahead=looks_ahead)
         if prospect is None:
             return False
-        offer = self._offer(moment, prospect, shelf, engine)
-        if not rule.admits(offer, self.pressure(shelf.name)):
+        offer = self._offer(moment, prospect, slot, engine)
+        if not rule.admits(offer, self.pressure(slot.name)):
             return False
         return budget is None or self._affords(budget, key, offer)
 
     def _offer(
-        self, moment: Moment, prospect: ReuseEstimate, shelf: Shelf, engine: PrefillModel | None
-    ) -> Offer:
+        self, moment: Trigger, prospect: ReuseEstimate, slot: TierSlot, engine: PrefillModel | None
+    ) -> CopyRequest:
         load_s = compute_s = 0.0
         if engine is not None:
-            load_s = float(shelf.load_s(np.array([prospect.size_bytes]))[0])
+            load_s = float(slot.load_s(np.array([prospect.size_bytes]))[0])
             tokens, context = prospect.tokens, prospect.context_tokens
             compute_s = engine.token_s * tokens + engine.pair_s * tokens * context
-        return Offer(
+        return CopyRequest(
             moment, prospect.size_bytes, prospect.hits, prospect.chance, load_s, compute_s,
             prospect.is_needed,
         )  # fmt: skip
 
-    def _affords(self, budget: WriteBudget, key: ChunkKey, offer: Offer) -> bool:
+    def _affords(self, budget: WriteBudget, key: ChunkKey, offer: CopyRequest) -> bool:
         """Pay for a copy, if it is worth it: beyond the budget only what leaves memory may be."""
         with self._lock:
             price = budget.price(self._clock())
-            is_leaving = offer.moment is Moment.leaving
+            is_leaving = offer.moment is Trigger.leaving
             value = offer.chance * offer.saved_share
             affords = price == 0 or (is_leaving and (offer.is_needed or value >= price))
             if affords:
                 budget.admitted(key, offer.size_bytes)
-        if not affords and self._counters is not None:
+        if not affords:
             self._counters.add("over_budget_copies")
         return affords
 
-    def by_load(self, shelves: Sequence[Shelf], key: ChunkKey) -> Sequence[Shelf]:
-        """Return *shelves* in the order in which a copy of *key* is worth less.
+    def by_load(self, slots: Sequence[TierSlot], key: ChunkKey) -> Sequence[TierSlot]:
+        """Return *slots* in the order in which a copy of *key* is worth less.
 
         Where all of them weigh copies by value that is the order of loads as they are measured;
         else, and of those that load alike, as given: the nearest first.
         """
-        weigh = all(isinstance(self._rules[shelf.name], ValueRule) for shelf in shelves)
-        if len(shelves) < 2 or not weigh:
-            return shelves
+        weigh = all(isinstance(self._rules[slot.name], ValueBasedAdmission) for slot in slots)
+        if len(slots) < 2 or not weigh:
+            return slots
         size = self._catalog.any_size_bytes(key)
-        return sorted(shelves, key=lambda shelf: float(shelf.load_s(np.array([size]))[0]))
+        return sorted(slots, key=lambda slot: float(slot.load_s(np.array([size]))[0]))
 
-    def leaves(self, shelf: Shelf, key: ChunkKey, below: Shelf) -> None:
+    def evicting(self, slot: TierSlot, key: ChunkKey, below: TierSlot) -> None:
         """A fast tier evicts *key*: that is what its memory is worth, where copies are weighed."""
         if self._weighs:
             value = self._value(key, below)
             with self._lock:
-                self._prices[shelf.name].gave_up(value)
+                self._prices[slot.name].note_eviction(value)
 
-    def promotes(self, key: ChunkKey, source: Shelf, target: Shelf) -> bool:
+    def promotes(self, key: ChunkKey, source: TierSlot, target: TierSlot) -> bool:
         """Whether a copy of *key* on the faster *target* is worth what that gives up for it."""
         if not self._weighs:
             return True
@@ -137,7 +139,7 @@ class Placement:
         with self._lock:
             return self._prices[target.name].takes(value)
 
-    def _value(self, key: ChunkKey, source: Shelf) -> float:
+    def _value(self, key: ChunkKey, source: TierSlot) -> float:
         """Return the seconds that a byte of *key* in memory saves, against a load from *source*."""
         prospect = self._catalog.queries.reuse_estimate(key)
         if prospect is None:
@@ -145,11 +147,11 @@ class Placement:
         saved_s = float(source.load_s(np.array([prospect.size_bytes]))[0])
         return value_per_byte(prospect.chance, saved_s, prospect.size_bytes)
 
-    def given_up(self, name: str, key: ChunkKey) -> None:
+    def cancelled(self, name: str, key: ChunkKey) -> None:
         """A copy that was worth making was not begun."""
         with self._lock:
             if name in self._budgets:
-                self._budgets[name].given_up(key)
+                self._budgets[name].cancelled(key)
 
     def budgets(self) -> dict[str, tuple[int, float]]:
         """Return, of tiers that have one, the budget in bytes a day and what is left of it now."""
@@ -160,22 +162,22 @@ class Placement:
                 for name, budget in self._budgets.items()
             }
 
-    def watches_askings(self, shelf: Shelf) -> bool:
-        """Whether a copy on *shelf* may follow from a chunk's being asked for."""
-        return isinstance(self._rules[shelf.name], SecondSighting)
+    def admits_on_lookup(self, slot: TierSlot) -> bool:
+        """Whether a copy on *slot* may follow from a chunk's being asked for."""
+        return isinstance(self._rules[slot.name], AdmitOnSecondAccess)
 
     def pressure(self, name: str) -> float:
         """Return how far behind a tier's writes are, from 0 to 1."""
-        share = self._mover.fullness(f"store-{name}")
+        share = self._work_queue.fullness(f"store-{name}")
         with self._lock:
             return self._pressures[name].level(share, self._clock())
 
-    def wrote(self, name: str, seconds: float, key: ChunkKey, size_bytes: int) -> None:
+    def note_write(self, name: str, seconds: float, key: ChunkKey, size_bytes: int) -> None:
         """A copy of so many bytes to a tier took so long."""
         with self._lock:
             self._pressures[name].note(seconds, self._clock())
             if name in self._budgets:
-                self._budgets[name].wrote(key, size_bytes)
+                self._budgets[name].note_write(key, size_bytes)
 
     def note_engine(self, space: Namespace, prefill: PrefillModel) -> None:
         """An engine said how long it computes."""

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
 REMEMBERED = 4096
@@ -23,7 +23,7 @@ _PROBES = 16
 """Then one lookup in so many is, to see whether that has changed."""
 _WEIGHT = 1 / 64
 _FULLEST = 0.5
-"""A lane of loads that is fuller belongs to the gets."""
+"""A queue of loads that is fuller belongs to the gets."""
 
 
 class Prefetch:
@@ -36,9 +36,9 @@ class Prefetch:
     LSM-GNN, arXiv 2407.15264).
     """
 
-    def __init__(self, transfers: Transfers, limit_bytes: int) -> None:
-        self._transfers = transfers
-        self._counters = transfers.counters
+    def __init__(self, moves: Moves, limit_bytes: int) -> None:
+        self._moves = moves
+        self._counters = moves.counters
         self._limit_bytes = limit_bytes
         self._under_way: list[tuple[Ticket, int]] = []
         self._awaited: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -56,9 +56,9 @@ class Prefetch:
         sizes: NDArray[np.int64],
         lease_id: int,
     ) -> None:
-        """A session leased *keys*, each from the shelf of this place among the sources."""
+        """A session leased *keys*, each from the slot of this place among the sources."""
         lower = np.flatnonzero(sources) if self._limit_bytes else sources[:0]
-        if not len(lower) or (session.is_attached and self._transfers.filed is not None):
+        if not len(lower) or (session.is_attached and self._moves.tiers.file_backed is not None):
             return
         chain = list(keys)
         with self._lock:
@@ -70,12 +70,12 @@ class Prefetch:
         begun: list[Ticket] = []
         for at in lower.tolist():
             left_bytes -= int(sizes[at])
-            shelf = self._transfers.sources[int(sources[at])]
-            if shelf not in self._transfers.lower_shelves():
+            slot = self._moves.tiers.sources[int(sources[at])]
+            if slot not in self._moves.tiers.lower:
                 continue
-            if self._transfers.peer_place(shelf, chain[at], session.reads_from) is not None:
+            if slot.tier.peer_place(chain[at], session.reads_from) is not None:
                 continue
-            ticket = self._begin(session, chain[at], shelf) if left_bytes >= 0 else None
+            ticket = self._begin(session, chain[at], slot) if left_bytes >= 0 else None
             if ticket is None:
                 break
             begun.append(ticket)
@@ -84,10 +84,10 @@ class Prefetch:
             with self._lock:
                 self._by_lease[lease_id] = begun
 
-    def _begin(self, session: Session, key: ChunkKey, shelf: Shelf) -> Ticket | None:
-        if self._transfers.mover.fullness(f"load-{shelf.name}") > _FULLEST:
+    def _begin(self, session: Session, key: ChunkKey, slot: TierSlot) -> Ticket | None:
+        if self._moves.work_queue.fullness(f"load-{slot.name}") > _FULLEST:
             return None
-        return self._transfers.load(key, shelf, session.tenant, claimed=True)
+        return self._moves.load(key, slot, session.tenant, claimed=True)
 
     def _note(self, key: ChunkKey, ticket: Ticket, size_bytes: int) -> None:
         self._counters.add("prefetched_chunks")
@@ -103,7 +103,7 @@ class Prefetch:
         if lease_id in self._by_lease:
             with self._lock:
                 tickets = self._by_lease.pop(lease_id, [])
-            self._transfers.let_go_of_loads(tickets)
+            self._moves.let_go_of_loads(tickets)
 
     def sweep(self, is_live: Callable[[int], bool]) -> None:
         """End the loads of leases that ended by themselves. Called at every tick."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from kvstore.proto.types import ChunkKey
 
 
-class SecondRead:
+class PromoteOnSecondHit:
     """Names a chunk at its second read, and then forgets it, so that it may come again later.
 
     Most prompts are read once; what is read twice tends to be read on (the reasoning of 2Q,

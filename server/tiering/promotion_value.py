@@ -11,7 +11,7 @@ LEAST_SHARE = 0.25
 """Of the price, what a chunk must be worth: a second read says more than the mean of its kind."""
 
 
-class TierPrice:
+class EvictionValue:
     """What a byte of a tier is worth to it: the mean value of those that it gave up of late.
 
     The value of a chunk on a tier is the chance that it is asked for before it would go, times
@@ -31,7 +31,7 @@ class TierPrice:
         """The price, in seconds a byte."""
         return self._price
 
-    def gave_up(self, value_per_byte: float) -> None:
+    def note_eviction(self, value_per_byte: float) -> None:
         """The tier evicts a chunk of this value."""
         step = value_per_byte - self._price
         self._price += step * self._weight if self._is_known else step

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Literal
 
 from kvstore.proto.types import ChunkKey
-
-StateRule = Literal["all", "judicious"]
 
 MAX_REMEMBERED = 1 << 14
 """Partings, and as many states turned away, the latest. About 6 MB of each."""

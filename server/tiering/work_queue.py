@@ -1,7 +1,7 @@
-"""The Mover: a bounded background queue of promotions, demotions and slow questions.
+"""The WorkQueue: bounded background queues of promotions, demotions and slow questions.
 
-Work is queued in lanes, one per direction and medium, so that a stuck medium holds up
-nobody else. Nothing here knows what is moved.
+There is one for each direction and medium, so that a stuck medium holds up nobody else. Nothing
+here knows what is moved.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Work = Callable[[], object]
 Expect = Callable[[Sequence[bytes]], object]
 """Told what a thread does next."""
 
-MAX_ALONG = 16
-"""Tickets that a worker takes at once, of one kin."""
+MAX_BATCH = 16
+"""Tickets that a worker takes at once, of one batch_key."""
 STUCK_S = 0.1
-"""A worker that has been at one ticket for so long leaves its kin to others, too."""
+"""A worker that has been at one ticket for so long leaves its batch_key to others, too."""
 
 logger = structlog.get_logger(__name__)
 
@@ -34,7 +34,7 @@ logger = structlog.get_logger(__name__)
 class Ticket:
     """One queued piece of work; ``result`` or ``error`` is set once ``done``."""
 
-    lane: str
+    queue: str
     name: bytes
     work: Work
     done: bool = False
@@ -44,54 +44,54 @@ class Ticket:
     """How many want it, of those that may lose interest; None: it is done whatever they want."""
     is_given_up: bool = False
     """Nobody wants it any more, and it has ended for that, or is about to."""
-    kin: object = None
+    batch_key: object = None
     """What it has in common with others that are better done one after the other by one worker."""
 
 
-class Mover:
-    """Lanes of tickets and the threads that work them off.
+class WorkQueue:
+    """Bounded queues of tickets, and their threads.
 
-    With ``workers`` of 0 for every lane nothing runs by itself: ``step`` is driven by a test,
+    With ``workers`` of 0 for every queue nothing runs by itself: ``step`` is driven by a test,
     and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. Tickets of one
-    kin that wait are shared between as many workers as *sharers* says of their lane, else one; who
-    has been at one for STUCK_S is not counted, and what it has taken along goes to others.
-    *expect* is called by a worker of its lane before each of a row of one kin, with the names of
+    batch_key that wait are shared between as many workers as *parallelism* says of their queue,
+    else one; who has been at one for STUCK_S is not counted, and the rest of its batch goes to
+    others. *expect* is called by a worker of its queue before each of a batch, with the names of
     what it does next, and with none after the last. It raises nothing.
     """
 
     def __init__(
         self,
-        lanes: Mapping[str, int],
-        limit_per_lane: int,
+        queues: Mapping[str, int],
+        limit_per_queue: int,
         clock: Callable[[], float],
-        sharers: Mapping[str, int] | None = None,
+        parallelism: Mapping[str, int] | None = None,
         expect: Mapping[str, Expect] | None = None,
     ) -> None:
-        self._sharers = dict.fromkeys(lanes, 1) | dict(sharers or {})
-        self._workers = dict(lanes)
+        self._parallelism = dict.fromkeys(queues, 1) | dict(parallelism or {})
+        self._workers = dict(queues)
         self._expect = expect or {}
-        self._idle = dict.fromkeys(lanes, 0)
-        self._limit = limit_per_lane
+        self._idle = dict.fromkeys(queues, 0)
+        self._limit = limit_per_queue
         self._clock = clock
-        self._queues: dict[str, deque[Ticket]] = {lane: deque() for lane in lanes}
-        self._urgent: dict[str, deque[Ticket]] = {lane: deque() for lane in lanes}
+        self._waiting: dict[str, deque[Ticket]] = {queue: deque() for queue in queues}
+        self._urgent: dict[str, deque[Ticket]] = {queue: deque() for queue in queues}
         self._open: dict[tuple[str, bytes], Ticket] = {}
-        self._along: deque[Ticket] = deque()
+        self._batch: deque[Ticket] = deque()
         """Taken by workers that are still at what was before."""
-        self._at_kin: dict[object, dict[int, float]] = {}
-        """Which threads are at each kin that is worked on, and since when at one ticket of it."""
+        self._at_batch: dict[object, dict[int, float]] = {}
+        """Which threads work on each batch_key, and since when at one ticket of it."""
         self._closed = False
-        self._stepped = not any(lanes.values())
+        self._stepped = not any(queues.values())
         self._at_work = threading.local()
         # Guards all fields above; held for queue operations only.
         self._lock = threading.Lock()
-        # Notified when a ticket is done; one of a lane when one is queued there. Apart, as to wake
+        # Notified when a ticket is done; one of a queue when one is queued there. Apart, as to wake
         # every worker for each ticket takes the interpreter from those who wait for an answer.
         self._changed = threading.Condition(self._lock)
-        self._queued = {lane: threading.Condition(self._lock) for lane in lanes}
+        self._queued = {queue: threading.Condition(self._lock) for queue in queues}
         self._threads = [
-            threading.Thread(target=self._run, args=(lane,), name=f"mover-{lane}", daemon=True)
-            for lane, workers in lanes.items()
+            threading.Thread(target=self._run, args=(queue,), name=queue, daemon=True)
+            for queue, workers in queues.items()
             for _ in range(workers)
         ]
         for thread in self._threads:
@@ -99,39 +99,39 @@ class Mover:
 
     def submit(
         self,
-        lane: str,
+        queue: str,
         name: bytes,
         work: Work,
         *,
         urgent: bool = False,
         claimed: bool = False,
-        kin: object = None,
+        batch_key: object = None,
     ) -> Ticket | None:
-        """Queue *work*; None when the lane is full or the Mover closed.
+        """Queue *work*; None when the queue is full or the WorkQueue closed.
 
         Urgent work goes before the rest, in the order it came, and past the limit: each piece
         has a caller who waits for it, and callers are bounded. Work of a name that still
-        waits or runs in the lane is joined, not repeated. What is *claimed* goes on only until
+        waits or runs in the queue is joined, not repeated. What is *claimed* goes on only until
         each who claimed it has called ``let_go``, unless somebody else submits it too. A worker
-        takes several of the same *kin* along, in order, and says so to the lane's ``expect``.
+        takes several of the same *batch_key*, in order, and says so to the queue's ``expect``.
         """
         with self._changed:
-            known = self._open.get((lane, name))
+            known = self._open.get((queue, name))
             if known is not None:
                 if known.claims is not None:
                     known.claims = known.claims + 1 if claimed else None
                 if urgent:
                     self._hurry(known)
                 return known
-            queue, rush = self._queues[lane], self._urgent[lane]
-            if self._closed or (len(queue) + len(rush) >= self._limit and not urgent):
+            tickets, rush = self._waiting[queue], self._urgent[queue]
+            if self._closed or (len(tickets) + len(rush) >= self._limit and not urgent):
                 return None
             # In the context of who asks: its request id, and its span.
             work = partial(copy_context().run, work)
-            ticket = Ticket(lane, name, work, claims=1 if claimed else None, kin=kin)
-            self._open[lane, name] = ticket
-            (rush if urgent else queue).append(ticket)
-            self._queued[lane].notify()
+            ticket = Ticket(queue, name, work, claims=1 if claimed else None, batch_key=batch_key)
+            self._open[queue, name] = ticket
+            (rush if urgent else tickets).append(ticket)
+            self._queued[queue].notify()
             return ticket
 
     def let_go(self, ticket: Ticket) -> bool:
@@ -145,12 +145,12 @@ class Mover:
             ticket.claims -= 1
             if ticket.claims:
                 return False
-            for queue in (self._queues[ticket.lane], self._urgent[ticket.lane], self._along):
-                if ticket in queue:
-                    queue.remove(ticket)
-                    ticket.error = DeadlineError(f"{ticket.lane}: nobody waits for it any more")
+            for tickets in (self._waiting[ticket.queue], self._urgent[ticket.queue], self._batch):
+                if ticket in tickets:
+                    tickets.remove(ticket)
+                    ticket.error = DeadlineError(f"{ticket.queue}: nobody waits for it any more")
                     ticket.is_given_up = ticket.done = True
-                    self._open.pop((ticket.lane, ticket.name), None)
+                    self._open.pop((ticket.queue, ticket.name), None)
                     self._changed.notify_all()
             return True
 
@@ -163,20 +163,20 @@ class Mover:
             if ticket.claims != 0:
                 return False
             ticket.is_given_up = True
-            if self._open.get((ticket.lane, ticket.name)) is ticket:
-                del self._open[ticket.lane, ticket.name]
+            if self._open.get((ticket.queue, ticket.name)) is ticket:
+                del self._open[ticket.queue, ticket.name]
             return True
 
     def _hurry(self, ticket: Ticket) -> None:
-        queue = self._queues[ticket.lane]
-        if ticket in queue:
-            queue.remove(ticket)
-            self._urgent[ticket.lane].append(ticket)
+        tickets = self._waiting[ticket.queue]
+        if ticket in tickets:
+            tickets.remove(ticket)
+            self._urgent[ticket.queue].append(ticket)
 
     def wait(self, ticket: Ticket, deadline: float) -> object:
         """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
         if self._stepped:
-            while not ticket.done and self._clock() < deadline and self.step(ticket.lane):
+            while not ticket.done and self._clock() < deadline and self.step(ticket.queue):
                 pass
         else:
             with self._changed:
@@ -186,19 +186,19 @@ class Mover:
                         break
                     self._changed.wait(left_s)
         if not ticket.done:
-            raise DeadlineError(f"{ticket.lane}: not done by the deadline")
+            raise DeadlineError(f"{ticket.queue}: not done by the deadline")
         if ticket.error is not None:
             raise ticket.error
         return ticket.result
 
-    def await_any(self, lanes: Sequence[str], deadline: float) -> bool:
-        """Wait until a ticket of *lanes* is done; False if none is open or time is up."""
+    def await_any(self, queues: Sequence[str], deadline: float) -> bool:
+        """Wait until a ticket of *queues* is done; False if none is open or time is up."""
         with self._changed:
-            tickets = [ticket for (lane, _), ticket in self._open.items() if lane in lanes]
+            tickets = [ticket for (queue, _), ticket in self._open.items() if queue in queues]
         if not tickets:
             return False
         if self._stepped:
-            return self._clock() < deadline and self.step(tickets[0].lane)
+            return self._clock() < deadline and self.step(tickets[0].queue)
         with self._changed:
             while not any(ticket.done for ticket in tickets) and not self._closed:
                 left_s = deadline - self._clock()
@@ -208,51 +208,53 @@ class Mover:
         return True
 
     def named(self, name: bytes) -> list[Ticket]:
-        """Return the tickets of any lane that have *name* and are not done."""
+        """Return the tickets of any queue that have *name* and are not done."""
         with self._changed:
-            return [self._open[lane, name] for lane in self._queues if (lane, name) in self._open]
+            return [
+                self._open[queue, name] for queue in self._waiting if (queue, name) in self._open
+            ]
 
-    def step(self, lane: str | None = None) -> bool:
-        """Do the next piece of work of *lane*, or of any. Return whether there was one."""
+    def step(self, queue: str | None = None) -> bool:
+        """Do the next piece of work of *queue*, or of any. Return whether there was one."""
         with self._changed:
-            ticket = self._take(lane)
+            ticket = self._take(queue)
         if ticket is None:
             return False
         self._do(ticket)
         return True
 
-    def _take(self, lane: str | None) -> Ticket | None:
-        """Take the first ticket of whose kin not as many are at work as may be."""
+    def _take(self, queue: str | None) -> Ticket | None:
+        """Take the first ticket of whose batch_key not as many are at work as may be."""
         now = self._clock()
-        for name in self._queues if lane is None else (lane,):
-            # Of what a stuck worker took along the last first: the next may be on its way to it.
-            along = [ticket for ticket in reversed(self._along) if ticket.lane == name]
-            for source, queue in (
+        for name in self._waiting if queue is None else (queue,):
+            # Of what a stuck worker took batch the last first: the next may be on its way to it.
+            batch = [ticket for ticket in reversed(self._batch) if ticket.queue == name]
+            for source, tickets in (
                 (self._urgent[name], self._urgent[name]),
-                (along, self._along),
-                (self._queues[name], self._queues[name]),
+                (batch, self._batch),
+                (self._waiting[name], self._waiting[name]),
             ):
                 refused: set[object] = set()
                 for ticket in source:
-                    if ticket.kin in refused:
+                    if ticket.batch_key in refused:
                         continue
-                    if self._may_take(ticket, now, is_others=source is along):
-                        queue.remove(ticket)
+                    if self._may_take(ticket, now, is_others=source is batch):
+                        tickets.remove(ticket)
                         return ticket
-                    refused.add(ticket.kin)
+                    refused.add(ticket.batch_key)
         return None
 
     def _may_take(self, ticket: Ticket, now: float, *, is_others: bool) -> bool:
-        """Whether one more may be at the ticket's kin; for what others took along all of those at
-        it have to be stuck. Those leave a worker of the lane to other kins, however many they are.
+        """Whether one more may work on the ticket's batch_key; for what others took all of those
+        at it have to be stuck. They leave a worker of the queue to other batch keys.
         """
-        at_it = self._at_kin.get(ticket.kin)
+        at_it = self._at_batch.get(ticket.batch_key)
         if not at_it:
             return True
-        sharers = self._sharers[ticket.lane]
+        parallelism = self._parallelism[ticket.queue]
         moving = sum(since > now - STUCK_S for since in at_it.values())
-        most = max(sharers, self._workers[ticket.lane] - 1)
-        return len(at_it) < most and moving < (1 if is_others else sharers)
+        most = max(parallelism, self._workers[ticket.queue] - 1)
+        return len(at_it) < most and moving < (1 if is_others else parallelism)
 
     def _do(self, ticket: Ticket) -> None:
         outer = getattr(self._at_work, "ticket", None)  # who waits may step, one in another
@@ -262,103 +264,104 @@ class Mover:
         except Exception as error:  # noqa: BLE001
             # The loop outlives any piece of work; whoever waits gets the error.
             ticket.error = error
-            logger.debug("move failed", lane=ticket.lane, error=str(error))
+            logger.debug("move failed", queue=ticket.queue, error=str(error))
         self._at_work.ticket = outer
         with self._changed:
             ticket.done = True
-            if self._open.get((ticket.lane, ticket.name)) is ticket:
-                del self._open[ticket.lane, ticket.name]
+            if self._open.get((ticket.queue, ticket.name)) is ticket:
+                del self._open[ticket.queue, ticket.name]
             self._changed.notify_all()
 
-    def _take_along(self, first: Ticket) -> list[Ticket]:
-        """Take what waits right behind *first* and is of its kin: this worker's share."""
-        queue = self._queues[first.lane]
-        if first.kin is None:
+    def _take_batch(self, first: Ticket) -> list[Ticket]:
+        """Take what waits right behind *first* and is of its batch_key: this worker's share."""
+        tickets = self._waiting[first.queue]
+        if first.batch_key is None:
             return []
-        self._at_kin.setdefault(first.kin, {})[threading.get_ident()] = self._clock()
-        alike = list(takewhile(lambda one: one.kin == first.kin, queue))
-        share = min(self._sharers[first.lane], 1 + self._idle[first.lane])
-        mine = alike[share - 1 :: share][: MAX_ALONG - 1]
+        self._at_batch.setdefault(first.batch_key, {})[threading.get_ident()] = self._clock()
+        alike = list(takewhile(lambda one: one.batch_key == first.batch_key, tickets))
+        share = min(self._parallelism[first.queue], 1 + self._idle[first.queue])
+        mine = alike[share - 1 :: share][: MAX_BATCH - 1]
         for ticket in mine:
-            queue.remove(ticket)
-        self._along.extend(mine)
+            tickets.remove(ticket)
+        self._batch.extend(mine)
         return mine
 
-    def _run(self, lane: str) -> None:
+    def _run(self, queue: str) -> None:
         while True:
             with self._changed:
-                ticket = self._take(lane)
+                ticket = self._take(queue)
                 while ticket is None:
                     if self._closed:
                         return
-                    self._idle[lane] += 1
-                    self._queued[lane].wait(STUCK_S if self._has_more(lane) else None)
-                    self._idle[lane] -= 1
-                    ticket = self._take(lane)
-                row = deque([ticket, *self._take_along(ticket)])
-            if ticket.kin is None:
+                    self._idle[queue] += 1
+                    self._queued[queue].wait(STUCK_S if self._has_more(queue) else None)
+                    self._idle[queue] -= 1
+                    ticket = self._take(queue)
+                row = deque([ticket, *self._take_batch(ticket)])
+            if ticket.batch_key is None:
                 self._do(ticket)
             else:
-                self._do_row(lane, row)
+                self._do_row(queue, row)
 
-    def _has_more(self, lane: str) -> bool:
-        """Whether something waits there, or was taken along, that may be others' in a while."""
-        is_waiting = bool(self._queues[lane] or self._urgent[lane])
-        return is_waiting or any(ticket.lane == lane for ticket in self._along)
+    def _has_more(self, queue: str) -> bool:
+        """Whether something waits there, or was taken batch, that may be others' in a while."""
+        is_waiting = bool(self._waiting[queue] or self._urgent[queue])
+        return is_waiting or any(ticket.queue == queue for ticket in self._batch)
 
-    def _do_row(self, lane: str, row: deque[Ticket]) -> None:
-        """Do what this worker took along of one kin, as far as it is still its to do."""
-        expect = self._expect.get(lane, bool)
+    def _do_row(self, queue: str, row: deque[Ticket]) -> None:
+        """Do what this worker took batch of one batch_key, as far as it is still its to do."""
+        expect = self._expect.get(queue, bool)
         ticket = row.popleft()
-        kin = ticket.kin
+        batch_key = ticket.batch_key
         try:
             while True:
                 with self._changed:
-                    names = [ticket.name, *(one.name for one in row if one in self._along)]
+                    names = [ticket.name, *(one.name for one in row if one in self._batch)]
                 expect(names)
                 self._do(ticket)
-                following = self._next_of(row, kin)
+                following = self._next_of(row, batch_key)
                 if following is None:
                     break
                 ticket = following
             expect(())
         finally:
-            self._leave(ticket, kin)
+            self._leave(ticket, batch_key)
 
-    def _next_of(self, row: deque[Ticket], kin: object) -> Ticket | None:
+    def _next_of(self, row: deque[Ticket], batch_key: object) -> Ticket | None:
         """Take the next of *row* that is wanted and that nobody else has taken."""
         with self._changed:
-            self._at_kin[kin][threading.get_ident()] = self._clock()
+            self._at_batch[batch_key][threading.get_ident()] = self._clock()
             while row:
                 ticket = row.popleft()
-                if ticket in self._along:
-                    self._along.remove(ticket)
+                if ticket in self._batch:
+                    self._batch.remove(ticket)
                     return ticket
         return None
 
-    def _leave(self, last: Ticket, kin: object) -> None:
-        """This thread is at no work of *kin* any more, the *last* of which it did or died of."""
+    def _leave(self, last: Ticket, batch_key: object) -> None:
+        """This thread works on *batch_key* no more; *last* is what it did, or died of."""
         with self._changed:
-            del self._at_kin[kin][threading.get_ident()]
-            if not self._at_kin[kin]:
-                del self._at_kin[kin]
+            del self._at_batch[batch_key][threading.get_ident()]
+            if not self._at_batch[batch_key]:
+                del self._at_batch[batch_key]
             if not last.done:
-                last.error, last.done = DeadlineError(f"{last.lane}: its worker has ended"), True
-                self._open.pop((last.lane, last.name), None)
+                last.error, last.done = DeadlineError(f"{last.queue}: its worker has ended"), True
+                self._open.pop((last.queue, last.name), None)
                 self._changed.notify_all()
-            self._queued[last.lane].notify()  # who found too many at what waits
+            self._queued[last.queue].notify()  # who found too many at what waits
 
     def depth(self) -> dict[str, int]:
-        """Return how many tickets wait in each lane."""
+        """Return how many tickets wait in each queue."""
         with self._changed:
             return {
-                lane: len(queue) + len(self._urgent[lane]) for lane, queue in self._queues.items()
+                queue: len(tickets) + len(self._urgent[queue])
+                for queue, tickets in self._waiting.items()
             }
 
-    def fullness(self, lane: str) -> float:
-        """Return how full a lane is, from 0 to 1; 0 for one that does not exist."""
+    def fullness(self, queue: str) -> float:
+        """Return how full a queue is, from 0 to 1; 0 for one that does not exist."""
         with self._changed:
-            waiting = len(self._queues.get(lane, ())) + len(self._urgent.get(lane, ()))
+            waiting = len(self._waiting.get(queue, ())) + len(self._urgent.get(queue, ()))
             return min(1.0, waiting / self._limit)
 
     def is_idle(self) -> bool:
@@ -374,10 +377,10 @@ class Mover:
         """Finish what runs, drop what waits, stop the threads. Idempotent."""
         with self._changed:
             self._closed = True
-            for queue in (*self._queues.values(), *self._urgent.values(), self._along):
-                for ticket in queue:
-                    self._open.pop((ticket.lane, ticket.name), None)
-                queue.clear()
+            for tickets in (*self._waiting.values(), *self._urgent.values(), self._batch):
+                for ticket in tickets:
+                    self._open.pop((ticket.queue, ticket.name), None)
+                tickets.clear()
             for changed in (self._changed, *self._queued.values()):
                 changed.notify_all()
         for thread in self._threads:

@@ -62,10 +62,10 @@ class WriteBudget:
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
 
-    def given_up(self, key: ChunkKey) -> None:
+    def cancelled(self, key: ChunkKey) -> None:
         """A copy that was paid for is not written after all."""
         self._left_bytes += self._awaited.pop(key, 0)
 
-    def wrote(self, key: ChunkKey, size_bytes: int) -> None:
+    def note_write(self, key: ChunkKey, size_bytes: int) -> None:
         """A copy was written, whoever asked for it."""
         self._left_bytes -= size_bytes - self._awaited.pop(key, 0)

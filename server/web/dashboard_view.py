@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.eviction.quotas import PolicyReport
-from kvstore.server.index.model_registry import Space
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.index.results import UsedPrefix
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.store.store import ShelfStatus, Store
+from kvstore.server.store.store import SlotStatus, Store
 from kvstore.server.telemetry.flows import Finds, Times
 from kvstore.server.telemetry.metrics import Counters
 
@@ -59,7 +59,7 @@ class TopPrefix(NamedTuple):
     """A prefix that lookups found often, and whose it is as far as that is known."""
 
     used: UsedPrefix
-    space: Space | None
+    space: ModelNamespace | None
 
     @property
     def digest(self) -> str:
@@ -82,7 +82,7 @@ class View:
     ratios: Sequence[float | None]
     """Hit ratios between the looks of the last ``ratios_s``."""
     ratios_s: float
-    tiers: Sequence[tuple[ShelfStatus, PolicyReport]]
+    tiers: Sequence[tuple[SlotStatus, PolicyReport]]
     prefixes: Sequence[TopPrefix]
     nodes: Sequence[NodeRow]
 
@@ -152,7 +152,7 @@ class Viewer:
             now.at_s - looks[0].at_s,
             [
                 (status, catalog.eviction.policy_report(status.name))
-                for status in subject.store.shelf_statuses()
+                for status in subject.store.slot_statuses()
             ],
             self._top_prefixes(now.at_s),
             self._nodes(),

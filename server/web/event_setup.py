@@ -12,7 +12,7 @@ import structlog
 from kvstore.server.api.event_calls import EventDesk
 from kvstore.server.security.principal import Principal
 from kvstore.server.security.watched_file import WatchedFile
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.events import EventLog
 
@@ -27,7 +27,7 @@ class NodeEvents:
 
     def __init__(
         self,
-        config: ServerConfig,
+        config: Settings,
         store: Store,
         boot_id: int,
         holds: Callable[[Principal], bool],
@@ -43,8 +43,8 @@ class NodeEvents:
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
-        shelves = store.transfers.shelves.values()
-        log = EventLog([one.name for one in shelves if not one.tier.shared], config.events_kept)
+        slots = store.tiers.slots.values()
+        log = EventLog([one.name for one in slots if not one.tier.shared], config.events_kept)
         store.catalog.listeners.append(log)
         restarted = partial(store.counters.add, "event_restarts")
         self.desk = EventDesk(log, store.catalog.queries.held_from, holds, restarted)
@@ -52,7 +52,7 @@ class NodeEvents:
             self._publish(config, store, boot_id, self.desk)
             closers.append(self.close)
 
-    def _publish(self, config: ServerConfig, store: Store, boot_id: int, desk: EventDesk) -> None:
+    def _publish(self, config: Settings, store: Store, boot_id: int, desk: EventDesk) -> None:
         from kvstore.server.web.event_keys import load_keys
         from kvstore.server.web.event_publisher import EventPublisher
         from kvstore.server.web.event_sockets import EventSockets, parse_readers

@@ -49,8 +49,8 @@ def _gates(store: Store) -> list[Gauge]:
 
 
 def _peers(store: Store) -> list[Gauge]:
-    shelf = store.transfers.peers
-    known = cast("PeerTier", shelf.tier).peers.known() if shelf is not None else []
+    slot = store.tiers.remote
+    known = cast("PeerTier", slot.tier).peers.known() if slot is not None else []
     return [
         ("peers_known", "other servers whose memory may be read", "", len(known)),
         ("peers_up", "those that answer", "", sum(peer.is_up for peer in known)),
@@ -80,7 +80,7 @@ def gauges(store: Store, session_count: int) -> list[Gauge]:
         ("sessions", "open sessions", "", session_count),
         ("leases", "live leases", "", catalog.lease_count()),
         ("known_chunks", "chunks in the index", "", len(catalog)),
-        ("ghost_chunks", "evicted chunks that policies remember", "", catalog.ghost_count()),
+        ("ghost_chunks", "evicted chunks that policies remember", "", catalog.evicted_count()),
     ]
     contents, variants, left_out, priority_bytes = store.blends.contents.counts()
     gates = store.blends.gates.open_count()
@@ -94,12 +94,12 @@ def gauges(store: Store, session_count: int) -> list[Gauge]:
         *_directory(store),
         *_peers(store),
     ]
-    for tier, (a_day, left) in store.transfers.placement.budgets().items() or [("", (0, 0.0))]:
+    for tier, (a_day, left) in store.moves.placement.budgets().items() or [("", (0, 0.0))]:
         rows += [
             ("write_budget_bytes", "bytes a day that the tier may write, 0 for all", tier, a_day),
             ("write_budget_left_bytes", "what it may write now; less than 0 is debt", tier, left),
         ]
-    for status in store.shelf_statuses():
+    for status in store.slot_statuses():
         name, stats = status.name, status.stats
         rows += [
             ("tier_capacity_bytes", "size of the tier", name, stats.capacity_bytes),

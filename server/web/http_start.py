@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.web.gauges import gauges
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class HttpPort:
     Raises InvalidRequestError for an address that cannot be had.
     """
 
-    def __init__(self, config: ServerConfig, subject: Subject, trust: Trust) -> None:
+    def __init__(self, config: Settings, subject: Subject, trust: Trust) -> None:
         from kvstore.server.web.dashboard import Dashboard
         from kvstore.server.web.dashboard_page import sections_of
         from kvstore.server.web.dashboard_view import Viewer
@@ -37,7 +37,7 @@ class HttpPort:
 
         assert config.http_address is not None
         store, sessions = subject.store, subject.sessions
-        tiers = [shelf.name for shelf in store.transfers.shelves.values()]
+        tiers = [slot.name for slot in store.tiers.slots.values()]
         metrics = MetricsText(subject.counters, lambda: gauges(store, len(sessions)), tiers)
         self._viewer = viewer = Viewer(subject)
         dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
@@ -59,7 +59,7 @@ class HttpPort:
         self._server.tick()
 
 
-def exposure_of(config: ServerConfig) -> Exposure:
+def exposure_of(config: Settings) -> Exposure:
     """Return what of the port is for other hosts."""
     from kvstore.server.web.http_pages import Exposure
 

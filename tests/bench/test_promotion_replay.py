@@ -12,9 +12,9 @@ from kvstore.proto.types import KEY_BYTES, ChunkKey
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.tiering.admission import Moment, ValueRule
-from kvstore.server.tiering.promotion import SecondRead
-from kvstore.server.tiering.promotion_value import TierPrice, value_per_byte
+from kvstore.server.tiering.admission import Trigger, ValueBasedAdmission
+from kvstore.server.tiering.promotion import PromoteOnSecondHit
+from kvstore.server.tiering.promotion_value import EvictionValue, value_per_byte
 
 MODEL = LoadModel()
 
@@ -27,8 +27,8 @@ class Promoting(TierReplay):
 
     def begin(self, *, is_weighed: bool) -> None:
         self.is_weighed = is_weighed
-        self._reads = SecondRead(1 << 16)
-        self._price = TierPrice()
+        self._reads = PromoteOnSecondHit(1 << 16)
+        self._price = EvictionValue()
 
     def _value(self, row: int, now_s: float) -> float:
         saved_s = MODEL.block_bytes * (1 / MODEL.slow_bytes_per_s - 1 / MODEL.fast_bytes_per_s)
@@ -46,9 +46,9 @@ class Promoting(TierReplay):
         return super()._bring(row, mine, now_s)
 
     @override
-    def _offer(self, row: int, moment: Moment, mine: set[int], now_s: float) -> None:
-        if moment is Moment.leaving:
-            self._price.gave_up(self._value(row, now_s))
+    def _offer(self, row: int, moment: Trigger, mine: set[int], now_s: float) -> None:
+        if moment is Trigger.leaving:
+            self._price.note_eviction(self._value(row, now_s))
         super()._offer(row, moment, mine, now_s)
 
 
@@ -76,7 +76,7 @@ def run(*, is_weighed: bool) -> tuple[float, float, int, int]:
     """Return the hit rate, the mean time of a prompt, and blocks promoted and written."""
     forecast = ReuseForecast(History(MODEL.block_tokens), MODEL.block_tokens)
     terms = TierTerms(60, 300)
-    replay = Promoting(LruEviction(), LruEviction(), terms, ValueRule(), forecast)
+    replay = Promoting(LruEviction(), LruEviction(), terms, ValueBasedAdmission(), forecast)
     replay.begin(is_weighed=is_weighed)
     times = []
     for at, rows in enumerate(trace()):

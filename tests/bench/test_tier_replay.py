@@ -13,7 +13,12 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.tiering.admission import ADMISSIONS, TierAdmission, ValueRule, make_admission
+from kvstore.server.tiering.admission import (
+    ADMISSIONS,
+    TierAdmission,
+    ValueBasedAdmission,
+    make_admission,
+)
 
 
 def make_replay(
@@ -100,7 +105,7 @@ def test_the_value_rule_writes_less_than_write_through_and_finds_as_much() -> No
 def test_bytes_written_fall_as_the_price_rises() -> None:
     written = []
     for price in (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0):
-        replay = make_replay(100, 400, ValueRule(price))
+        replay = make_replay(100, 400, ValueBasedAdmission(price))
         for now_s, rows in sessions(1500):
             replay.request(rows, now_s)
         written.append(replay.counts.written)

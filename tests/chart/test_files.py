@@ -19,7 +19,7 @@ from kvstore.server.web.metrics_text import MetricsText
 
 def gauge_names() -> set[str]:
     """Return the names of all levels, which are written out where they are made."""
-    text = (ROOT / "server" / "gauges.py").read_text()
+    text = (ROOT / "server" / "web" / "gauges.py").read_text()
     return {f"kvstore_{name}" for name in re.findall(r'\(\s*"([a-z_]+)",\s*"', text)}
 
 

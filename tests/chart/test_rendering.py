@@ -182,11 +182,11 @@ def test_the_schema_refuses(helm: Helm, wrong: str) -> None:
 
 def test_the_configuration_is_one_that_the_server_takes(helm4: Helm) -> None:
     """Names and values; the files that it names are not here."""
-    from kvstore.server.settings.settings import ServerConfig
+    from kvstore.server.settings.settings import Settings
 
     for values in VALUES:
         given = settings(helm4.of_values(values))
-        assert set(given) <= set(ServerConfig.model_fields)
+        assert set(given) <= set(Settings.model_fields)
         assert (given["listen"], given["health"]) == ("0.0.0.0:7420", "0.0.0.0:7422")
 
 

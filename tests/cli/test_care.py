@@ -15,7 +15,7 @@ from redis_process import RedisProcess
 from kvstore.cli.doctor_checks import file_system_of
 from kvstore.cli.main import main
 from kvstore.client import Client
-from kvstore.server.settings.memory_limit import memory_limit_bytes
+from kvstore.server.settings.process_limits import memory_limit_bytes
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:

@@ -10,15 +10,15 @@ import pytest
 from kvstore.cli.doctor_checks import CHECKS
 from kvstore.cli.doctor_files import BELIEVED, SECRET, check_files
 from kvstore.cli.finding import Finding
-from kvstore.server.settings.security_settings import OwnFile
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import OwnFile
 
 
 def findings(setting: str, path: Path, mode: int, **others: object) -> list[Finding]:
     path.write_bytes(b"x")
     path.chmod(mode)
     # What a file holds is looked at elsewhere: only its mode counts here.
-    return list(check_files(ServerConfig().model_copy(update={setting: path, **others})))
+    return list(check_files(Settings().model_copy(update={setting: path, **others})))
 
 
 @pytest.mark.parametrize("setting", SECRET)
@@ -51,9 +51,7 @@ def test_the_secret_that_tokens_are_signed_with_is_no_public_key(tmp_path: Path)
 def test_every_setting_that_names_a_file_of_trust_is_looked_at() -> None:
     is_readable = get_args(OwnFile)[1]
     public = {"tls_cert", "tls_crl", "redis_tls_cert"}  # shown to whoever connects, or signed
-    named = {
-        name for name, field in ServerConfig.model_fields.items() if is_readable in field.metadata
-    }
+    named = {name for name, field in Settings.model_fields.items() if is_readable in field.metadata}
     assert {*SECRET, *BELIEVED} == named - public
 
 

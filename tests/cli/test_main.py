@@ -17,8 +17,8 @@ from server_process import ServerProcess
 
 from kvstore import __version__
 from kvstore.cli.main import main
+from kvstore.server.settings.loading import show
 from kvstore.server.settings.settings import load_config
-from kvstore.server.settings.settings_file import show
 
 
 class Run:

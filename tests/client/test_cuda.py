@@ -105,7 +105,7 @@ def warm(server: LocalServer, client: CudaClient, keys: Sequence[ChunkKey]) -> N
 
 
 def gpu_of(server: LocalServer) -> GpuTier:
-    gpu = server.node.store.transfers.gpu_tier
+    gpu = server.node.store.tiers.gpu_tier
     assert gpu is not None
     return gpu
 
@@ -283,15 +283,15 @@ def drop_meanwhile(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch, key: ChunkKey
 ) -> list[ChunkKey]:
     """Have *key* leave GPU memory once, while frames are read; return it then."""
-    transfers, start = server.node.store.transfers, HostKernels.start
+    moves, start = server.node.store.moves, HostKernels.start
     dropped: list[ChunkKey] = []
 
     def drop_one(self: HostKernels, *given: Any) -> Sums:
         if not dropped:
             dropped.append(key)
-            assert transfers.gpu is not None
-            assert transfers.catalog.cast_out("gpu", key, even_if_held=True)
-            transfers.delete_from(transfers.gpu, key)
+            assert moves.tiers.gpu is not None
+            assert moves.catalog.cast_out("gpu", key, even_if_held=True)
+            moves.eviction.delete_from(moves.tiers.gpu, key)
         return start(self, *given)
 
     monkeypatch.setattr(HostKernels, "start", drop_one)

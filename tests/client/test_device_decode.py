@@ -121,12 +121,12 @@ def store(server: LocalServer, client: Client, count: int = COUNT) -> list[Chunk
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True))
     ]
     assert {put.outcome for put in client.put(chunks)} == {PutOutcome.stored}
-    catalog, transfers = server.node.store.catalog, server.node.store.transfers
+    catalog, moves = server.node.store.catalog, server.node.store.moves
     assert eventually(lambda: catalog.eviction.count_on("disk") == count)
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        transfers.delete_from(transfers.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
     return keys
 
 

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from kvstore.cli.main import app
 from kvstore.server.settings.loading import flag_of
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 
 Words = Sequence[str]
 
@@ -33,9 +33,7 @@ def _flags(words: Words) -> list[str]:
 @cache
 def server_flags() -> frozenset[str]:
     """Return every flag of kvstore-server."""
-    return frozenset(
-        {flag_of(name) for name in ServerConfig.model_fields} | {"--config", "--version"}
-    )
+    return frozenset({flag_of(name) for name in Settings.model_fields} | {"--config", "--version"})
 
 
 def _check_server(words: Words) -> None:

@@ -100,6 +100,6 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
 
 
 def tenant_salts_of(secret_file: Path) -> bytes:
-    from kvstore.server.settings.settings import ServerConfig
+    from kvstore.server.settings.settings import Settings
 
-    return tenant_salts(ServerConfig(secret_file=secret_file))("acme")
+    return tenant_salts(Settings(secret_file=secret_file))("acme")

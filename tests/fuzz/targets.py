@@ -28,7 +28,7 @@ from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
 from kvstore.proto.types import Namespace
 from kvstore.proto.wire import representation_to_message, unpack_info
-from kvstore.server.index.model_registry import Space
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.index.saved_history import pack_spaces, unpack_spaces
 from kvstore.server.settings.settings import load_config
 from kvstore.tiers.at_rest import (
@@ -292,7 +292,7 @@ SEEDS: dict[str, list[bytes]] = {
     "config": [b"cpu_size: 8GiB\ntiers: cpu,disk\n"],
     "peer_wanted": [pack_wanted([_INFO.key] * 3)],
     "peer_found": [pack_found([_INFO, None])],
-    "spaces": [pack_spaces([Space(Namespace(bytes(16)), "acme", "engine", SMALL)])],
+    "spaces": [pack_spaces([ModelNamespace(Namespace(bytes(16)), "acme", "engine", SMALL)])],
     "at_rest": [_at_rest_seed()],
 }
 

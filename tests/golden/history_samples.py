@@ -10,7 +10,7 @@ from golden.samples import FOLDER
 
 from kvstore.proto.types import Namespace
 from kvstore.server.index.history_state import CHUNK, CLASS, COARSER, HistoryState
-from kvstore.server.index.model_registry import Space
+from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.index.saved_history import SavedHistory
 
 PATH = FOLDER / "history-v1.kvh"
@@ -42,7 +42,7 @@ def with_spaces() -> SavedHistory:
     kinds = (make_representation(), replace(make_representation(), model_revision="f" * 40))
     names = (("default", "vllm 1"), ("acme", "ünïcode"))
     spaces = [
-        Space(Namespace(bytes([number] * 16)), tenant, client, kind)
+        ModelNamespace(Namespace(bytes([number] * 16)), tenant, client, kind)
         for number, ((tenant, client), kind) in enumerate(zip(names, kinds, strict=True), 1)
     ]
     return replace(saved(), spaces=tuple(spaces))

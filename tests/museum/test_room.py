@@ -21,7 +21,7 @@ from kvstore.client.connection import Connection
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.shm import Reply
 from kvstore.proto.types import PutOutcome
-from kvstore.server.settings.memory_limit import cgroup_limit_bytes
+from kvstore.server.settings.process_limits import cgroup_limit_bytes
 
 MIB = 1 << 20
 CHUNKS = 16
@@ -52,7 +52,7 @@ def test_lmcache_4817_puts_past_the_size_of_memory_all_find_room(
 def test_lmcache_4817_a_worker_that_died_fails_health(server: LocalServer) -> None:
     """The other half of LMCache#4817: that thread's death showed nowhere. Here it fails health."""
     assert server.node.is_alive()
-    server.node.store.transfers.mover.close()
+    server.node.store.moves.work_queue.close()
     assert not server.node.is_alive()
 
 
@@ -139,7 +139,7 @@ def test_mooncake_3452_prompts_that_never_return_cost_a_bounded_memory(
     sizes = []
     for seed in range(40):
         store(client, seed, 50)
-        sizes.append(len(catalog) + catalog.ghost_count())
+        sizes.append(len(catalog) + catalog.evicted_count())
     here = len(catalog)
     assert server.counter("put_stored_chunks") == 2000
     assert max(sizes) <= 3 * here + 200 + 16 < 1200

@@ -16,7 +16,7 @@ from kvstore.server.eviction.marconi import MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction
 from kvstore.server.eviction.registry import POLICIES, make_policy
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
 from kvstore.server.wiring_policies import Policies
@@ -32,7 +32,7 @@ def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
     policies = Policies(load_config(["--policy", "marconi,disk=lru"]), CAPACITIES)
     assert isinstance(policies.by_tier["cpu"], MarconiEviction)
     assert isinstance(policies.by_tier["disk"], LruEviction)
-    assert policies.knowledge.policy_names == {"cpu": "marconi", "disk": "lru"}
+    assert policies.metadata.policy_names == {"cpu": "marconi", "disk": "lru"}
 
 
 def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
@@ -43,7 +43,7 @@ def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
     assert isinstance(disk, PartitionedEviction)
     assert [quota.limit_bytes for quota in cpu.quotas] == [0, 0, 2 * MIB]
     assert [quota.limit_bytes for quota in disk.quotas] == [0, MIB, 2 * MIB]
-    assert policies.knowledge.category_ttls_s == {"batch": 10.0, "chat": 5.0}
+    assert policies.metadata.category_ttls_s == {"batch": 10.0, "chat": 5.0}
 
 
 def test_more_than_a_tier_has_cannot_be_guaranteed() -> None:
@@ -62,7 +62,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 
 def make_core(policy: str, clock: FakeClock) -> Core:
-    def make(tier: Tier, known: Knowledge) -> EvictionPolicy:
+    def make(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
         return make_policy(policy, known.history)
 
     return Core([SimDisk(24_000, no_faults())], clock=clock, policy=make)

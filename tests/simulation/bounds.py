@@ -12,12 +12,12 @@ from simulation.world import World
 def bounded(world: World, deadline: float) -> Iterator[None]:
     """Fail when work begins after *deadline*, or time passes that no running work explains.
 
-    A stepped Mover cannot leave work that has begun, as a waiting thread can: that one piece
+    A stepped WorkQueue cannot leave work that has begun, as a waiting thread can: that one piece
     may end late.
     """
-    mover, began = world.mover, world.clock()
-    mover.started = mover.ended = began
+    work_queue, began = world.work_queue, world.clock()
+    work_queue.started = work_queue.ended = began
     yield
-    if mover.started > began:
-        assert mover.started < deadline, "work was begun for a caller whose time was up"
-    assert world.clock() <= max(deadline, mover.ended), "somebody waited beyond the deadline"
+    if work_queue.started > began:
+        assert work_queue.started < deadline, "work was begun for a caller whose time was up"
+    assert world.clock() <= max(deadline, work_queue.ended), "somebody waited beyond the deadline"

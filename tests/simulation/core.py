@@ -17,17 +17,17 @@ from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.chunk_metadata import Knowledge
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.chunk_metadata import ChunkMetadata
+from kvstore.server.index.leases import Leases
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf
-from kvstore.server.tiering.work_queue import Mover
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
@@ -39,7 +39,7 @@ TOKENS = 60
 FOREVER_S = 60.0
 
 
-def leaf_lru(tier: Tier, knowledge: Knowledge) -> EvictionPolicy:
+def leaf_lru(tier: Tier, metadata: ChunkMetadata) -> EvictionPolicy:
     return LruEviction()
 
 
@@ -63,58 +63,63 @@ class Core:
     """Those of tiers that do not write as *limits* say."""
     exclusive: Collection[str] = ()
     limits: StoreLimits = LIMITS
-    lane_limit: int = 1000
+    queue_limit: int = 1000
     move_timeout_ms: int = 30_000
     pin_share: int = 1
     """One in so many bytes of CPU memory may be pinned."""
     clock: Callable[[], float] = time.monotonic
-    knowledge: Knowledge = field(default_factory=Knowledge)
-    policy: Callable[[Tier, Knowledge], EvictionPolicy] = leaf_lru
+    metadata: ChunkMetadata = field(default_factory=ChunkMetadata)
+    policy: Callable[[Tier, ChunkMetadata], EvictionPolicy] = leaf_lru
     cpu: CpuTier = field(init=False)
-    mover: Mover = field(init=False)
+    work_queue: WorkQueue = field(init=False)
     catalog: Catalog = field(init=False)
     counters: Counters = field(init=False)
-    transfers: Transfers = field(init=False)
+    moves: Moves = field(init=False)
     store: Store = field(init=False)
     sessions: SessionTable = field(init=False)
 
     def __post_init__(self) -> None:
         ids = count(1)
         self.cpu = CpuTier(self.slabs * self.slab_bytes, self.slab_bytes)
-        shelves = [self._shelf(tier, "raw") for tier in (*self.upper, self.cpu)]
-        shelves += [self._shelf(t, self.codecs.get(t.name, self.codec)) for t in self.lower]
-        lanes: dict[str, int] = {"store-cpu": self.workers and 1} if self.upper else {}
+        slots = [self._slot(tier, "raw") for tier in (*self.upper, self.cpu)]
+        slots += [self._slot(t, self.codecs.get(t.name, self.codec)) for t in self.lower]
+        queues: dict[str, int] = {"store-cpu": self.workers and 1} if self.upper else {}
         for tier in (*self.upper, *self.lower):
-            lanes |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}
-            lanes |= {f"ask-{tier.name}": self.workers and 1}
-        self.mover = Mover(lanes, self.lane_limit, self.clock)
-        policies: dict[str, EvictionPolicy] = {shelf.name: shelf.policy for shelf in shelves}
-        leases = LeaseTable(100, lambda: next(ids))
+            queues |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}
+            queues |= {f"ask-{tier.name}": self.workers and 1}
+        self.work_queue = WorkQueue(queues, self.queue_limit, self.clock)
+        policies: dict[str, EvictionPolicy] = {slot.name: slot.policy for slot in slots}
+        leases = Leases(100, lambda: next(ids))
         self.catalog = Catalog(
-            policies, leases, self.cpu.capacity_bytes // self.pin_share, self.clock, self.knowledge
+            policies, leases, self.cpu.capacity_bytes // self.pin_share, self.clock, self.metadata
         )
         self.counters = Counters()
-        self.transfers = Transfers(
-            shelves, self.catalog, self.mover, self.counters, self.clock, self.move_timeout_ms
+        self.moves = Moves(
+            Tiers.of(slots),
+            self.catalog,
+            self.work_queue,
+            self.counters,
+            self.clock,
+            self.move_timeout_ms,
         )
-        self.store = Store(self.transfers, self.limits, lambda: next(ids))
+        self.store = Store(self.moves, self.limits, lambda: next(ids))
         attach_refills(self.store)
         self.sessions = SessionTable(
             8, 60_000, salt, self.clock, lambda size: next(ids).to_bytes(size, "little")
         )
         self.sessions.on_close.append(self.store.end_session)
 
-    def _shelf(self, tier: Tier, codec: str) -> Shelf:
+    def _slot(self, tier: Tier, codec: str) -> TierSlot:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         rule = self.admissions.get(tier.name)
-        return Shelf(
-            tier, codec_by_name(codec), self.policy(tier, self.knowledge), breaker, self.clock,
+        return TierSlot(
+            tier, codec_by_name(codec), self.policy(tier, self.metadata), breaker, self.clock,
             admission=make_admission(rule) if rule else None,
             is_exclusive=tier.name in self.exclusive,
         )  # fmt: skip
 
-    def shelf(self, name: str) -> Shelf:
-        return self.transfers.shelves[name]
+    def slot(self, name: str) -> TierSlot:
+        return self.moves.tiers.slots[name]
 
     def later(self, seconds: float = FOREVER_S) -> float:
         """A deadline."""
@@ -148,28 +153,28 @@ class Core:
     ) -> list[bytes]:
         """Return the frames that a get under a lease of its own delivers."""
         lease_id, known = self.store.open_get(session, keys, 0)
-        arrivals = self.store.gets.get(session, keys[:known], self.later(seconds))
-        frames = [arrival.frame.tobytes() for arrival in arrivals]
+        results = self.store.reads.get(session, keys[:known], self.later(seconds))
+        frames = [result.frame.tobytes() for result in results]
         assert self.store.release(session, lease_id)
         return frames
 
     def copy_down(self, version: Version, tier: str = "disk") -> object:
         """Copy a chunk to a lower tier and wait for that."""
-        ticket = self.transfers.copy_down(version.info.key, self.shelf(tier))
+        ticket = self.moves.copy_down(version.info.key, self.slot(tier))
         assert ticket is not None
-        return self.mover.wait(ticket, self.later())
+        return self.work_queue.wait(ticket, self.later())
 
     def tiers_of(self, version: Version) -> list[str]:
         """The tiers that hold a chunk, fastest first, as the catalog names them."""
-        return sorted(self.catalog.copies(version.info.key), key=list(self.transfers.shelves).index)
+        return sorted(self.catalog.copies(version.info.key), key=list(self.moves.tiers.slots).index)
 
     def settle(self) -> None:
         """Work off everything that waits, in a core without workers."""
-        while self.mover.step():
+        while self.work_queue.step():
             pass
 
     def close(self) -> None:
-        self.mover.close()
+        self.work_queue.close()
         self.cpu.close()
 
 

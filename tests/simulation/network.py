@@ -88,8 +88,8 @@ class NetworkSchedule:
         checks = Checks(ServiceLimits(64, 1 << 16, 1000), world.clock)
         identity = Identity(1, "simulated", "", 0.0)
         self.service = KVStoreService(world.store, world.sessions, None, checks, identity)
-        tiers = [shelf.name for shelf in world.shelves]
-        self._scrub = self.service.scrub = Scrub(world.store.transfers, tiers, 0, world.clock)
+        tiers = [slot.name for slot in world.slots]
+        self._scrub = self.service.scrub = Scrub(world.store.moves, tiers, 0, world.clock)
 
     # --- the schedule
 
@@ -264,14 +264,14 @@ class NetworkSchedule:
 
     def work(self) -> None:
         for _ in range(self.draw.randrange(1, 4)):
-            self.world.mover.step(self.draw.choice([None, *self.world.mover.depth()]))
+            self.world.work_queue.step(self.draw.choice([None, *self.world.work_queue.depth()]))
 
     def tick(self) -> None:
         self.world.store.tick()
         self.world.sessions.expire()
 
     def scrub(self) -> None:
-        self._answered(lambda: self._scrub.run_pass([s.name for s in self.world.shelves], 0))
+        self._answered(lambda: self._scrub.run_pass([s.name for s in self.world.slots], 0))
 
     def spoil(self) -> None:
         if self.world.plan.spoils and self.world.lower:
@@ -289,7 +289,7 @@ class NetworkSchedule:
 
     def _check(self) -> None:
         world = self.world
-        assert not world.mover.surprises, world.mover.surprises
+        assert not world.work_queue.surprises, world.work_queue.surprises
         cpu = world.cpu.stats()
         assert cpu.used_bytes <= cpu.capacity_bytes
         for tier in world.lower:

@@ -11,7 +11,7 @@ from simulation.world import World
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import Arrival
+from kvstore.server.store.reads import ReadResult
 from kvstore.server.store.reservations import PutTicket
 
 
@@ -74,14 +74,14 @@ class Oracle:
             f"wrong bytes for {key.hex()}: no put offered them since it was last absent"
         )
 
-    def check_unchanged(self, arrival: Arrival, seen: bytes) -> None:
-        assert arrival.frame.tobytes() == seen, "a leased frame changed under its reader"
+    def check_unchanged(self, result: ReadResult, seen: bytes) -> None:
+        assert result.frame.tobytes() == seen, "a leased frame changed under its reader"
 
     # --- what must hold between operations
 
     def check(self, *, thoroughly: bool) -> None:
         world = self.world
-        assert not world.mover.surprises, world.mover.surprises
+        assert not world.work_queue.surprises, world.work_queue.surprises
         leased = sum(len(held.keys) for held in self.leases.values())
         assert world.catalog.held_count() == leased, "pins do not add up to the live leases"
         assert world.catalog.lease_count() == len(self.leases)
@@ -128,18 +128,18 @@ class Oracle:
         for tier in world.lower:
             astray = named[tier.name] - set(tier.medium.chunks) - tier.lost
             assert not astray, f"{tier.name} does not have what the catalog names: {astray}"
-        world.catalog.state.journal.settle()
-        for shelf in world.shelves:
-            rows = shelf.policy.victims(lambda _: False, 0.0)
+        world.catalog.state.access_log.apply_all()
+        for slot in world.slots:
+            rows = slot.policy.victims(lambda _: False, 0.0)
             known = [world.catalog.state.index.key(row) for row in rows]
-            assert len(known) == len(set(known)) == len(shelf.policy)
-            assert set(known) == named[shelf.name], f"the policy of {shelf.name} lost step"
+            assert len(known) == len(set(known)) == len(slot.policy)
+            assert set(known) == named[slot.name], f"the policy of {slot.name} lost step"
 
     def named(self) -> dict[str, set[ChunkKey]]:
         """Keys of the catalog's copies by tier."""
-        names: dict[str, set[ChunkKey]] = {shelf.name: set() for shelf in self.world.shelves}
+        names: dict[str, set[ChunkKey]] = {slot.name: set() for slot in self.world.slots}
         for space in {key[:16] for key in self._offered}:
-            for holding in self.world.catalog.queries.holdings(space):  # type: ignore[arg-type]
+            for holding in self.world.catalog.queries.chunks_of(space):  # type: ignore[arg-type]
                 for name in holding.copies:
                     names[name].add(holding.key)
         return names

@@ -13,7 +13,7 @@ from simulation.world import LEASE_TTL_S, World
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import Arrival
+from kvstore.server.store.reads import ReadResult
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class Reader:
     lease_id: int
     keys: list[ChunkKey]
     deadline: float
-    arrivals: Iterator[Arrival]
+    results: Iterator[ReadResult]
     delivered: int = 0
-    last: tuple[Arrival, bytes] | None = None
+    last: tuple[ReadResult, bytes] | None = None
 
 
 class Readers:
@@ -61,14 +61,14 @@ class Readers:
         copies = [self.world.catalog.copies(key) for key in keys]
         prefix = next((at for at, held in enumerate(copies) if not held), len(keys))
         assert match.ready <= prefix
-        barred = {shelf.name for shelf in self.world.shelves if shelf.breaker.is_open}
+        barred = {slot.name for slot in self.world.slots if slot.breaker.is_open}
         readable = next(
             (at for at, held in enumerate(copies) if not held.keys() - barred), len(keys)
         )
         if self.world.faults.raised == raised and deadline > self.world.clock():
             assert match.ready == readable
         assert match.ready + match.pending + match.missing == len(keys)
-        order = [shelf.name for shelf in self.world.shelves]
+        order = [slot.name for slot in self.world.slots]
         found = list(zip(match.tiers, copies, strict=False))
         assert all(tier in held for tier, held in found)
         if self.world.faults.raised == raised:  # else a tier may have been barred since
@@ -110,8 +110,8 @@ class Readers:
         if lease_id not in self.oracle.leases:
             self._note_lease(session, lease_id, keys[:known])
         deadline = self.deadline()
-        arrivals = self.world.store.gets.get(session, keys[:known], deadline)
-        reader = Reader(session, lease_id, keys[:known], deadline, arrivals)
+        results = self.world.store.reads.get(session, keys[:known], deadline)
+        reader = Reader(session, lease_id, keys[:known], deadline, results)
         self.open.append(reader)
         return reader
 
@@ -139,15 +139,15 @@ class Readers:
         """Take the next chunk of a get; return whether one came."""
         self.check_last(reader)
         with bounded(self.world, reader.deadline):
-            arrival = next(reader.arrivals, None)
-        if arrival is None:
+            result = next(reader.results, None)
+        if result is None:
             self.end(reader)
             return False
-        assert arrival.index == reader.delivered
-        key = reader.keys[arrival.index]
-        self.oracle.check_frame(key, arrival.frame)
+        assert result.index == reader.delivered
+        key = reader.keys[result.index]
+        self.oracle.check_frame(key, result.frame)
         reader.delivered += 1
-        reader.last = arrival, arrival.frame.tobytes()
+        reader.last = result, result.frame.tobytes()
         return True
 
     def check_last(self, reader: Reader) -> None:
@@ -157,7 +157,7 @@ class Readers:
             self.oracle.check_unchanged(*reader.last)
 
     def end(self, reader: Reader) -> None:
-        reader.arrivals.close()  # type: ignore[attr-defined]
+        reader.results.close()  # type: ignore[attr-defined]
         self.open.remove(reader)
 
     def step(self) -> None:
@@ -197,8 +197,8 @@ class Readers:
         deadline = self.deadline()
         arrived = 0
         with bounded(self.world, deadline):
-            for arrival in self.world.store.gets.get(session, [key][:known], deadline):
-                self.oracle.check_frame(key, arrival.frame)
+            for result in self.world.store.reads.get(session, [key][:known], deadline):
+                self.oracle.check_frame(key, result.frame)
                 arrived += 1
         if self.world.plan.is_quiet and deadline > self.world.clock():
             assert arrived == known, "a leased chunk did not arrive"

@@ -22,7 +22,7 @@ _OF_A_SESSION = {
 }  # fmt: skip
 _OF_NOBODY = {
     "finish": 4, "abort": 1, "step_get": 6, "open_session": 3, "close_session": 1,
-    "step_mover": 8, "settle": 1, "tick": 3, "sleep": 3, "spoil": 5, "others": 3,
+    "step_work_queue": 8, "settle": 1, "tick": 3, "sleep": 3, "spoil": 5, "others": 3,
     "crash": 1, "drain": 1,
 }  # fmt: skip
 
@@ -58,7 +58,7 @@ class Schedule:
         self._of_nobody: dict[str, Callable[[], object]] = {
             "finish": writers.finish, "abort": writers.abort, "step_get": readers.step,
             "open_session": self.open_session, "close_session": self.close_session,
-            "step_mover": self.step_mover, "settle": self.world.settle, "tick": self.tick,
+            "step_work_queue": self.step_work_queue, "settle": self.world.settle, "tick": self.tick,
             "sleep": self.sleep, "spoil": self.spoil, "others": self.others,
             "crash": self.crash, "drain": self.drain,
         }  # fmt: skip
@@ -122,9 +122,9 @@ class Schedule:
     def sleep(self) -> None:
         self.world.clock.advance(self.draw.choice((0.01, 0.3, 0.6, 1.2, 3.5)))
 
-    def step_mover(self) -> None:
+    def step_work_queue(self) -> None:
         for _ in range(self.draw.randrange(1, 4)):
-            self.world.mover.step(self.draw.choice([None, *self.world.mover.depth()]))
+            self.world.work_queue.step(self.draw.choice([None, *self.world.work_queue.depth()]))
 
     # --- what happens to media
 
@@ -201,7 +201,7 @@ class Schedule:
         world.settle()
         self.oracle.check(thoroughly=True)
         assert world.catalog.held_count() == world.catalog.in_flight.count() == 0
-        assert world.mover.is_idle()
+        assert world.work_queue.is_idle()
         self._read_everything()
         self._clear_everything()
         world.close()
@@ -217,9 +217,9 @@ class Schedule:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
             lease_id, count = world.store.open_get(session, [key], 0)
             assert count == 1
-            arrivals = list(world.store.gets.get(session, [key], world.clock() + 1))
-            assert len(arrivals) == 1, "a sound chunk that the catalog names did not arrive"
-            self.oracle.check_frame(key, arrivals[0].frame)
+            results = list(world.store.reads.get(session, [key], world.clock() + 1))
+            assert len(results) == 1, "a sound chunk that the catalog names did not arrive"
+            self.oracle.check_frame(key, results[0].frame)
             assert world.store.release(session, lease_id)
             assert world.sessions.close(session.session_id)
 
@@ -229,7 +229,7 @@ class Schedule:
         for tenant in TENANTS:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
             world.store.clear(session.namespace, world.clock() + 1)
-            assert world.store.holdings(session.namespace) == []
+            assert world.store.chunks_of(session.namespace) == []
             self.writers.put_one(session, universe().chains[tenant][0][0])
             assert world.sessions.close(session.session_id)
         world.settle()

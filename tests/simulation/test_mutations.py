@@ -16,15 +16,16 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Holds
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 from kvstore.server.store import writes
-from kvstore.server.store.reads import Delivery
+from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutTicket, Reservations
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import Writes
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf
-from kvstore.server.tiering.work_queue import Mover
+from kvstore.server.tiering.eviction import Eviction
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.cpu import CpuTier
 
 SEEDS = 1500
@@ -38,11 +39,11 @@ def nothing(*_: object, **__: object) -> None:
 
 
 def reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
-    def read(shelf: Shelf, info: ChunkInfo, out: Bytes, *_: object) -> FrameHeader | None:
-        found = shelf.guarded(lambda: shelf.tier.read_into(info.key, out))
+    def read(slot: TierSlot, info: ChunkInfo, out: Bytes, *_: object) -> FrameHeader | None:
+        found = slot.guarded(lambda: slot.tier.read_into(info.key, out))
         return _any_header(info) if found else None
 
-    patch.setattr(Shelf, "read_verified", read)
+    patch.setattr(TierSlot, "read_verified", read)
 
 
 def _any_header(info: ChunkInfo) -> FrameHeader:
@@ -65,14 +66,14 @@ def what_is_aborted_keeps_its_room(patch: pytest.MonkeyPatch) -> None:
 
 
 def failed_writes_keep_their_room(patch: pytest.MonkeyPatch) -> None:
-    def write(_: Transfers, target: Shelf, reservation: object, frame: Bytes) -> bool:
+    def write(_: Moves, target: TierSlot, reservation: object, frame: Bytes) -> bool:
         def work() -> bool:
             target.tier.write(reservation, 0, frame)  # type: ignore[arg-type]
             return target.tier.seal(reservation)  # type: ignore[arg-type]
 
         return target.guarded(work)
 
-    patch.setattr(Transfers, "_write", write)
+    patch.setattr(Moves, "_write", write)
 
 
 def a_dead_session_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def leases_do_not_pin(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_do_not_expire(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeaseTable, "expire", lambda *_: 0)
+    patch.setattr(Leases, "expire", lambda *_: 0)
 
 
 def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
@@ -97,14 +98,14 @@ def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
 
 def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
     def drop(self: Reservations, ticket: PutTicket) -> None:
-        ticket.shelf.tier.abort(ticket.reservation)
+        ticket.slot.tier.abort(ticket.reservation)
 
     patch.setattr(Reservations, "discard", drop)
 
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:
     def cast_out(self: Catalog, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        self._strays[tier].add(key)
+        self._orphans[tier].add(key)
         return even_if_held or not self.is_held(key)
 
     patch.setattr(Catalog, "cast_out", cast_out)
@@ -115,7 +116,7 @@ def the_policy_forgets_to_forget(patch: pytest.MonkeyPatch) -> None:
 
 
 def damaged_chunks_vanish_with_their_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "quarantine", lambda self, s, key: self.catalog.forget(s.name, key))
+    patch.setattr(Moves, "drop_corrupt", lambda self, s, key: self.catalog.forget(s.name, key))
 
 
 def lost_copies_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -129,24 +130,24 @@ def durable_is_acknowledged_without_a_flush(patch: pytest.MonkeyPatch) -> None:
 def a_flush_is_believed_without_asking_the_medium(patch: pytest.MonkeyPatch) -> None:
     flushed = Store._flushed
 
-    def believe(self: Store, keys: list[ChunkKey], shelf: Shelf, by: float) -> object:
-        return flushed(self, [], shelf, by)[0], set()
+    def believe(self: Store, keys: list[ChunkKey], slot: TierSlot, by: float) -> object:
+        return flushed(self, [], slot, by)[0], set()
 
     patch.setattr(Store, "_flushed", believe)
 
 
 def deletes_do_not_reach_the_medium(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "delete_from", nothing)
+    patch.setattr(Moves, "delete_from", nothing)
 
 
-def strays_are_never_swept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "_sweep", nothing)
-    patch.setattr(Store, "_sweep", nothing)
+def orphans_are_never_purged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Eviction, "purge", nothing)
+    patch.setattr(Store, "_purge", nothing)
 
 
 def whatever_was_sealed_first_counts_as_a_copy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Transfers, "_adopt", lambda *_: True)
-    patch.setattr(Transfers, "_sweep", nothing)
+    patch.setattr(Moves, "_adopt", lambda *_: True)
+    patch.setattr(Eviction, "purge", nothing)
 
 
 def a_lease_opens_every_chunk(patch: pytest.MonkeyPatch) -> None:
@@ -159,23 +160,23 @@ def a_lease_opens_every_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def work_begins_after_the_deadline(patch: pytest.MonkeyPatch) -> None:
-    wait = Mover.wait
-    patch.setattr(Mover, "wait", lambda self, ticket, _: wait(self, ticket, 1e12))
+    wait = WorkQueue.wait
+    patch.setattr(WorkQueue, "wait", lambda self, ticket, _: wait(self, ticket, 1e12))
 
 
 def a_full_cpu_tier_is_a_miss(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Delivery, "_loose", nothing)
+    patch.setattr(Reads, "_read_bypass", nothing)
 
 
 def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
-    in_cpu = Delivery._in_cpu
+    in_cpu = Reads._in_cpu
 
-    def other(self: Delivery, index: int, key: ChunkKey) -> object:
-        first = next(self._transfers.cpu_tier.scan()).key
-        arrival = in_cpu(self, index, first)
-        return arrival and replace(arrival, index=index)
+    def other(self: Reads, index: int, key: ChunkKey) -> object:
+        first = next(self._moves.tiers.cpu_tier.scan()).key
+        result = in_cpu(self, index, first)
+        return result and replace(result, index=index)
 
-    patch.setattr(Delivery, "_in_cpu", other)
+    patch.setattr(Reads, "_in_cpu", other)
 
 
 def lookups_stop_one_short(patch: pytest.MonkeyPatch) -> None:
@@ -195,7 +196,7 @@ MUTATIONS: list[Break] = [
     moves_are_never_let_go, a_put_is_counted_forever, evicted_chunks_stay_in_the_catalog,
     the_policy_forgets_to_forget, damaged_chunks_vanish_with_their_room, lost_copies_are_kept,
     durable_is_acknowledged_without_a_flush, a_flush_is_believed_without_asking_the_medium,
-    deletes_do_not_reach_the_medium, strays_are_never_swept,
+    deletes_do_not_reach_the_medium, orphans_are_never_purged,
     whatever_was_sealed_first_counts_as_a_copy,
     a_lease_opens_every_chunk, work_begins_after_the_deadline, a_full_cpu_tier_is_a_miss,
     gets_give_the_next_chunk, lookups_stop_one_short,

@@ -19,15 +19,15 @@ from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.chunk_metadata import Knowledge
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.chunk_metadata import ChunkMetadata
+from kvstore.server.index.leases import Leases
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.server.tiering.moves import Transfers
-from kvstore.server.tiering.tier_slot import Shelf
-from kvstore.server.tiering.work_queue import Mover, Ticket
+from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
@@ -49,8 +49,8 @@ class Plan:
     disk_bytes: int
     redis_bytes: int
     disk_codec: str
-    lane_limit: int
-    loose_bytes: int
+    queue_limit: int
+    bypass_bytes: int
     headroom_percent: int
     write_through: bool
     fail: float
@@ -71,8 +71,8 @@ class Plan:
             disk_bytes=draw.randrange(3_000, 24_000) if tiers in ("disk", "both") else 0,
             redis_bytes=draw.randrange(3_000, 24_000) if tiers in ("redis", "both") else 0,
             disk_codec=draw.choice(("raw", "raw", "zplane")),
-            lane_limit=1000 if quiet else draw.choice((2, 8, 1000)),
-            loose_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
+            queue_limit=1000 if quiet else draw.choice((2, 8, 1000)),
+            bypass_bytes=1 << 20 if quiet else draw.choice((0, 3_000, 1 << 20)),
             headroom_percent=draw.choice((0, 5, 40)),
             write_through=draw.random() < 0.7,
             fail=0.0 if quiet else draw.choice((0.0, 0.02, 0.1, 0.4)),
@@ -91,14 +91,14 @@ class Plan:
     def is_quiet(self) -> bool:
         """Whether nothing goes wrong, so that every answer can be told beforehand."""
         troubled = self.fail or self.slow or self.full or self.spoils
-        return not troubled and self.lane_limit == 1000 and self.loose_bytes == 1 << 20
+        return not troubled and self.queue_limit == 1000 and self.bypass_bytes == 1 << 20
 
 
-class WatchedMover(Mover):
-    """A stepped Mover that remembers when work ran and what it raised."""
+class WatchedWorkQueue(WorkQueue):
+    """A stepped WorkQueue that remembers when work ran and what it raised."""
 
-    def __init__(self, lanes: list[str], limit_per_lane: int, clock: FakeClock) -> None:
-        super().__init__(dict.fromkeys(lanes, 0), limit_per_lane, clock)
+    def __init__(self, queues: list[str], limit_per_queue: int, clock: FakeClock) -> None:
+        super().__init__(dict.fromkeys(queues, 0), limit_per_queue, clock)
         self._now = clock
         self._depth = 0
         self.started = 0.0
@@ -109,16 +109,18 @@ class WatchedMover(Mover):
     @override
     def submit(
         self,
-        lane: str,
+        queue: str,
         name: bytes,
         work: Callable[[], object],
         *,
         urgent: bool = False,
         claimed: bool = False,
-        kin: object = None,
+        batch_key: object = None,
     ) -> Ticket | None:
         watched = partial(self._watch, work)
-        return super().submit(lane, name, watched, urgent=urgent, claimed=claimed, kin=kin)
+        return super().submit(
+            queue, name, watched, urgent=urgent, claimed=claimed, batch_key=batch_key
+        )
 
     def _watch(self, work: Callable[[], object]) -> object:
         if not self._depth:
@@ -170,30 +172,30 @@ class World:
         """Put a server together as server/node.py does, over what the media hold."""
         clock, plan = self.clock, self.plan
         self.cpu = CpuTier(plan.slabs * SLAB_BYTES, SLAB_BYTES)
-        self.knowledge = Knowledge(ghost_limit=8)
-        self.shelves = [self._shelf(self.cpu, "raw")]
-        lanes = []
+        self.metadata = ChunkMetadata(evicted_limit=8)
+        self.slots = [self._slot(self.cpu, "raw")]
+        queues = []
         for tier in self.lower:
             codec = plan.disk_codec if tier is self.disk else "raw"
-            self.shelves.append(self._shelf(tier, codec))
-            lanes += [f"load-{tier.name}", f"store-{tier.name}"]
+            self.slots.append(self._slot(tier, codec))
+            queues += [f"load-{tier.name}", f"store-{tier.name}"]
             if tier.shared:
-                lanes.append(f"ask-{tier.name}")
-        self.mover = WatchedMover(lanes, plan.lane_limit, clock)
-        policies: dict[str, EvictionPolicy] = {s.name: s.policy for s in self.shelves}
-        leases = LeaseTable(LEASES_PER_SESSION, self.new_id)
+                queues.append(f"ask-{tier.name}")
+        self.work_queue = WatchedWorkQueue(queues, plan.queue_limit, clock)
+        policies: dict[str, EvictionPolicy] = {s.name: s.policy for s in self.slots}
+        leases = Leases(LEASES_PER_SESSION, self.new_id)
         pin_limit_bytes = self.cpu.capacity_bytes // 2
-        self.catalog = Catalog(policies, leases, pin_limit_bytes, clock, self.knowledge)
+        self.catalog = Catalog(policies, leases, pin_limit_bytes, clock, self.metadata)
         self.counters = Counters()
-        transfers = Transfers(
-            self.shelves, self.catalog, self.mover, self.counters, clock,
+        moves = Moves(
+            Tiers.of(self.slots), self.catalog, self.work_queue, self.counters, clock,
             round(1000 * MOVE_TIMEOUT_S),
         )  # fmt: skip
         limits = StoreLimits(
             round(1000 * LEASE_TTL_S), PUTS_PER_SESSION, plan.headroom_percent,
-            plan.loose_bytes, plan.write_through,
+            plan.bypass_bytes, plan.write_through,
         )  # fmt: skip
-        self.store = Store(transfers, limits, self.new_id)
+        self.store = Store(moves, limits, self.new_id)
         attach_refills(self.store)
         self.sessions = SessionTable(
             MAX_SESSIONS, round(1000 * SESSION_TTL_S), salt, clock, self._unique_bytes
@@ -203,10 +205,10 @@ class World:
     def _unique_bytes(self, count: int) -> bytes:
         return self.new_id().to_bytes(count, "little")
 
-    def _shelf(self, tier: Tier, codec: str) -> Shelf:
+    def _slot(self, tier: Tier, codec: str) -> TierSlot:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
-        policy = make_policy(self.plan.policy, self.knowledge.history)
-        return Shelf(tier, codec_by_name(codec), policy, breaker, self.clock)
+        policy = make_policy(self.plan.policy, self.metadata.history)
+        return TierSlot(tier, codec_by_name(codec), policy, breaker, self.clock)
 
     def restart(self) -> int:
         """Cut the power; return how many chunks the next server recovered."""
@@ -224,10 +226,10 @@ class World:
         """End this server, keeping what it counted."""
         for name, value in self.counters.snapshot().items():
             self.totals[name] = self.totals.get(name, 0) + value
-        self.mover.close()
+        self.work_queue.close()
         self.cpu.close()
 
     def settle(self) -> None:
         """Work off everything that waits."""
-        while self.mover.step():
+        while self.work_queue.step():
             pass

@@ -208,7 +208,7 @@ class Writers:
         deadline = self.deadline()
         redis = self.world.redis
         shared = set(redis.medium.chunks) if redis is not None else set()
-        shared -= self.world.catalog.strays("redis") if redis is not None else set()
+        shared -= self.world.catalog.orphans("redis") if redis is not None else set()
         known = [key for key in keys if key in shared or self.world.catalog.copies(key)]
         raised = self.world.faults.raised
         with bounded(self.world, deadline):
@@ -229,9 +229,9 @@ class Writers:
             assert self.world.cpu.find([key]) == [None]
             for tier in self.world.lower:
                 if key in tier.medium.chunks:
-                    asked = self.world.plan.lane_limit == 1000 and not self.world.faults.raised
+                    asked = self.world.plan.queue_limit == 1000 and not self.world.faults.raised
                     assert not asked, "a deleted chunk is still there"
-                    assert tier.shared or key in self.world.catalog.strays(tier.name)
+                    assert tier.shared or key in self.world.catalog.orphans(tier.name)
 
     def clear(self, session: Session) -> None:
         """Other tenants keep what they have."""
@@ -239,14 +239,14 @@ class Writers:
         theirs = [key for tenant in others for chain in universe().chains[tenant] for key in chain]
         # What they do not hold may be evicted meanwhile, as ever.
         kept = [k for k in theirs if self.oracle.is_held(k) and self.world.catalog.copies(k)]
-        known = {holding.key for holding in self.world.store.holdings(session.namespace)}
+        known = {holding.key for holding in self.world.store.chunks_of(session.namespace)}
         deadline = self.deadline()
         with bounded(self.world, deadline):
             self.world.store.clear(session.namespace, deadline)
         self.oracle.durable = {k for k in self.oracle.durable if k[:16] != session.namespace}
         if self.world.plan.is_quiet:
             assert all(self.world.catalog.copies(key) for key in kept)
-            left = {holding.key for holding in self.world.store.holdings(session.namespace)}
+            left = {holding.key for holding in self.world.store.chunks_of(session.namespace)}
             if deadline > self.world.clock():
                 assert all(self.oracle.is_held(key) for key in known & left)
 

@@ -37,7 +37,7 @@ def frame_bytes(draw: random.Random, models: tuple[str, ...]) -> int:
 
 
 class Churn:
-    """A disk tier's space under churn: the oldest goes for the newest, as ``Transfers`` does it.
+    """A disk tier's space under churn: the oldest goes for the newest, as ``Moves`` does it.
 
     Only space is real here; ``chunks`` maps a seed to extent, offset and info.
     """

@@ -384,9 +384,9 @@ def test_raw_chunks_of_one_server_are_kin_and_others_are_not(
     coded = replace(coded, codec_id=7)
     for info in (coded, *raw):
         put(tier, info, np.zeros(info.size_bytes, np.uint8))
-    assert tier.kin(raw[0].key) == tier.kin(raw[1].key) is not None
-    assert tier.kin(coded.key) is None, "decoded by as many threads as there are"
-    assert tier.kin(make_row(4)[3][0].key) is None
+    assert tier.batch_key(raw[0].key) == tier.batch_key(raw[1].key) is not None
+    assert tier.batch_key(coded.key) is None, "decoded by as many threads as there are"
+    assert tier.batch_key(make_row(4)[3][0].key) is None
     url = redis.url.replace("redis:", "redis+cluster:").removesuffix("/0")
     cluster = open_redis_tier(url, timeout_ms=100)
-    assert cluster.kin(raw[0].key) is None
+    assert cluster.batch_key(raw[0].key) is None

@@ -14,7 +14,7 @@ from kvstore.client.blend.feedback import Shadow, compare, deviations, ranks, wo
 from kvstore.client.blend.loader import LayerLoader
 from kvstore.client.blend.source import MemorySource
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
-from kvstore.server.blending.gate_table import GateTerms
+from kvstore.server.settings.values import GateTerms
 
 TINYLM = Path(__file__).parents[3] / "data" / "tinylm"
 

@@ -105,8 +105,8 @@ def absent(engine: PlainEngine, server: LocalServer) -> None:
 
 def slow(engine: PlainEngine, server: LocalServer) -> None:
     engine.store(PROMPT)
-    for shelf in server.node.store.transfers.shelves.values():
-        shelf.rate.round_trip_s = 1e-3
+    for slot in server.node.store.tiers.slots.values():
+        slot.rate.round_trip_s = 1e-3
     fast = PlainEngine(engine.client, PrefillModel(0.0, 1e-9))
     engine.connector = fast.connector
     engine.load(PROMPT)

@@ -98,7 +98,7 @@ def begin(
         hit -= 64 * failed
     request.num_computed_tokens = cached + hit
     orders = engine.step(request, blocks, len(tokens) - cached - hit)
-    engine.catch_up()
+    engine.drain()
     assert engine.workers[0].settled(20.0)
     engine.scheduler.finished(request)
     return hit, [chunk.position for order in orders.stores for chunk in order.chunks]

@@ -13,7 +13,7 @@ from local_server import LocalServer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.api import grpc_server
 from kvstore.server.api.grpc_server import most_connections
-from kvstore.server.settings.descriptors import LEAST
+from kvstore.server.settings.process_limits import LEAST
 
 SESSIONS = 4
 

@@ -11,14 +11,13 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.blending.gate_table import (
     EAGER_REQUESTS,
     MAX_GATES,
-    MAX_RATIO,
     TRIALS,
     GateName,
     GateState,
     GateTable,
-    GateTerms,
     Shadow,
 )
+from kvstore.server.settings.values import MAX_RATIO, GateTerms
 
 NAME: GateName = (b"s" * 16, "rag")
 GOOD_TOKENS = 64

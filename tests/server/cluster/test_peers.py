@@ -53,9 +53,9 @@ def client_of(server: LocalServer) -> Client:
 
 
 def tier_of(server: LocalServer) -> PeerTier:
-    shelf = server.node.store.transfers.peers
-    assert shelf is not None
-    return cast("PeerTier", shelf.tier)
+    slot = server.node.store.tiers.remote
+    assert slot is not None
+    return cast("PeerTier", slot.tier)
 
 
 def is_up(server: LocalServer, count: int = 1) -> bool:
@@ -598,13 +598,13 @@ def test_lookups_beyond_those_that_ask_themselves_have_it_done(
     second = node(make_server, "--peers", first.address)
     assert eventually(lambda: is_up(second))
     keys = store(client_of(first), 1, CHUNKS)
-    finder = second.node.store._finder
+    lookup = second.node.store._lookup
     for _ in range(ASKING):
-        finder._asking.acquire()
+        lookup._asking.acquire()
     reader = client_of(second)
     assert_hits(reader, keys)
     for _ in range(ASKING):
-        finder._asking.release()
+        lookup._asking.release()
     assert_hits(reader, store(client_of(first), 2, CHUNKS))
 
 

@@ -122,4 +122,4 @@ def test_clocks_that_jump_leave_a_server_that_works(make_server: ServerMaker) ->
         assert client.lookup(keys).ready == PROMPT
         assert len(client.get(keys)) == PROMPT
     assert server.settled().leases == 0
-    assert server.node.store.transfers.placement.budgets()["disk"][1] <= (1 << 30) / 24
+    assert server.node.store.moves.placement.budgets()["disk"][1] <= (1 << 30) / 24

@@ -1,4 +1,4 @@
-"""The Journal: what is told late is told in order, and is the same as what is told at once."""
+"""The AccessLog: what is told late is told in order, and is the same as what is told at once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvstore.server.index.access_log import (
     MAX_CHAINS,
     MAX_EVENTS,
     MAX_LOOKUPS,
+    AccessLog,
     Asked,
-    Journal,
     Stored,
     StoredChain,
 )
@@ -70,12 +70,12 @@ def asked(numbers: list[int], now_s: float = 1.0) -> Asked:
 
 def heard(*events: Asked | Stored) -> list[object]:
     policy = Listening()
-    journal = Journal(History(), [policy])
+    access_log = AccessLog(History(), [policy])
     for event in events:
-        journal.note(event)
+        access_log.note(event)
     assert policy.heard == []
-    journal.settle()
-    assert len(journal) == 0
+    access_log.apply_all()
+    assert len(access_log) == 0
     return policy.heard
 
 
@@ -109,11 +109,11 @@ def test_what_does_not_continue_a_chain_is_told_alone(other: Stored) -> None:
 
 def test_the_end_of_a_prompt_is_the_last_of_its_run() -> None:
     history = History()
-    journal = Journal(history, [Listening()])
+    access_log = AccessLog(history, [Listening()])
     end = Facts(tokens_full=False, flops=7.0)
     for event in (stored(1, NO_ROW), stored(2, 1, facts=end), stored(3, 2)):
-        journal.note(event)
-    journal.settle()
+        access_log.note(event)
+    access_log.apply_all()
     assert [history.is_partial(row) for row in (1, 2, 3)] == [False, True, False]
     assert [history.flops_of(row) for row in (1, 2, 3)] == [0.0, 7.0, 0.0]
 
@@ -124,24 +124,24 @@ def test_a_row_that_names_itself_as_its_parent_is_told_alone() -> None:
 
 def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
     policy = Listening()
-    journal = Journal(History(), [policy])
+    access_log = AccessLog(History(), [policy])
     for number in range(MAX_EVENTS + 10):
-        journal.note(stored(10 * number + 1, NO_ROW))
-    assert (len(journal), len(policy.heard)) == (MAX_EVENTS, 10)
+        access_log.note(stored(10 * number + 1, NO_ROW))
+    assert (len(access_log), len(policy.heard)) == (MAX_EVENTS, 10)
 
 
 def test_few_lookups_wait_as_each_may_take_long_to_tell() -> None:
     policy = Listening()
-    journal = Journal(History(), [policy])
+    access_log = AccessLog(History(), [policy])
     for number in range(MAX_LOOKUPS + 10):
-        journal.note(asked([number]))
-    assert (len(journal), len(policy.heard)) == (MAX_LOOKUPS, 10)
-    journal.note(stored(1000, NO_ROW))
-    journal.note(asked([1]))
-    assert (len(journal), len(policy.heard)) == (MAX_LOOKUPS + 1, 11)
-    journal.settle()
-    journal.note(asked([2]))
-    assert len(journal) == 1
+        access_log.note(asked([number]))
+    assert (len(access_log), len(policy.heard)) == (MAX_LOOKUPS, 10)
+    access_log.note(stored(1000, NO_ROW))
+    access_log.note(asked([1]))
+    assert (len(access_log), len(policy.heard)) == (MAX_LOOKUPS + 1, 11)
+    access_log.apply_all()
+    access_log.note(asked([2]))
+    assert len(access_log) == 1
 
 
 @pytest.mark.parametrize("is_full", [True, False])
@@ -157,10 +157,10 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
         ],
     ):
         history, policy = History(), Listening()
-        journal = Journal(history, [policy])
+        access_log = AccessLog(history, [policy])
         for event in events:
-            journal.note(event)
-        journal.settle()
+            access_log.note(event)
+        access_log.apply_all()
         seen = [(history.is_partial(row), history.flops_of(row)) for row in (1, 2, 3)]
         told.append((policy.heard, seen))
     assert told[0] == told[1]
@@ -168,28 +168,28 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
 
 def test_few_chains_wait() -> None:
     policy = Listening()
-    journal = Journal(History(), [policy])
+    access_log = AccessLog(History(), [policy])
     for number in range(MAX_CHAINS + 3):
-        journal.note(StoredChain(0, [10 * number + 1], NO_ROW, 100, FULL, [0.0], 1.0))
-    assert (len(journal), len(policy.heard)) == (MAX_CHAINS, 3)
+        access_log.note(StoredChain(0, [10 * number + 1], NO_ROW, 100, FULL, [0.0], 1.0))
+    assert (len(access_log), len(policy.heard)) == (MAX_CHAINS, 3)
 
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
     history, policy = History(), Listening()
     history.seen(1, NO_ROW, FULL, 0.0)
-    journal = Journal(history, [policy])
-    journal.note(Asked(np.array([1]), [key(0)], 1.0, is_again=True))
-    journal.settle()
+    access_log = AccessLog(history, [policy])
+    access_log.note(Asked(np.array([1]), [key(0)], 1.0, is_again=True))
+    access_log.apply_all()
     assert (history.hits_of(1), policy.heard) == (1, [([1], 1.0)])
 
 
 def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
     what_if = WhatIf(1_000)
-    journal = Journal(History(), [Listening()], [what_if])
-    journal.note(stored(1, NO_ROW))
+    access_log = AccessLog(History(), [Listening()], [what_if])
+    access_log.note(stored(1, NO_ROW))
     for number in range(3 * LEAST_SAMPLED):
-        journal.note(asked([number % 5]))
-    journal.settle()
+        access_log.note(asked([number % 5]))
+    access_log.apply_all()
     ratios = [point.hit_ratio for point in what_if.curve()]
     assert ratios[-1] is not None
     assert ratios[-1] > 0.9, "five chunks of a hundred bytes fit"
@@ -202,21 +202,21 @@ def test_who_settles_late_decides_as_who_settles_at_once(name: str, seed: int) -
         draw = random.Random(seed)
         history = History()
         policy = make_policy(name, history)
-        journal = Journal(history, [policy])
+        access_log = AccessLog(history, [policy])
         here: set[int] = set()
         for second in range(150):
             first = 1 + 10 * draw.randrange(8)
             chain = list(range(first, first + draw.randrange(1, 9)))
             known = next((at for at, row in enumerate(chain) if row not in here), len(chain))
             found = np.array(chain[:known], np.intp)
-            journal.note(Asked(found, [key(row) for row in chain], float(second)))
+            access_log.note(Asked(found, [key(row) for row in chain], float(second)))
             for at in range(known, len(chain)):
                 parent = chain[at - 1] if at else NO_ROW
-                journal.note(Stored(0, chain[at], parent, 100, Facts(flops=at), float(second)))
+                access_log.note(Stored(0, chain[at], parent, 100, Facts(flops=at), float(second)))
                 here.add(chain[at])
-            if len(journal) > patience:
-                journal.settle()
-        journal.settle()
+            if len(access_log) > patience:
+                access_log.apply_all()
+        access_log.apply_all()
         return everyone(policy)
 
     assert play(0) == play(5) == play(10_000)

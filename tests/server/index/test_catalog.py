@@ -16,7 +16,7 @@ from kvstore.proto.types import Fidelity, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 from kvstore.server.index.results import LeaseTerms
 
 SESSION = 7
@@ -30,7 +30,7 @@ def clock() -> FakeClock:
 def make_catalog(clock: FakeClock, pin_limit_bytes: int = 1_000) -> Catalog:
     ids = count(1)
     policies: dict[str, EvictionPolicy] = {"cpu": LruEviction(), "disk": LruEviction()}
-    return Catalog(policies, LeaseTable(10, lambda: next(ids)), pin_limit_bytes, clock)
+    return Catalog(policies, Leases(10, lambda: next(ids)), pin_limit_bytes, clock)
 
 
 @pytest.fixture
@@ -195,32 +195,32 @@ def test_the_policy_knows_what_the_index_knows(catalog: Catalog) -> None:
     assert len(catalog) == 2
 
 
-def test_what_was_cast_out_is_a_stray_until_it_is_swept_or_sealed_anew(catalog: Catalog) -> None:
+def test_what_was_cast_out_is_an_orphan_until_it_is_purged_or_sealed_anew(catalog: Catalog) -> None:
     assert catalog.cast_out("disk", key(0))
-    assert catalog.strays("disk") == {key(0)}
-    assert catalog.strays("cpu") == set()
-    catalog.swept("disk", key(0))
-    assert catalog.strays("disk") == set()
+    assert catalog.orphans("disk") == {key(0)}
+    assert catalog.orphans("cpu") == set()
+    catalog.purged("disk", key(0))
+    assert catalog.orphans("disk") == set()
     catalog.cast_out("disk", key(1))
     catalog.note_sealed("disk", info(1, 0, 60))
-    assert catalog.strays("disk") == set()
+    assert catalog.orphans("disk") == set()
 
 
-def test_holders_sizes_and_strays_are_asked_for_one_by_one(catalog: Catalog) -> None:
+def test_holders_sizes_and_orphans_are_asked_for_one_by_one(catalog: Catalog) -> None:
     assert catalog.holders(key(0)) == ["cpu", "disk"]
     assert (catalog.size_bytes("cpu", key(0)), catalog.size_bytes("disk", key(0))) == (100, 60)
     assert catalog.size_bytes("disk", key(2)) == catalog.size_bytes("cpu", key(4)) == 0
     catalog.cast_out("cpu", key(0))
     assert catalog.holders(key(0)) == ["disk"]
-    assert (catalog.is_stray("cpu", key(0)), catalog.is_stray("disk", key(0))) == (True, False)
+    assert (catalog.is_orphan("cpu", key(0)), catalog.is_orphan("disk", key(0))) == (True, False)
     assert catalog.holders(key(4)) == []
 
 
-def test_what_is_lost_or_was_never_there_is_no_stray(catalog: Catalog) -> None:
+def test_what_is_lost_or_was_never_there_is_no_orphan(catalog: Catalog) -> None:
     catalog.forget("disk", key(0))
     assert not catalog.cast_out("disk", key(0))
     assert not catalog.cast_out("disk", key(4))
-    assert catalog.strays("disk") == set()
+    assert catalog.orphans("disk") == set()
 
 
 def test_pins_keep_known_chunks_until_they_end_or_are_ended(
@@ -228,7 +228,7 @@ def test_pins_keep_known_chunks_until_they_end_or_are_ended(
 ) -> None:
     assert catalog.pin([key(2), key(4)], ttl_s=5.0) == 1
     assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
-    holding = catalog.queries.holding(key(2))
+    holding = catalog.queries.details(key(2))
     assert holding is not None
     assert holding.is_pinned
     assert catalog.unpin([key(2), key(4)]) == 1
@@ -253,12 +253,12 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
 def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
     lease, _ = catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     catalog.match([key(0)], Fidelity.exact, TIERS)
-    holdings = catalog.queries.holdings(Namespace(bytes(16)))
+    holdings = catalog.queries.chunks_of(Namespace(bytes(16)))
     assert [holding.key for holding in holdings] == CHAIN[:3]
     assert (holdings[0].leases, holdings[0].hits) == (1, 1)
     assert (holdings[1].leases, holdings[1].hits) == (0, 0)
-    assert catalog.queries.holdings(Namespace(b"x" * 16)) == []
-    assert catalog.queries.holding(key(4)) is None
+    assert catalog.queries.chunks_of(Namespace(b"x" * 16)) == []
+    assert catalog.queries.details(key(4)) is None
     assert catalog.release(lease.lease_id, SESSION)
 
 
@@ -283,26 +283,26 @@ def test_who_catches_up_tells_the_policies_and_the_history() -> None:
     for number in range(3):
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
     catalog.match(CHAIN, Fidelity.exact, TIERS)
-    history = catalog.knowledge.history
+    history = catalog.metadata.history
     row = catalog.state.index.row(key(0))
     assert history.hits_of(row) == 0
-    assert catalog.catch_up(0.0)
+    assert catalog.drain(0.0)
     assert history.hits_of(row) == 2
-    assert not catalog.catch_up(0.0)
+    assert not catalog.drain(0.0)
 
 
 def test_who_has_answered_one_of_many_lookups_tells_of_an_earlier_one() -> None:
     catalog = make_catalog(FakeClock())
     for number in range(3):
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
-    catalog.catch_up(0.0)
-    history, row = catalog.knowledge.history, catalog.state.index.row(key(0))
+    catalog.drain(0.0)
+    history, row = catalog.metadata.history, catalog.state.index.row(key(0))
     before = history.hits_of(row)
     catalog.match(CHAIN, Fidelity.exact, TIERS)
-    catalog.spare_next()
+    catalog.drain_some()
     assert history.hits_of(row) == before  # left to who waits for a pause
     catalog.match(CHAIN, Fidelity.exact, TIERS)
-    catalog.spare_next()
+    catalog.drain_some()
     assert history.hits_of(row) == before + 1
 
 
@@ -318,24 +318,24 @@ def test_catching_up_ends_though_requests_never_pause() -> None:
     asker = threading.Thread(target=ask)
     asker.start()
     busy.wait()
-    assert catalog.catch_up(1.0)
+    assert catalog.drain(1.0)
     is_over.set()
     asker.join()
 
 
-def test_evicted_chunks_are_ghosts_that_lookups_tell_of(catalog: Catalog) -> None:
+def test_evicted_chunks_are_counted_by_lookups(catalog: Catalog) -> None:
     catalog.forget("cpu", key(2))
     found = catalog.match(CHAIN, Fidelity.exact, TIERS)
-    assert (found.known, found.ghosts) == (2, 1)
-    assert catalog.ghost_count() == 1
+    assert (found.known, found.evicted) == (2, 1)
+    assert catalog.evicted_count() == 1
     catalog.note_sealed("cpu", info(2, 1))
-    assert catalog.match(CHAIN, Fidelity.exact, TIERS).ghosts == 0
+    assert catalog.match(CHAIN, Fidelity.exact, TIERS).evicted == 0
 
 
 def test_the_same_lookup_asked_again_is_counted_once(catalog: Catalog) -> None:
     catalog.match(CHAIN, Fidelity.exact, TIERS)
     catalog.match(CHAIN, Fidelity.exact, TIERS, again=True)
-    holding = catalog.queries.holding(key(0))
+    holding = catalog.queries.details(key(0))
     assert holding is not None
     assert holding.hits == 1
 

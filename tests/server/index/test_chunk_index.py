@@ -1,4 +1,4 @@
-"""The RadixIndex: runs of known keys, copies by tier, and rows that are given again."""
+"""The ChunkIndex: runs of known keys, copies by tier, and rows that are given again."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import ROOT, ChunkKey, Fidelity, KVLayout, Namespace
-from kvstore.server.index.chunk_index import MAX_TIERS, RadixIndex
+from kvstore.server.index.chunk_index import MAX_TIERS, ChunkIndex
 
 TIERS = ("cpu", "disk", "redis")
 
 
 @pytest.fixture
-def index() -> RadixIndex:
-    return RadixIndex(TIERS)
+def index() -> ChunkIndex:
+    return ChunkIndex(TIERS)
 
 
-def keys_at(index: RadixIndex, asked: list[int], least: Fidelity = Fidelity.exact) -> list[object]:
+def keys_at(index: ChunkIndex, asked: list[int], least: Fidelity = Fidelity.exact) -> list[object]:
     rows = index.longest_prefix([key(number) for number in asked], least)
     return [index.key(row) for row in rows.tolist()]
 
 
-def test_an_empty_index_matches_nothing(index: RadixIndex) -> None:
+def test_an_empty_index_matches_nothing(index: ChunkIndex) -> None:
     assert keys_at(index, [1]) == keys_at(index, []) == []
     assert index.row(key(1)) == NO_ROW
     assert index.copies(NO_ROW) == {}
@@ -50,14 +50,14 @@ def test_an_empty_index_matches_nothing(index: RadixIndex) -> None:
     ],
 )
 def test_the_longest_prefix_ends_before_the_first_gap(
-    index: RadixIndex, known: list[int], asked: list[int], ready: int
+    index: ChunkIndex, known: list[int], asked: list[int], ready: int
 ) -> None:
     for number in known:
         index.add("cpu", info(number))
     assert keys_at(index, asked) == [key(number) for number in asked[:ready]]
 
 
-def test_a_parent_that_nobody_put_is_no_chunk(index: RadixIndex) -> None:
+def test_a_parent_that_nobody_put_is_no_chunk(index: ChunkIndex) -> None:
     row = index.add("cpu", info(1, 0))
     assert index.parent(row) != NO_ROW
     assert index.key(index.parent(row)) == key(0)
@@ -67,7 +67,7 @@ def test_a_parent_that_nobody_put_is_no_chunk(index: RadixIndex) -> None:
     assert keys_at(index, [0, 1]) == [key(0), key(1)]
 
 
-def test_a_chunk_goes_with_its_last_copy(index: RadixIndex) -> None:
+def test_a_chunk_goes_with_its_last_copy(index: ChunkIndex) -> None:
     row = index.add("cpu", info(1))
     assert index.add("disk", info(1, size_bytes=60)) == row
     assert index.copies(row) == {"cpu": info(1), "disk": info(1, size_bytes=60)}
@@ -78,7 +78,7 @@ def test_a_chunk_goes_with_its_last_copy(index: RadixIndex) -> None:
     assert key(1) not in index
 
 
-def test_a_copy_is_described_as_it_was_told(index: RadixIndex) -> None:
+def test_a_copy_is_described_as_it_was_told(index: ChunkIndex) -> None:
     told = replace(
         make_info(7, 123), parent=digest(3), codec_id=9, fidelity=Fidelity.none, prefill_flops=2.5
     )
@@ -88,7 +88,7 @@ def test_a_copy_is_described_as_it_was_told(index: RadixIndex) -> None:
     assert index.info("cpu", index.add("cpu", first)) == first
 
 
-def test_a_row_that_is_given_again_remembers_nothing(index: RadixIndex) -> None:
+def test_a_row_that_is_given_again_remembers_nothing(index: ChunkIndex) -> None:
     row = index.add("disk", replace(info(1), prefill_flops=3.0))
     index.count_hits(index.longest_prefix([key(1)]))
     index.discard("disk", row)
@@ -100,7 +100,7 @@ def test_a_row_that_is_given_again_remembers_nothing(index: RadixIndex) -> None:
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 4, 2, 5, 0, 1]])
 def test_what_two_chunks_continue_and_all_before_it_is_common_from_then_on(
-    index: RadixIndex, order: list[int]
+    index: ChunkIndex, order: list[int]
 ) -> None:
     """0 - 1 - 2, and behind 1 also 3 - 4; 5 has nothing before or behind it."""
     parents = {0: None, 1: 0, 2: 1, 3: 1, 4: 3, 5: None}
@@ -116,7 +116,7 @@ def test_what_two_chunks_continue_and_all_before_it_is_common_from_then_on(
     assert not any(map(index.is_common, again))
 
 
-def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: RadixIndex) -> None:
+def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: ChunkIndex) -> None:
     """The prompt's end, shorter than a chunk; longer after an answer; whole after the next."""
     first, second = index.add("cpu", info(0)), index.add("cpu", info(1, 0))
     for number, less in ((2, 1), (3, 1), (4, 0)):
@@ -131,13 +131,13 @@ def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: RadixIn
     assert index.is_common(second)
 
 
-def test_a_chunk_that_names_itself_as_its_parent_goes_whole(index: RadixIndex) -> None:
+def test_a_chunk_that_names_itself_as_its_parent_goes_whole(index: ChunkIndex) -> None:
     row = index.add("cpu", info(1, 1))
     assert index.discard("cpu", row)
     assert index.add("cpu", info(2)) == row
 
 
-def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: RadixIndex) -> None:
+def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: ChunkIndex) -> None:
     index.add("cpu", info(0))
     index.add("disk", replace(info(1), fidelity=Fidelity.bounded))
     assert len(keys_at(index, [0, 1])) == 1
@@ -151,7 +151,7 @@ def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: Ra
     assert not held.any()
 
 
-def test_the_chunks_of_a_namespace_are_told_from_others(index: RadixIndex) -> None:
+def test_the_chunks_of_a_namespace_are_told_from_others(index: ChunkIndex) -> None:
     other = ChunkKey(b"n" * 16 + digest(5))
     for chunk in (info(2, 1), replace(info(5), key=other), info(0)):
         index.add("cpu", chunk)
@@ -160,12 +160,12 @@ def test_the_chunks_of_a_namespace_are_told_from_others(index: RadixIndex) -> No
 
 
 def test_an_index_has_no_more_tiers_than_a_byte_has_bits() -> None:
-    RadixIndex([str(number) for number in range(MAX_TIERS)])
+    ChunkIndex([str(number) for number in range(MAX_TIERS)])
     with pytest.raises(InvalidRequestError, match="tiers"):
-        RadixIndex([str(number) for number in range(MAX_TIERS + 1)])
+        ChunkIndex([str(number) for number in range(MAX_TIERS + 1)])
 
 
-def test_layouts_of_many_sizes_are_kept_apart(index: RadixIndex) -> None:
+def test_layouts_of_many_sizes_are_kept_apart(index: ChunkIndex) -> None:
     representation = make_representation(1)
     layouts = [KVLayout.of(representation, 16 + number) for number in range(2000)]
     chunks = [replace(info(number), layout=layout) for number, layout in enumerate(layouts)]
@@ -174,7 +174,7 @@ def test_layouts_of_many_sizes_are_kept_apart(index: RadixIndex) -> None:
 
 
 def test_memory_is_that_of_the_most_chunks_there_ever_were() -> None:
-    index = RadixIndex(TIERS)
+    index = ChunkIndex(TIERS)
 
     def come_and_go() -> None:
         for number in range(5_000):
@@ -201,7 +201,7 @@ _EVENTS = st.lists(st.tuples(st.booleans(), st.sampled_from(TIERS), st.integers(
 def test_any_events_leave_exactly_the_copies_that_were_not_discarded(
     events: list[tuple[bool, str, int]], parents: list[int]
 ) -> None:
-    index = RadixIndex(TIERS)
+    index = ChunkIndex(TIERS)
     chunks = [info(n, None if parent < 0 else parent) for n, parent in enumerate(parents)]
     model: dict[tuple[str, int], None] = {}
     for adds, tier, number in events:

@@ -1,4 +1,4 @@
-"""The RadixIndex against a dictionary, whatever happens: copies, ghosts, state checkpoints."""
+"""The ChunkIndex against a dictionary, whatever happens: copies, ghosts, state checkpoints."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.index.chunk_index import RadixIndex
-from kvstore.server.index.prefix_ends import MAX_CHECKPOINT_SPACES, EndNeeds
+from kvstore.server.index.chunk_index import ChunkIndex
+from kvstore.server.index.prefix_ends import MAX_CHECKPOINT_SPACES, ResumeRequirements
 
 TIERS = ("cpu", "disk")
 CHUNKS = 8
@@ -48,8 +48,8 @@ class RadixMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.forgotten: list[int] = []
-        self.index = RadixIndex(TIERS, GHOSTS, self.forget)
-        self.index.needs_ends(HYBRID, EndNeeds(state=True))
+        self.index = ChunkIndex(TIERS, GHOSTS, self.forget)
+        self.index.needs_ends(HYBRID, ResumeRequirements(state=True))
         self.copies: dict[ChunkKey, dict[str, bool]] = {}
         """By chunk, the tiers with a copy, and whether its layout has a state."""
         self.ghosts: list[ChunkKey] = []
@@ -104,7 +104,7 @@ class RadixMachine(RuleBasedStateMachine):
         name = self.key(PLAIN, number)
         is_new = name not in self.copies and name not in self.ghosts
         fits = len(self.ghosts) < max(GHOSTS, 2 * len(self.copies))
-        row = self.index.add_ghost(name)
+        row = self.index.add_evicted(name)
         assert (row != NO_ROW) == (is_new and fits)
         if row:
             self.ghosts.append(name)
@@ -120,16 +120,16 @@ class RadixMachine(RuleBasedStateMachine):
         index = self.index
         assert not self.forgotten, "only ghosts over the limit are forgotten"
         assert len(index) == len(self.copies)
-        assert index.ghost_count == len(self.ghosts)
+        assert index.evicted_count == len(self.ghosts)
         known = [index.key(row) for row in index.known_rows()]
         assert known[: len(self.ghosts)] == self.ghosts
         assert set(known[len(self.ghosts) :]) == set(self.copies)
         for name, there in self.copies.items():
             assert set(index.holders(index.row(name))) == set(there)
-            assert not index.is_ghost(index.row(name))
+            assert not index.is_evicted(index.row(name))
         for name in self.ghosts:
             assert index.row(name) == NO_ROW
-            assert index.is_ghost(self.rows[name])
+            assert index.is_evicted(self.rows[name])
 
     @invariant()
     def prefixes_end_where_the_dictionary_says(self) -> None:
@@ -156,35 +156,35 @@ def test_any_events_leave_the_index_what_the_dictionary_is() -> None:
 
 
 def test_a_ghost_keeps_its_row_and_is_no_hit() -> None:
-    index = RadixIndex(TIERS, 10)
+    index = ChunkIndex(TIERS, 10)
     row = index.add("cpu", info(1))
     index.discard("cpu", row)
-    assert index.is_ghost(row)
+    assert index.is_evicted(row)
     assert index.is_known(row)
     assert index.known_prefix([key(1)]).tolist() == [row]
     assert len(index.longest_prefix([key(1)])) == 0
     assert key(1) not in index
     assert index.add("disk", info(1)) == row
-    assert index.ghost_count == 0
+    assert index.evicted_count == 0
 
 
 def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_are_reused() -> (
     None
 ):
     told: list[list[int]] = []
-    index = RadixIndex(TIERS, 160, lambda rows: told.append(rows.tolist()))
+    index = ChunkIndex(TIERS, 160, lambda rows: told.append(rows.tolist()))
     rows = [index.add("cpu", info(number)) for number in range(200)]
     for row in rows:
         index.discard("cpu", row)
     assert [len(batch) for batch in told] == [11, 11, 11], "a sixteenth of the limit, and one"
     assert [row for batch in told for row in batch] == rows[:33]
-    assert index.ghost_count <= 160 + 11
+    assert index.evicted_count <= 160 + 11
     assert index.add("cpu", info(777)) in rows[:33]
 
 
 def test_a_model_with_state_goes_on_only_from_where_its_state_was_kept() -> None:
-    index = RadixIndex(TIERS)
-    index.needs_ends(PLAIN, EndNeeds(state=True))
+    index = ChunkIndex(TIERS)
+    index.needs_ends(PLAIN, ResumeRequirements(state=True))
     for number in range(6):
         kept = layout(has_state=number in (1, 3))
         index.add("cpu", replace(info(number, number - 1 if number else None), layout=kept))
@@ -201,7 +201,7 @@ def test_a_model_with_state_goes_on_only_from_where_its_state_was_kept() -> None
 
 @pytest.mark.parametrize("kind", [_STATE, _WINDOW])
 def test_a_chunk_with_a_state_shows_what_its_namespace_needs(kind: Component) -> None:
-    index = RadixIndex(TIERS)
+    index = ChunkIndex(TIERS)
     index.add("cpu", info(0))
     assert len(index.longest_prefix([key(0)])) == 1
     index.add("cpu", replace(info(1, 0), layout=KVLayout((_ATTENTION, kind))))
@@ -210,14 +210,14 @@ def test_a_chunk_with_a_state_shows_what_its_namespace_needs(kind: Component) ->
 
 
 def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
-    index = RadixIndex(TIERS)
+    index = ChunkIndex(TIERS)
     for number in range(MAX_CHECKPOINT_SPACES + 5):
-        index.needs_ends(Namespace(number.to_bytes(16, "little")), EndNeeds(state=True))
+        index.needs_ends(Namespace(number.to_bytes(16, "little")), ResumeRequirements(state=True))
     assert index._ends.space_count == MAX_CHECKPOINT_SPACES
 
 
 def test_a_lossy_copy_may_be_a_checkpoint_of_its_fidelity() -> None:
-    index = RadixIndex(TIERS)
+    index = ChunkIndex(TIERS)
     chunk = replace(info(0), layout=layout(has_state=True), fidelity=Fidelity.bounded)
     index.add("disk", chunk)
     assert len(index.longest_prefix([key(0)])) == 0

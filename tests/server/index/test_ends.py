@@ -66,7 +66,7 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
     assert copies["disk"].layout == copies["cpu"].layout
     for key in keys:
         assert node.store.catalog.cast_out("cpu", key)
-        node.store.transfers.delete_from(node.store.transfers.cpu, key)
+        node.store.moves.eviction.delete_from(node.store.tiers.cpu, key)
     assert client.lookup(keys).ready == 0
     assert client.lookup(keys, min_fidelity=Fidelity.none).ready == 2
     found = client.get(keys, min_fidelity=Fidelity.none)
@@ -89,5 +89,5 @@ def test_a_copy_with_another_end_than_the_others_is_not_counted(
     catalog.forget("disk", keys[1])
     catalog.note_sealed("disk", type(info)(info.key, info.parent, other, 0, 900))
     assert catalog.holders(keys[1]) == ["cpu"]
-    assert catalog.is_stray("disk", keys[1])
+    assert catalog.is_orphan("disk", keys[1])
     assert client.lookup(keys).ready == ready

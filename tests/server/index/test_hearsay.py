@@ -16,7 +16,7 @@ from kvstore.proto.types import ChunkInfo, Fidelity, KVLayout
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import AT_ONCE, Catalog
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 
 PLACES = st.tuples(st.integers(0, 11), st.sampled_from([None, -1, -1, -1, -1, -2]))
 """A chunk, and how far before it the one is that it continues."""
@@ -25,7 +25,7 @@ PLACES = st.tuples(st.integers(0, 11), st.sampled_from([None, -1, -1, -1, -1, -2
 def make_catalog() -> Catalog:
     ids = count(1)
     policies: dict[str, EvictionPolicy] = {"cpu": LruEviction(), "peer": LruEviction()}
-    return Catalog(policies, LeaseTable(10, lambda: next(ids)), 1000, FakeClock())
+    return Catalog(policies, Leases(10, lambda: next(ids)), 1000, FakeClock())
 
 
 def chain(first: int, stop: int) -> list[ChunkInfo]:

@@ -39,18 +39,18 @@ def test_without_priorities_victims_come_as_the_policy_names_them() -> None:
 
 def test_the_lower_priority_goes_first_and_no_word_counts_as_fifty() -> None:
     table = HintTable()
-    table.rank(1, 90)
-    table.rank(3, 10)
-    table.rank(4, 50)
+    table.set_priority(1, 90)
+    table.set_priority(3, 10)
+    table.set_priority(4, 50)
     assert ordered(table, [1, 2, 3, 4]) == [3, 2, 4, 1]
-    table.rank(3, 0)
+    table.set_priority(3, 0)
     assert ordered(table, [1, 2, 3, 4]) == [2, 3, 4, 1]
 
 
 def test_priorities_reach_no_further_than_the_next_to_go() -> None:
     table = HintTable()
-    table.rank(1, 100)
-    table.rank(LOOK_AHEAD + 5, 1)
+    table.set_priority(1, 100)
+    table.set_priority(LOOK_AHEAD + 5, 1)
     order = ordered(table, list(range(1, 3 * LOOK_AHEAD)))
     assert order.index(LOOK_AHEAD + 5) == 5
     assert order[-1] == 1, "a chunk that everybody passes is the last of those asked for"
@@ -59,7 +59,7 @@ def test_priorities_reach_no_further_than_the_next_to_go() -> None:
 def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
     table = HintTable()
     for row in range(1, 10):
-        table.rank(row, 100)
+        table.set_priority(row, 100)
     few = list(table.in_order(iter([1, 2, 20, 3, 21]), no_parent, 3 * LOOK_AHEAD_SHARE))
     assert few == [20, 1, 21, 2, 3]
     none = list(table.in_order(iter([1, 20]), no_parent, LOOK_AHEAD_SHARE))
@@ -69,7 +69,7 @@ def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
 def test_chunks_that_are_all_of_the_highest_priority_go_all_the_same() -> None:
     table = HintTable()
     for row in range(1, 50):
-        table.rank(row, 100)
+        table.set_priority(row, 100)
     assert ordered(table, list(range(1, 50))) == list(range(1, 50))
 
 
@@ -79,7 +79,7 @@ def test_a_chunk_never_goes_before_what_continues_it(priorities: list[int]) -> N
     parents = {row: row // 2 for row in range(1, 31)}
     for row, parent in parents.items():
         policy.insert(row, parent, 1, 0.0)
-        table.rank(row, priorities[row - 1])
+        table.set_priority(row, priorities[row - 1])
     order = list(table.in_order(policy.victims(keep_none, 0.0), parents.__getitem__, MANY))
     assert sorted(order) == list(parents)
     for row, parent in parents.items():
@@ -121,13 +121,13 @@ def test_a_life_that_is_prolonged_again_and_again_takes_no_more_room() -> None:
         table.set_expiry(1 + second % 3, 1.0 + second)
     assert len(table._times) < 2_000
     assert table.expired(1e9, 10) == [3, 1, 2][:3]
-    assert table.mortal_count == 3
+    assert table.expiring_count == 3
 
 
 def test_partitions_are_those_last_given() -> None:
     table = HintTable()
     assert table.partition(7) == 0
-    table.place(7, 3)
+    table.assign_partition(7, 3)
     assert table.partition(7) == 3
     table.forget(7)
     assert table.partition(7) == 0

@@ -27,7 +27,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
 from kvstore.server.eviction.registry import make_policy
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.writes import RESERVED_S
@@ -47,7 +47,7 @@ def core(clock: FakeClock) -> Iterator[Core]:
     """Room for twelve chunks, of which pins may take six."""
     terms = {"batch": 5.0}
     with closing(
-        Core(clock=clock, knowledge=Knowledge(category_ttls_s=terms), pin_share=2)
+        Core(clock=clock, metadata=ChunkMetadata(category_ttls_s=terms), pin_share=2)
     ) as core:
         yield core
 
@@ -87,8 +87,8 @@ def test_a_lease_taken_in_time_is_read_to_its_end(
     clock.advance(11)
     core.store.tick()
     assert here(core, versions) == [True, True]
-    arrivals = core.store.gets.get(session, keys_of(versions), core.later())
-    assert len(list(arrivals)) == 2
+    results = core.store.reads.get(session, keys_of(versions), core.later())
+    assert len(list(results)) == 2
     core.store.release(session, match.lease_id)
     core.store.tick()
     assert here(core, versions) == [False, False]
@@ -205,7 +205,7 @@ def test_the_release_of_no_lease_says_nothing(core: Core, session: Session) -> N
     stranger = core.open_session()
     match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     assert not core.store.release(stranger, match.lease_id, TEN_S)
-    assert core.knowledge.hints.mortal_count == 0
+    assert core.metadata.hints.expiring_count == 0
 
 
 # --- engines that lie
@@ -219,8 +219,8 @@ LIES = [
 ]
 
 
-def by_density(tier: Tier, knowledge: Knowledge) -> EvictionPolicy:
-    return make_policy("hit_density", knowledge.history)
+def by_density(tier: Tier, metadata: ChunkMetadata) -> EvictionPolicy:
+    return make_policy("hit_density", metadata.history)
 
 
 def hits_of_a_day(lie: Hints) -> int:
@@ -258,16 +258,16 @@ def test_an_engine_that_lies_costs_others_little(lie: Hints, honest_hits: int) -
 def with_quotas(clock: FakeClock) -> Core:
     """Three slabs; red may take three chunks and is sure of two, the category batch takes two."""
     size = prompt(1)[0].info.size_bytes
-    knowledge = Knowledge(partitions=PartitionTable(["red"], ["batch"]))
+    metadata = ChunkMetadata(partitions=PartitionTable(["red"], ["batch"]))
     quotas = (Quota(), Quota(3 * size, 2 * size), Quota(2 * size))
 
-    def policy(tier: Tier, known: Knowledge) -> EvictionPolicy:
+    def policy(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
         return PartitionedEviction(
             lambda: make_policy("lru", known.history), known.hints.partition, quotas,
             tier.capacity_bytes,
         )  # fmt: skip
 
-    return Core(clock=clock, knowledge=knowledge, policy=policy, slabs=3)
+    return Core(clock=clock, metadata=metadata, policy=policy, slabs=3)
 
 
 def test_a_put_over_the_quota_evicts_the_tenants_own(clock: FakeClock) -> None:

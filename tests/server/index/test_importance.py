@@ -52,12 +52,12 @@ def weights() -> np.ndarray:
 
 
 def left_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
-    catalog, transfers = server.node.store.catalog, server.node.store.transfers
+    catalog, moves = server.node.store.catalog, server.node.store.moves
     assert eventually(lambda: catalog.eviction.count_on("disk") == len(keys))
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        transfers.delete_from(transfers.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
@@ -100,7 +100,7 @@ def test_what_matters_is_said_where_a_codec_asks_alone(
     assert not client.weighs  # no session yet
     client.put([Chunk(keys_of(client, 1, 1)[0], numbers(), importance=weights())])
     assert client.weighs is is_told
-    assert bool(server.node.store.transfers.importance.size_bytes) is is_told
+    assert bool(server.node.store.importance.size_bytes) is is_told
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 
 
 @pytest.fixture
-def table() -> LeaseTable:
+def table() -> Leases:
     ids = count(1)
-    return LeaseTable(3, lambda: next(ids))
+    return Leases(3, lambda: next(ids))
 
 
-def test_a_lease_pins_what_it_names_until_it_is_released(table: LeaseTable) -> None:
+def test_a_lease_pins_what_it_names_until_it_is_released(table: Leases) -> None:
     lease = table.grant(1, [key(1), key(2)], deadline=10.0)
     assert table.get(lease.lease_id, 1, now=9.0) is lease
     assert table.pins == {key(1): 1, key(2): 1}
@@ -29,21 +29,21 @@ def test_a_lease_pins_what_it_names_until_it_is_released(table: LeaseTable) -> N
     assert len(table) == 0
 
 
-def test_a_lease_is_released_once(table: LeaseTable) -> None:
+def test_a_lease_is_released_once(table: Leases) -> None:
     first, second = (table.grant(1, [key(1)], 10.0) for _ in range(2))
     assert [table.release(first.lease_id, 1) for _ in range(2)] == [True, False]
     assert table.pins == {key(1): 1}
     assert table.release(second.lease_id, 1)
 
 
-def test_a_chunk_named_twice_is_pinned_twice_and_let_go_whole(table: LeaseTable) -> None:
+def test_a_chunk_named_twice_is_pinned_twice_and_let_go_whole(table: Leases) -> None:
     lease = table.grant(1, [key(1), key(1)], 10.0)
     assert table.pins == {key(1): 2}
     table.release(lease.lease_id, 1)
     assert table.pins == {}
 
 
-def test_an_expired_lease_is_refused_by_name(table: LeaseTable) -> None:
+def test_an_expired_lease_is_refused_by_name(table: Leases) -> None:
     lease = table.grant(1, [key(1)], deadline=10.0)
     with pytest.raises(LeaseExpiredError, match=rf"lease_id={lease.lease_id}:.*lookup"):
         table.get(lease.lease_id, 1, now=10.0)
@@ -54,13 +54,13 @@ def test_an_expired_lease_is_refused_by_name(table: LeaseTable) -> None:
 
 
 @pytest.mark.parametrize("lease_id", [0, 99])
-def test_a_lease_that_never_was_is_refused_by_name(table: LeaseTable, lease_id: int) -> None:
+def test_a_lease_that_never_was_is_refused_by_name(table: Leases, lease_id: int) -> None:
     with pytest.raises(LeaseExpiredError, match=f"lease_id={lease_id}"):
         table.get(lease_id, 1, now=0.0)
     assert not table.release(lease_id, 1)
 
 
-def test_a_lease_belongs_to_its_session_alone(table: LeaseTable) -> None:
+def test_a_lease_belongs_to_its_session_alone(table: Leases) -> None:
     lease = table.grant(1, [key(1)], 10.0)
     with pytest.raises(LeaseExpiredError):
         table.get(lease.lease_id, 2, now=0.0)
@@ -69,7 +69,7 @@ def test_a_lease_belongs_to_its_session_alone(table: LeaseTable) -> None:
     assert table.pins == {key(1): 1}
 
 
-def test_a_session_reaches_its_limit_and_others_do_not(table: LeaseTable) -> None:
+def test_a_session_reaches_its_limit_and_others_do_not(table: Leases) -> None:
     leases = [table.grant(1, [key(1)], 10.0) for _ in range(3)]
     with pytest.raises(QuotaExceededError, match="session 1 reached max_leases_per_session=3"):
         table.grant(1, [key(2)], 10.0)
@@ -79,7 +79,7 @@ def test_a_session_reaches_its_limit_and_others_do_not(table: LeaseTable) -> Non
     table.grant(1, [key(3)], 10.0)
 
 
-def test_a_session_that_ends_lets_go_of_all_it_had(table: LeaseTable) -> None:
+def test_a_session_that_ends_lets_go_of_all_it_had(table: Leases) -> None:
     for number in range(3):
         table.grant(1, [key(0), key(number)], 10.0)
     table.grant(2, [key(0)], 10.0)
@@ -88,7 +88,7 @@ def test_a_session_that_ends_lets_go_of_all_it_had(table: LeaseTable) -> None:
     assert table.release_session(1) == 0
 
 
-def test_only_what_is_late_expires(table: LeaseTable) -> None:
+def test_only_what_is_late_expires(table: Leases) -> None:
     table.grant(1, [key(1)], 10.0)
     table.grant(1, [key(2)], 11.0)
     assert table.expire(9.9) == 0
@@ -102,7 +102,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         ids = count(1)
-        self.table = LeaseTable(4, lambda: next(ids))
+        self.table = Leases(4, lambda: next(ids))
         self.live: dict[int, tuple[int, list[int], int]] = {}
         self.moves: list[int] = []
         self.now = 0

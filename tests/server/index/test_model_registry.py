@@ -10,7 +10,7 @@ from prompts import SMALL
 from kvstore.proto.keys import namespace, representation_digest
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
 from kvstore.server.index import model_registry
-from kvstore.server.index.model_registry import KnownSpaces, Space, differences, nearest
+from kvstore.server.index.model_registry import ModelNamespace, ModelRegistry, differences, nearest
 from kvstore.server.security.sessions import Session
 
 (GROUP,) = SMALL.layer_groups
@@ -26,7 +26,7 @@ def revision(number: int) -> Representation:
     return replace(SMALL, model_revision=f"{number:040x}")
 
 
-def of(spaces: KnownSpaces, one: Session) -> Space:
+def of(spaces: ModelRegistry, one: Session) -> ModelNamespace:
     found = spaces.of(one.namespace)
     assert found is not None
     return found
@@ -66,7 +66,7 @@ def test_a_group_that_one_of_them_lacks_differs_in_every_field() -> None:
 
 
 def test_the_nearest_come_first_and_other_tenants_not_at_all() -> None:
-    spaces = KnownSpaces()
+    spaces = ModelRegistry()
     asked = session()
     far = replace(revision(2), adapter_digest="sha256:5f")
     for one in (session(far), session(revision(1)), session(revision(3), "acme"), asked):
@@ -80,7 +80,7 @@ def test_the_space_whose_last_session_opened_longest_ago_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_registry, "MAX_SPACES", 3)
-    spaces = KnownSpaces()
+    spaces = ModelRegistry()
     for number in (1, 2, 3, 1, 4):
         spaces.note(session(revision(number), number=number))
     kept = [space.representation for space in spaces.all()]
@@ -92,7 +92,7 @@ def test_models_of_one_tenant_do_not_push_out_those_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_registry, "MAX_SPACES", 6)
-    spaces = KnownSpaces()
+    spaces = ModelRegistry()
     for number in range(2):
         spaces.note(session(revision(number), "acme"))
     for number in range(3_000):

@@ -15,7 +15,7 @@ from simulation.universe import Version, make_version
 
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
-from kvstore.server.index.planned_uses import MAX_ANNOUNCED, MAX_BATCHES, AnnouncedUses
+from kvstore.server.index.planned_uses import MAX_ANNOUNCED, MAX_BATCHES, PlannedUses
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.batch_plan import plan_batch
 
@@ -30,7 +30,7 @@ def key(number: int) -> ChunkKey:
 
 
 def test_a_chunk_is_kept_until_its_last_use() -> None:
-    uses = AnnouncedUses(1000)
+    uses = PlannedUses(1000)
     uses.announce(1, {key(1): 2}, 10.0)
     assert uses.keep(key(1), 100)
     uses.used([key(1)])
@@ -41,7 +41,7 @@ def test_a_chunk_is_kept_until_its_last_use() -> None:
 
 
 def test_what_is_over_the_limit_is_not_kept_and_what_nobody_needs_costs_nothing() -> None:
-    uses = AnnouncedUses(150)
+    uses = PlannedUses(150)
     uses.announce(1, {key(1): 1, key(2): 1}, 10.0)
     assert [uses.keep(key(n), 100) for n in (1, 2, 3)] == [True, False, True]
     assert [key(n) in uses for n in (1, 2, 3)] == [True, False, False]
@@ -49,7 +49,7 @@ def test_what_is_over_the_limit_is_not_kept_and_what_nobody_needs_costs_nothing(
 
 
 def test_an_announcement_ends_with_its_time_or_its_session() -> None:
-    uses = AnnouncedUses(1000)
+    uses = PlannedUses(1000)
     uses.announce(1, {key(1): 1}, 10.0)
     uses.announce(2, {key(1): 1, key(2): 1}, 20.0)
     assert all(uses.keep(key(n), 10) for n in (1, 2))
@@ -61,7 +61,7 @@ def test_an_announcement_ends_with_its_time_or_its_session() -> None:
 
 
 def test_uses_count_against_the_asker_s_own_announcement_first() -> None:
-    uses = AnnouncedUses(1000)
+    uses = PlannedUses(1000)
     for session in (1, 2):
         uses.announce(session, {key(1): 1}, 10.0)
     uses.keep(key(1), 10)
@@ -71,13 +71,13 @@ def test_uses_count_against_the_asker_s_own_announcement_first() -> None:
 
 
 def test_announcements_beyond_the_limit_are_cut() -> None:
-    uses = AnnouncedUses(1 << 60)
+    uses = PlannedUses(1 << 60)
     uses.announce(1, {key(n): 1 for n in range(MAX_ANNOUNCED + 5)}, 10.0)
     assert sum(uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_ANNOUNCED + 1)) == 1
 
 
 def test_so_many_announcements_stand_at_once_and_no_more() -> None:
-    uses = AnnouncedUses(1 << 60)
+    uses = PlannedUses(1 << 60)
     for number in range(MAX_BATCHES + 1):
         uses.announce(1, {key(number): 1}, 10.0)
     kept = [uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_BATCHES - 1, MAX_BATCHES)]
@@ -86,7 +86,7 @@ def test_so_many_announcements_stand_at_once_and_no_more() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("audgex"), st.integers(0, 3), st.integers(0, 3))))
 def test_bytes_are_those_of_the_chunks_kept(steps: list[tuple[str, int, int]]) -> None:
-    uses = AnnouncedUses(25)
+    uses = PlannedUses(25)
     for what, one, two in steps:
         if what == "a":
             uses.announce(one, {key(one): 1 + two, key(two): 1}, 10.0 + two)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.types import KVLayout, Namespace
-from kvstore.server.index.prefix_ends import EndNeeds, PrefixEnds
+from kvstore.server.index.prefix_ends import ResumeRequirements, StateCheckpoints
 
 SPACE = Namespace(b"s" * 16)
 WHOLE = replace(make_representation(), layer_groups=(*HYBRID.layer_groups,))
@@ -23,21 +23,21 @@ chunks = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(16, 40)), 
 @pytest.mark.parametrize(
     ("model", "needs"),
     [
-        (make_representation(), EndNeeds()),
-        (STATES, EndNeeds(state=True)),
-        (HYBRID, EndNeeds(state=True, window_tokens=11)),
-        (WIDE, EndNeeds(window_tokens=33)),
+        (make_representation(), ResumeRequirements()),
+        (STATES, ResumeRequirements(state=True)),
+        (HYBRID, ResumeRequirements(state=True, window_tokens=11)),
+        (WIDE, ResumeRequirements(window_tokens=33)),
     ],
 )
 def test_a_models_layers_say_what_the_end_of_a_prefix_needs(model, needs) -> None:  # type: ignore[no-untyped-def]
-    assert EndNeeds.of_groups(model.layer_groups) == needs
+    assert ResumeRequirements.of_groups(model.layer_groups) == needs
 
 
 @given(chunks, st.booleans(), st.integers(0, 90))
 def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
     drawn: list[tuple[bool, bool, int]], state: bool, window: int
 ) -> None:
-    ends, needs = PrefixEnds(), EndNeeds(state, window)
+    ends, needs = StateCheckpoints(), ResumeRequirements(state, window)
     ends.extend(len(drawn) + 1)
     sizes = {}
     for row, (has_window, has_state, tokens) in enumerate(drawn, 1):
@@ -60,11 +60,11 @@ def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
 
 
 def test_a_chunk_lacks_what_another_put_of_it_has() -> None:
-    ends = PrefixEnds()
+    ends = StateCheckpoints()
     ends.extend(2)
     ends.describe(1, SPACE, KVLayout.of(HYBRID, 16, state=False))
-    assert ends.lacks(1, KVLayout.of(HYBRID, 16))
-    assert not ends.lacks(1, KVLayout.of(HYBRID, 16, state=False))
-    assert not ends.lacks(1, KVLayout.of(HYBRID, 16, window=False, state=False))
+    assert ends.is_less_complete(1, KVLayout.of(HYBRID, 16))
+    assert not ends.is_less_complete(1, KVLayout.of(HYBRID, 16, state=False))
+    assert not ends.is_less_complete(1, KVLayout.of(HYBRID, 16, window=False, state=False))
     ends.forget(1)
-    assert ends.lacks(1, KVLayout.of(HYBRID, 16, state=False))
+    assert ends.is_less_complete(1, KVLayout.of(HYBRID, 16, state=False))

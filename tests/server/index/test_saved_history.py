@@ -28,9 +28,9 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import Fidelity
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.chunk_metadata import Knowledge, Origin
+from kvstore.server.index.chunk_metadata import ChunkMetadata, PutInfo
 from kvstore.server.index.history_state import CHUNK, HistoryState
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 from kvstore.server.index.saved_history import (
     FILE_NAME,
     MAX_CHUNKS,
@@ -44,16 +44,16 @@ from kvstore.server.telemetry.metrics import Counters
 CHAIN = [key(number) for number in range(8)]
 
 
-def make_catalog(clock: FakeClock, ghost_limit: int = 100) -> Catalog:
-    knowledge = Knowledge(ghost_limit=ghost_limit)
-    policy = make_policy("hit_density", knowledge.history)
-    return Catalog({"cpu": policy}, LeaseTable(9, lambda: 1), 1_000, clock, knowledge)
+def make_catalog(clock: FakeClock, evicted_limit: int = 100) -> Catalog:
+    metadata = ChunkMetadata(evicted_limit=evicted_limit)
+    policy = make_policy("hit_density", metadata.history)
+    return Catalog({"cpu": policy}, Leases(9, lambda: 1), 1_000, clock, metadata)
 
 
 def taught(clock: FakeClock) -> Catalog:
     """Return a catalog that was asked for a chain at three times, and has half of it left."""
     catalog = make_catalog(clock)
-    origin = Origin("acme", Hints(category="batch"))
+    origin = PutInfo("acme", Hints(category="batch"))
     for number in range(8):
         flops = replace(info(number, number - 1 if number else None), prefill_flops=1e9 * number)
         catalog.note_sealed("cpu", flops, origin)
@@ -151,7 +151,7 @@ def test_a_new_run_remembers_chunks_classes_and_ages() -> None:
     later = FakeClock(77.0)
     new = make_catalog(later)
     assert new.restore(SavedHistory.unpack(data)) == 8
-    assert (new.ghost_count(), len(new)) == (8, 0)
+    assert (new.evicted_count(), len(new)) == (8, 0)
     again, was = new.save(), old.save()
     by_key = [np.sort(one.state.chunks, order="key") for one in (again, was)]
     for name in ("key", "flops", "hits", "turns", "own", "chunks"):
@@ -168,17 +168,17 @@ def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
     new = make_catalog(FakeClock(1.0))
     new.restore(data)
     new.note_sealed("cpu", info(0))
-    assert new.match(CHAIN, Fidelity.exact, ["cpu"]).ghosts == 7
-    new.catch_up(0)
-    history, row = new.knowledge.history, new.state.index.row(key(0))
+    assert new.match(CHAIN, Fidelity.exact, ["cpu"]).evicted == 7
+    new.drain(0)
+    history, row = new.metadata.history, new.state.index.row(key(0))
     assert history.hits_of(row) == 5
-    assert new.ghost_count() == 7
+    assert new.evicted_count() == 7
 
 
 def test_no_more_ghosts_come_back_than_there_may_be() -> None:
-    new = make_catalog(FakeClock(), ghost_limit=5)
+    new = make_catalog(FakeClock(), evicted_limit=5)
     assert new.restore(taught(FakeClock()).save()) == 5
-    assert new.ghost_count() == 5
+    assert new.evicted_count() == 5
 
 
 # --- the keeper
@@ -224,7 +224,7 @@ def test_a_damaged_file_is_counted_and_the_server_begins_anew(
     (tmp_path / FILE_NAME).write_bytes(data)
     catalog = make_catalog(clock)
     keeper, counters = make_keeper(catalog, tmp_path, clock)
-    assert (keeper.load(), catalog.ghost_count()) == (0, 0)
+    assert (keeper.load(), catalog.evicted_count()) == (0, 0)
     assert counters["unusable_histories"] == 1
     assert keeper.save()
     assert read_history(tmp_path) is not None

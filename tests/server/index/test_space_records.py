@@ -16,7 +16,7 @@ from prompts import SMALL, other_revision, store
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
-from kvstore.server.index.model_registry import MAX_SPACES, KnownSpaces, Space
+from kvstore.server.index.model_registry import MAX_SPACES, ModelNamespace, ModelRegistry
 from kvstore.server.index.saved_history import (
     MAX_SPACE_BYTES,
     SavedHistory,
@@ -25,8 +25,8 @@ from kvstore.server.index.saved_history import (
 )
 
 
-def space(number: int, client: str = "engine") -> Space:
-    return Space(Namespace(number.to_bytes(16, "little")), "acme", client, SMALL)
+def space(number: int, client: str = "engine") -> ModelNamespace:
+    return ModelNamespace(Namespace(number.to_bytes(16, "little")), "acme", client, SMALL)
 
 
 def test_the_golden_file_of_version_2_is_read_and_written_as_ever() -> None:
@@ -76,7 +76,7 @@ def test_noise_is_refused_or_read(noise: bytes) -> None:
 
 
 def test_of_what_is_restored_the_latest_stay() -> None:
-    spaces = KnownSpaces()
+    spaces = ModelRegistry()
     spaces.restore([space(number) for number in range(MAX_SPACES + 3)])
     assert len(spaces.all()) == MAX_SPACES
     assert spaces.all()[0] == space(MAX_SPACES + 2)

@@ -4,9 +4,10 @@ import pytest
 
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, QuotaExceededError
 from kvstore.server.security import rate_limits
-from kvstore.server.security.pools import SharedPools, Standings
+from kvstore.server.security.pools import Standings
 from kvstore.server.security.principal import Principal
 from kvstore.server.security.rate_limits import Limits, TenantLimits
+from kvstore.server.settings.rules import SharedPools
 
 
 class Clock:

@@ -17,13 +17,13 @@ from kvstore.proto.types import Fidelity
 from kvstore.server.eviction.quotas import Quota
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.codec_rules import auto_fidelity, is_auto
+from kvstore.server.settings.loading import show
+from kvstore.server.settings.rules import DiskFolders
 from kvstore.server.settings.settings import (
-    DiskConfig,
-    ServerConfig,
+    Settings,
     load_config,
     load_with_origins,
 )
-from kvstore.server.settings.settings_file import show
 from kvstore.server.settings.values import GIB, KIB, MIB
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
@@ -57,7 +57,7 @@ def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) ->
     assert config.tiers == ("cpu", "disk")
     assert config.listen_address == ("127.0.0.1", 7420)
     assert config.http_address is None
-    assert config.disk == DiskConfig(
+    assert config.disk == DiskFolders(
         capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk"
     )
     assert config.read_secret() == b""
@@ -85,7 +85,7 @@ TOGETHER = {"tls_cert", "tls_key", "tls_client_ca", "tls_crl", "jwt_key", "jwt_a
 """Settings that make no sense alone."""
 
 
-@pytest.mark.parametrize("name", sorted(set(ServerConfig.model_fields) - TOGETHER))
+@pytest.mark.parametrize("name", sorted(set(Settings.model_fields) - TOGETHER))
 def test_every_setting_has_the_same_name_as_flag_variable_and_key(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "redis_password_file": write(tmp_path / "password", "secret\n"),
         "redis_tls_ca": write(tmp_path / "ca.pem", "..."),
     }  # fmt: skip
-    value = values.get(name, "8MiB" if "SIZE" in ServerConfig.model_fields[name].metadata else "77")
+    value = values.get(name, "8MiB" if "SIZE" in Settings.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
     if name == "directory":
         monkeypatch.setenv("KVSTORE_REDIS_URL", "redis://h:1/0")
@@ -177,7 +177,7 @@ insecure: yes
     config = load_config(["--config", write(tmp_path / "c.yaml", text)])
     assert config.tiers == ("cpu", "disk")
     assert config.cpu_size == 64 * MIB
-    assert config.disk == DiskConfig(capacity_bytes=GIB, path=tmp_path)
+    assert config.disk == DiskFolders(capacity_bytes=GIB, path=tmp_path)
     assert config.socket_path_for(1) is None
     assert config.http_address is None
     assert config.insecure
@@ -512,13 +512,13 @@ def test_gpu_with_a_device_is_taken_and_comes_first(
 
 def test_a_built_config_is_checked_and_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_WORKERS", "7")
-    config = ServerConfig(tiers=("disk", "cpu"), cpu_size=16 * MIB)
+    config = Settings(tiers=("disk", "cpu"), cpu_size=16 * MIB)
     assert config.tiers == ("cpu", "disk")
     assert config.workers == 32, "only load_config reads the environment"
     with pytest.raises(ValidationError, match="frozen"):
         config.workers = 8
     with pytest.raises(ValidationError, match="at least 4MiB"):
-        ServerConfig(cpu_size=1)
+        Settings(cpu_size=1)
 
 
 # --- what is derived
@@ -601,7 +601,7 @@ def test_a_malformed_redis_url_is_refused_without_repeating_it(url: str) -> None
     assert "redis_url='***'" in message
     assert "hunter2" not in message
     with pytest.raises(ValidationError) as caught:
-        ServerConfig(redis_url=url)
+        Settings(redis_url=url)
     assert "hunter2" not in str(caught.value)
 
 
@@ -613,7 +613,7 @@ def test_show_reads_back_as_the_same_config(tmp_path: Path) -> None:
     )  # fmt: skip
     for text in (show(config), show(config, origins)):
         assert load_config(["--config", write(tmp_path / "c.yaml", text)]) == config
-    assert set(yaml.safe_load(show(config))) == set(ServerConfig.model_fields)
+    assert set(yaml.safe_load(show(config))) == set(Settings.model_fields)
 
 
 def test_show_with_origins_says_where_each_value_came_from(
@@ -631,7 +631,7 @@ def test_help_names_every_setting_and_its_default(capsys: pytest.CaptureFixture[
         load_config(["--help"])
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for name, field in ServerConfig.model_fields.items():
+    for name, field in Settings.model_fields.items():
         assert "--" + name.replace("_", "-") in text
         assert field.description
         assert " ".join(field.description.split()) in text

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvstore.server.settings.settings import ServerConfig
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import (
     GIB,
     KIB,
@@ -84,7 +84,7 @@ def test_other_urls_are_not(url: str) -> None:
     "value", ["off", "127.0.0.1:0", "0.0.0.0:7421", "[::1]:7421", "store.example:1"]
 )
 def test_addresses_of_the_bulk_channel_are_taken(value: str) -> None:
-    assert ServerConfig.model_validate({"bulk": value}).bulk == value
+    assert Settings.model_validate({"bulk": value}).bulk == value
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_addresses_of_the_bulk_channel_are_taken(value: str) -> None:
 )
 def test_what_is_no_address_is_refused(name: str, value: str, fix: str) -> None:
     with pytest.raises(ValidationError, match=fix):
-        ServerConfig.model_validate({name: value})
+        Settings.model_validate({name: value})

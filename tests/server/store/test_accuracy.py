@@ -20,7 +20,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import LayeredGet
+from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
 
@@ -50,7 +50,7 @@ def core() -> Iterator[Core]:
 
 def forget(core: Core, version: Version, tier: str = "cpu") -> None:
     assert core.catalog.cast_out(tier, version.info.key)
-    core.transfers.delete_from(core.shelf(tier), version.info.key)
+    core.moves.eviction.delete_from(core.slot(tier), version.info.key)
     core.settle()
 
 
@@ -74,8 +74,8 @@ def ready(core: Core, session: Session, versions: list[Version], least: Fidelity
 def read(core: Core, session: Session, versions: list[Version], least: Fidelity) -> list[Bytes]:
     """Return the frames that a get delivers."""
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    arrivals = core.store.gets.get(session, keys_of(versions)[:known], core.later(), least=least)
-    frames = [arrival.frame.copy() for arrival in arrivals]
+    results = core.store.reads.get(session, keys_of(versions)[:known], core.later(), least=least)
+    frames = [result.frame.copy() for result in results]
     assert core.store.release(session, lease_id)
     return frames
 
@@ -173,7 +173,7 @@ def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -
     def parts(least: Fidelity) -> list[int]:
         lease_id, known = core.store.open_get(session, keys_of(versions), 0)
         keys = keys_of(versions)[:known]
-        get = LayeredGet(core.transfers, session, keys, core.later(), least)
+        get = LayerwiseRead(core.moves, session, keys, core.later(), least)
         found = [part.chunk for part in get.parts() if not part.offset]
         core.store.release(session, lease_id)
         return found
@@ -224,7 +224,7 @@ def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
 def disk_frame(core: Core, version: Version) -> Bytes:
     info = core.catalog.copies(version.info.key)["disk"]
     frame = as_bytes(bytearray(info.size_bytes))
-    assert core.shelf("disk").tier.read_into(info.key, frame)
+    assert core.slot("disk").tier.read_into(info.key, frame)
     return frame
 
 
@@ -322,7 +322,7 @@ class Schedule:
         version, tier = self.draw.choice(self.versions), self.draw.choice(["disk", "redis"])
         best = self.core.catalog.holders(version.info.key, Fidelity.exact)
         if self.core.copy_down(version, tier) and best:
-            wanted = self.core.shelf(tier).fidelity_for("red")
+            wanted = self.core.slot(tier).fidelity_for("red")
             assert fidelity_on(self.core, tier, version.info.key) >= wanted
 
     def drop(self) -> None:

@@ -21,7 +21,7 @@ from kvstore.server.store.clear import BATCH_CHUNKS, Cleared, clear, keys_of_ten
 def test_what_there_is_no_time_for_is_left_and_counted(server: LocalServer) -> None:
     keys = store(server.connect("grpc"), 1, 5)
     core = server.node.store
-    late = core.transfers.clock()
+    late = core.moves.clock()
     assert clear(core, keys, late) == Cleared(left=5)
     assert core.catalog.is_held(keys[0]) is False
     server.settled()
@@ -38,8 +38,8 @@ def test_a_long_clearing_goes_by_batches_and_spares_what_is_read(server: LocalSe
     server.settled()
     core = server.node.store
     with client.lease(keys[:4]):
-        dry = clear(core, keys, core.transfers.clock() + 60, dry_run=True)
-        done = clear(core, keys, core.transfers.clock() + 60)
+        dry = clear(core, keys, core.moves.clock() + 60, dry_run=True)
+        done = clear(core, keys, core.moves.clock() + 60)
         assert (dry.deleted, dry.leased) == (done.deleted, done.leased) == (BATCH_CHUNKS + 2, 4)
         assert dry.deleted_bytes == done.deleted_bytes
     assert len(core.catalog) == 4

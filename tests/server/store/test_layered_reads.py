@@ -33,7 +33,7 @@ from kvstore.proto.types import (
     layer_order,
 )
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayeredGet, LayerPart
+from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerPart, LayerwiseRead
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -102,11 +102,11 @@ def put_low(core: Core, session: Session, versions: list[Version]) -> None:
     """Put chunks so that only the disk has them."""
     core.put(session, versions)
     for version in versions:
-        ticket = core.transfers.copy_down(version.info.key, core.shelf("disk"), urgent=True)
+        ticket = core.moves.copy_down(version.info.key, core.slot("disk"), urgent=True)
         assert ticket is not None
-        assert core.mover.wait(ticket, core.later())
+        assert core.work_queue.wait(ticket, core.later())
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
         assert core.tiers_of(version) == ["disk"]
 
 
@@ -115,7 +115,7 @@ def parts_of(
 ) -> Iterator[LayerPart]:
     """A layered get under a lease of its own."""
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    get = LayeredGet(core.transfers, session, keys_of(versions)[:known], core.later(seconds))
+    get = LayerwiseRead(core.moves, session, keys_of(versions)[:known], core.later(seconds))
     try:
         yield from get.parts()
     finally:
@@ -182,7 +182,7 @@ def test_a_layer_is_sent_before_the_next_is_read(
         assert disk.reads == 3
         assert next(parts).chunk == 0
         assert disk.reads == 4
-        assert core.mover.depth()["load-disk"] <= READ_AHEAD_SEGMENTS
+        assert core.work_queue.depth()["load-disk"] <= READ_AHEAD_SEGMENTS
 
 
 def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
@@ -248,7 +248,7 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
         gated.shut()
         parts.close()  # type: ignore[attr-defined]
         gated.gate.set()
-        core.mover.close()
+        core.work_queue.close()
         assert core.catalog.held_count() == 0
         assert core.cpu.stats().reservations == 0
 
@@ -264,7 +264,7 @@ def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
 
 
 def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
-    limits = replace(LIMITS, loose_bytes=0)
+    limits = replace(LIMITS, bypass_bytes=0)
     with closing(Core([disk], slabs=1, limits=limits, clock=FakeClock())) as core:
         session = open_session(core)
         versions = prompt(5)

@@ -24,9 +24,9 @@ from kvstore.proto.types import (
     Match,
     Namespace,
 )
-from kvstore.server.index.prefix_ends import EndNeeds
+from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.lookup import ABSENT_TTL_S
+from kvstore.server.store.lookup import NEGATIVE_TTL_S
 
 TIER_BYTES = 2 << 20
 VERSIONS = prompt(4)
@@ -75,7 +75,7 @@ def test_what_a_shared_tier_just_did_not_have_is_not_asked_for_again(
         assert look_up(core, session).missing == 4
     assert redis.asked == [KEYS]
     assert core.counters["spared_questions"] == 2
-    clock.advance(ABSENT_TTL_S)
+    clock.advance(NEGATIVE_TTL_S)
     look_up(core, session)
     assert redis.asked == [KEYS, KEYS]
 
@@ -86,7 +86,7 @@ def test_what_another_node_puts_is_found_a_moment_after_it_was_missed(
     assert look_up(core, session).ready == 0
     for version in VERSIONS:
         redis.others_put(version.info, version.frame)
-    clock.advance(ABSENT_TTL_S)
+    clock.advance(NEGATIVE_TTL_S)
     match = look_up(core, session, lease=True)
     assert (match.ready, match.tiers) == (4, ("redis",) * 4)
     assert core.get(session, KEYS) == frames_of(VERSIONS)
@@ -114,7 +114,7 @@ def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
     core: Core, session: Session, redis: AskedRedis
 ) -> None:
     catalog, info = core.store.catalog, VERSIONS[0].info
-    catalog.needs_ends(Namespace(info.key[:DIGEST_BYTES]), EndNeeds(state=True))
+    catalog.needs_ends(Namespace(info.key[:DIGEST_BYTES]), ResumeRequirements(state=True))
     state = Component(LayerKind.state, DType.uint8, 1, 1, 40, 1, info.layout.tokens)
     richer = replace(info, layout=KVLayout((*info.layout.components, state)), size_bytes=900)
     redis.others_put(richer, np.zeros(900, np.uint8))

@@ -56,7 +56,7 @@ def test_a_disk_that_has_become_slow_is_left_alone(core: Core) -> None:
     core.put(session, prompt(12, seed=9))
     assert shape(plan_of(core, session, 6, 400)) == [(0, 6, True)]
     for _ in range(100):
-        core.shelf("disk").rate.observe(1000, 1.0)
+        core.slot("disk").rate.observe(1000, 1.0)
     slow = plan_of(core, session, 6, 400)
     assert shape(slow) == [(0, 6, False)]
     assert slow.plan_ms == slow.recompute_ms
@@ -67,7 +67,7 @@ def test_decoding_counts_as_it_was_measured(core: Core) -> None:
     core.put(session, prompt(6))
     core.put(session, prompt(12, seed=9))
     quick = plan_of(core, session, 6, 400)
-    core.shelf("disk").note_decode(1000, 0.002)
+    core.slot("disk").note_decode(1000, 0.002)
     slower = plan_of(core, session, 6, 400)
     assert quick.plan_ms < slower.plan_ms <= slower.recompute_ms
 
@@ -77,9 +77,9 @@ def test_a_frame_that_is_decoded_tells_its_speed() -> None:
         session = core.open_session()
         core.put(session, prompt(4))
         core.put(session, prompt(12, seed=9))
-        assert core.shelf("disk").decode_bytes_per_s == 0
+        assert core.slot("disk").decode_bytes_per_s == 0
         core.get(session, keys_of(prompt(4)))
-        assert core.shelf("disk").decode_bytes_per_s > 0
+        assert core.slot("disk").decode_bytes_per_s > 0
 
 
 def test_a_prompt_said_to_be_shorter_than_its_chunks_is_as_long_as_they_are(core: Core) -> None:

@@ -26,11 +26,11 @@ def put_low(core: Core, session: Session, versions: list[Version], tier: str = "
     """Put chunks so that only a lower tier has them."""
     core.put(session, versions)
     for version in versions:
-        ticket = core.transfers.copy_down(version.info.key, core.shelf(tier), urgent=True)
+        ticket = core.moves.copy_down(version.info.key, core.slot(tier), urgent=True)
         assert ticket is not None
-        assert core.mover.wait(ticket, core.later())
+        assert core.work_queue.wait(ticket, core.later())
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
         assert core.tiers_of(version) == [tier]
 
 
@@ -46,13 +46,13 @@ def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
     versions = prompt(5)
     core.put(session, versions)
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    arrivals = list(core.store.gets.get(session, keys_of(versions)[:known], core.later()))
-    assert [arrival.index for arrival in arrivals] == [0, 1, 2, 3, 4]
-    assert [arrival.frame.tobytes() for arrival in arrivals] == frames_of(versions)
-    assert {arrival.tier for arrival in arrivals} == {"cpu"}
-    for arrival in arrivals:
-        assert arrival.place == core.cpu.locate(versions[arrival.index].info.key)
-        assert not arrival.frame.flags.writeable
+    results = list(core.store.reads.get(session, keys_of(versions)[:known], core.later()))
+    assert [result.index for result in results] == [0, 1, 2, 3, 4]
+    assert [result.frame.tobytes() for result in results] == frames_of(versions)
+    assert {result.tier for result in results} == {"cpu"}
+    for result in results:
+        assert result.place == core.cpu.locate(versions[result.index].info.key)
+        assert not result.frame.flags.writeable
     core.store.release(session, lease_id)
     assert core.counters["get_chunks"] == 5
     assert core.counters["get_bytes"] == sum(map(len, frames_of(versions)))
@@ -63,9 +63,9 @@ def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session
     put_low(core, session, versions)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     for origin in ("disk", "cpu"):
-        arrivals = list(core.store.gets.get(session, keys_of(versions), core.later()))
-        assert [arrival.tier for arrival in arrivals] == [origin] * 4
-        assert [arrival.frame.tobytes() for arrival in arrivals] == frames_of(versions)
+        results = list(core.store.reads.get(session, keys_of(versions), core.later()))
+        assert [result.tier for result in results] == [origin] * 4
+        assert [result.frame.tobytes() for result in results] == frames_of(versions)
     assert core.counters["promoted_chunks"] == 4
     core.store.release(session, lease_id)
 
@@ -76,14 +76,14 @@ def test_loads_run_ahead_of_the_reader_but_not_without_bound() -> None:
         versions = prompt(2 * LOADS_AHEAD_CHUNKS)
         put_low(core, session, versions)
         lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-        arrivals = core.store.gets.get(session, keys_of(versions), core.later())
+        results = core.store.reads.get(session, keys_of(versions), core.later())
         depths = []
         for index in range(LOADS_AHEAD_CHUNKS):
-            assert next(arrivals).index == index
-            depths.append(core.mover.depth()["load-disk"])
+            assert next(results).index == index
+            depths.append(core.work_queue.depth()["load-disk"])
         assert max(depths) == LOADS_AHEAD_CHUNKS
         assert min(depths) >= LOADS_AHEAD_CHUNKS // 2
-        arrivals.close()  # type: ignore[attr-defined]
+        results.close()  # type: ignore[attr-defined]
         core.store.release(session, lease_id)
 
 
@@ -131,15 +131,15 @@ def test_a_tier_that_is_left_alone_is_a_miss_and_not_waited_for(
     put_low(core, session, [version])
     disk.faults.fail = 1.0
     assert core.get(session, keys_of([version])) == []
-    assert core.shelf("disk").breaker.is_open
+    assert core.slot("disk").breaker.is_open
     raised = disk.faults.raised
     assert core.get(session, keys_of([version])) == []
     assert disk.faults.raised == raised
     assert core.tiers_of(version) == ["disk"]
 
 
-def test_a_full_lane_is_a_miss(disk: SimDisk) -> None:
-    with closing(Core([disk], lane_limit=0, clock=FakeClock())) as core:
+def test_a_full_queue_is_a_miss(disk: SimDisk) -> None:
+    with closing(Core([disk], queue_limit=0, clock=FakeClock())) as core:
         session = core.open_session()
         versions = prompt(2)
         put_low(core, session, versions)
@@ -154,9 +154,9 @@ def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
     put_low(core, session, versions)
     leases = fill_with_leases(core, session)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-    arrivals = list(core.store.gets.get(session, keys_of(versions), core.later()))
-    assert [arrival.frame.tobytes() for arrival in arrivals] == frames_of(versions)
-    assert [arrival.place for arrival in arrivals] == [None] * 3
+    results = list(core.store.reads.get(session, keys_of(versions), core.later()))
+    assert [result.frame.tobytes() for result in results] == frames_of(versions)
+    assert [result.place for result in results] == [None] * 3
     assert core.counters["read_throughs"] == 3
     assert core.cpu.stats().chunks == 12
     for lease in (*leases, lease_id):
@@ -165,7 +165,7 @@ def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
 
 def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -> None:
     versions = prompt(3)
-    limits = replace(LIMITS, loose_bytes=2 * versions[0].info.size_bytes)
+    limits = replace(LIMITS, bypass_bytes=2 * versions[0].info.size_bytes)
     with closing(Core([disk], limits=limits, clock=FakeClock())) as core:
         session = core.open_session()
         put_low(core, session, versions)
@@ -173,12 +173,12 @@ def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -
         readers = []
         for version in versions:
             core.store.open_get(session, keys_of([version]), 0)
-            reader = core.store.gets.get(session, keys_of([version]), core.later())
+            reader = core.store.reads.get(session, keys_of([version]), core.later())
             readers.append((reader, next(reader, None)))
-        assert [arrival is None for _, arrival in readers] == [False, False, True]
+        assert [result is None for _, result in readers] == [False, False, True]
         readers[0][0].close()  # type: ignore[attr-defined]
         assert next(readers[1][0], None) is None
-        again = core.store.gets.get(session, keys_of(versions), core.later())
+        again = core.store.reads.get(session, keys_of(versions), core.later())
         assert sum(1 for _ in again) == 3, "one at a time, each given back before the next"
 
 
@@ -186,9 +186,9 @@ def test_a_get_that_is_given_up_counts_what_it_delivered(core: Core, session: Se
     versions = prompt(4)
     core.put(session, versions)
     core.store.open_get(session, keys_of(versions), 0)
-    arrivals = core.store.gets.get(session, keys_of(versions), core.later())
-    next(arrivals)
-    arrivals.close()  # type: ignore[attr-defined]
+    results = core.store.reads.get(session, keys_of(versions), core.later())
+    next(results)
+    results.close()  # type: ignore[attr-defined]
     assert core.counters["get_chunks"] == 1
     assert core.counters["get_missed_chunks"] == 3
 
@@ -232,7 +232,7 @@ def test_in_reach_means_without_a_load(core: Core, session: Session) -> None:
     here, low, nowhere = prompt(3)
     core.put(session, [here])
     put_low(core, session, [low])
-    reach = [core.store.gets.in_reach(version.info.key) for version in (here, low, nowhere)]
+    reach = [core.store.reads.in_reach(version.info.key) for version in (here, low, nowhere)]
     assert reach == [True, False, False]
 
 
@@ -256,12 +256,12 @@ def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
         versions = prompt(3 * READ_AHEAD_CHUNKS)
         put_low(core, session, versions)
         keys = keys_of(versions)
-        ticket = core.transfers.load(keys[2], core.shelf("disk"), session.tenant)
+        ticket = core.moves.load(keys[2], core.slot("disk"), session.tenant)
         assert ticket is not None
-        assert core.mover.wait(ticket, core.later())
+        assert core.work_queue.wait(ticket, core.later())
         lease_id, _ = core.store.open_get(session, keys, 0)
-        arrivals = list(core.store.gets.get(session, keys, core.later()))
-        assert len(arrivals) == len(keys)
+        results = list(core.store.reads.get(session, keys, core.later()))
+        assert len(results) == len(keys)
         core.settle()
         assert disk.told == [keys[1], *keys[3:]]
         core.store.release(session, lease_id)
@@ -275,9 +275,9 @@ def test_only_who_opens_files_is_told_of_one(
     core.put(session, versions, durable=True)
     # The catalog knows both copies; the one in memory goes before anybody looks where it is.
     monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
-    disk = core.shelf("disk").tier
+    disk = core.slot("disk").tier
     monkeypatch.setattr(disk, "file_place", lambda key: FilePlace(7, 4096, 100))
-    rows = core.store.gets.in_place(keys_of(versions), reach, Fidelity.exact)
+    rows = core.store.reads.in_place(keys_of(versions), reach, Fidelity.exact)
     assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
     assert core.counters["get_chunks"] == len(rows)
 
@@ -287,16 +287,16 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
 ) -> None:
     versions = prompt(6)
     put_low(core, session, versions)
-    disk = core.shelf("disk")
+    disk = core.slot("disk")
     monkeypatch.setattr(disk.tier, "file_place", lambda key: FilePlace(7, 4096, 100))
-    # It stays where it was until the store lane comes to it.
-    monkeypatch.setattr(core.transfers, "delete_from", lambda *_, **__: None)
+    # It stays where it was until the store queue comes to it.
+    monkeypatch.setattr(core.moves, "delete_from", lambda *_, **__: None)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     reach = IN_MEMORY | {Reach.file}
-    arrivals = core.store.gets.get(session, keys_of(versions), core.later(), reach)
-    assert next(arrivals).tier == "disk"
-    core.transfers.quarantine(disk, versions[3].info.key)
-    assert [arrival.index for arrival in arrivals] == [1, 2]
+    results = core.store.reads.get(session, keys_of(versions), core.later(), reach)
+    assert next(results).tier == "disk"
+    core.moves.eviction.drop_corrupt(disk, versions[3].info.key)
+    assert [result.index for result in results] == [1, 2]
     core.store.release(session, lease_id)
 
 
@@ -308,10 +308,10 @@ def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile() -> None:
         keys = keys_of(versions)
         put_low(core, session, versions)
         lease_id, _ = core.store.open_get(session, keys, 0)
-        slow = core.store.gets.get(session, keys, core.later())
+        slow = core.store.reads.get(session, keys, core.later())
         next(slow)
-        assert len(list(core.store.gets.get(session, keys, core.later()))) == len(keys)
+        assert len(list(core.store.reads.get(session, keys, core.later()))) == len(keys)
         core.settle()
-        rest = [arrival.tier for arrival in slow]
+        rest = [result.tier for result in slow]
         assert rest[-1] == "cpu", "it was brought there by the other get"
         core.store.release(session, lease_id)

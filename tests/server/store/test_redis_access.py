@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.settings.loading import show
 from kvstore.server.settings.settings import load_config
-from kvstore.server.settings.settings_file import show
 from kvstore.tiers.redis_url import RedisUrl, parse_redis_url
 
 PASSWORD = "p@ss/w:rd?&#%"

@@ -27,8 +27,8 @@ def test_what_is_loaded_together_comes_in_rows(
 
     def watched(tier: RedisTier, row: Sequence[ChunkKey]) -> None:
         # All are waiting before the first is read: what does not wait yet is in no row.
-        mover = server.node.store.transfers.mover
-        assert followed or eventually(lambda: all(map(mover.named, keys)))
+        work_queue = server.node.store.moves.work_queue
+        assert followed or eventually(lambda: all(map(work_queue.named, keys)))
         expect(tier, row)
         if row:
             followed.append(len(row) > 1)

@@ -17,7 +17,7 @@ CHUNKS = 4
 
 
 def scrub_of(server: LocalServer, rate: int = 0) -> Scrub:
-    return Scrub(server.node.store.transfers, ["disk"], rate, server.node._clock)
+    return Scrub(server.node.store.moves, ["disk"], rate, server.node._clock)
 
 
 def test_a_pass_over_sound_chunks_finds_nothing_and_counts_them(server: LocalServer) -> None:
@@ -48,13 +48,13 @@ def test_damage_is_found_quarantined_and_can_be_put_again(server: LocalServer) -
 
 def test_damage_in_memory_is_found_too(server: LocalServer) -> None:
     keys = store(server.connect(), 1, 1)
-    transfers = server.node.store.transfers
-    frame = transfers.cpu_tier.peek(keys[0])
+    moves = server.node.store.moves
+    frame = moves.tiers.cpu_tier.peek(keys[0])
     assert frame is not None
     frame.flags.writeable = True
     frame[-1] ^= 1
-    assert scrub_of(server).check(keys[0], transfers.cpu)[0] is Verdict.damaged
-    assert "cpu" not in transfers.catalog.holders(keys[0])
+    assert scrub_of(server).check(keys[0], moves.tiers.cpu)[0] is Verdict.damaged
+    assert "cpu" not in moves.catalog.holders(keys[0])
 
 
 def test_a_pass_keeps_its_rate(server: LocalServer) -> None:

@@ -187,7 +187,7 @@ def test_the_breaker_opens_after_three_failures_and_closes_again() -> None:
         evict_from_cpu(core, versions)
         disk.faults.fail = 1.0
         assert core.get(session, keys_of(versions)) == []
-        (status,) = [s for s in core.store.shelf_statuses() if s.name == "disk"]
+        (status,) = [s for s in core.store.slot_statuses() if s.name == "disk"]
         assert "fails on purpose" in status.reason
         asked = disk.faults.raised
         assert asked == 3
@@ -200,7 +200,7 @@ def test_the_breaker_opens_after_three_failures_and_closes_again() -> None:
         disk.faults.end()
         core.clock.advance(BREAKER_RETRY_S)  # type: ignore[attr-defined]
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert [status.reason for status in core.store.shelf_statuses()] == ["", ""]
+        assert [status.reason for status in core.store.slot_statuses()] == ["", ""]
 
 
 def test_puts_go_on_without_the_disk() -> None:
@@ -248,7 +248,7 @@ def test_a_delete_waits_for_moves_and_nothing_reappears(gated: GatedDisk) -> Non
         versions = prompt(1)
         core.put(session, versions)
         gated.shut()
-        core.transfers.copy_down(versions[0].info.key, core.shelf("disk"))
+        core.moves.copy_down(versions[0].info.key, core.slot("disk"))
         assert gated.reached.wait(PATIENCE_S)
         answer: list[tuple[int, int]] = []
 
@@ -270,7 +270,7 @@ def test_a_delete_whose_time_is_up_leaves_a_moving_chunk_alone(gated: GatedDisk)
         versions = prompt(1)
         core.put(session, versions)
         gated.shut()
-        core.transfers.copy_down(versions[0].info.key, core.shelf("disk"))
+        core.moves.copy_down(versions[0].info.key, core.slot("disk"))
         assert gated.reached.wait(PATIENCE_S)
         assert core.store.delete(keys_of(versions), core.later(0.01)) == (0, 1)
         gated.gate.set()
@@ -283,8 +283,8 @@ def test_clear_forgets_the_own_namespace_only(core: Core, session: Session) -> N
     core.put(session, prompt(4))
     core.put(blue, theirs)
     assert core.store.clear(session.namespace, core.later()) == (4, 0)
-    assert core.store.holdings(session.namespace) == []
-    assert [h.key for h in core.store.holdings(blue.namespace)] == keys_of(theirs)
+    assert core.store.chunks_of(session.namespace) == []
+    assert [h.key for h in core.store.chunks_of(blue.namespace)] == keys_of(theirs)
     assert core.get(blue, keys_of(theirs)) == frames_of(theirs)
 
 

@@ -19,7 +19,7 @@ from kvstore.proto.places import Reach
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import Arrival
+from kvstore.server.store.reads import ReadResult
 from kvstore.tiers.gpu import GpuTier
 from kvstore.tiers.slab import SlabPlace
 
@@ -74,15 +74,15 @@ def warm(core: Core, session: Session, versions: list[Version]) -> None:
 def drop_from_cpu(core: Core, versions: list[Version]) -> None:
     for version in versions:
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.transfers.delete_from(core.transfers.cpu, version.info.key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
 
 
-def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[Arrival]:
+def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[ReadResult]:
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    arrivals = core.store.gets.get(
+    results = core.store.reads.get(
         session, keys_of(versions)[:known], core.later(), {Reach.memory, Reach.device}
     )
-    found = list(arrivals)
+    found = list(results)
     assert core.store.release(session, lease_id)
     return found
 
@@ -108,7 +108,7 @@ def test_a_promotion_is_never_waited_for(core: Core, session: Session) -> None:
     core.put(session, versions)
     for _ in range(2):
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-    assert core.mover.depth()["store-gpu"] == 2
+    assert core.work_queue.depth()["store-gpu"] == 2
     assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 2
 
 
@@ -153,12 +153,12 @@ def test_a_client_of_the_device_reads_gpu_memory_in_place(
     core.put(session, versions)
     drop_from_cpu(core, versions[:1])
     found = get_on_device(core, session, versions)
-    assert [arrival.tier for arrival in found] == ["gpu", "gpu", "cpu"]
-    places = [arrival.place for arrival in found]
+    assert [result.tier for result in found] == ["gpu", "gpu", "cpu"]
+    places = [result.place for result in found]
     assert places[:2] == [gpu.locate(version.info.key) for version in versions[:2]]
     slabs = [place.slab_id for place in places if isinstance(place, SlabPlace)]
     assert [slab == ARENA_SLAB for slab in slabs] == [True, True, False]
-    assert [arrival.size_bytes for arrival in found] == [v.info.size_bytes for v in versions]
+    assert [result.size_bytes for result in found] == [v.info.size_bytes for v in versions]
     assert core.tiers_of(versions[0]) == ["gpu"], "nothing was copied for it"
 
 
@@ -251,7 +251,7 @@ def test_a_device_that_fails_is_left_alone_and_tried_again(
     versions = prompt(5)
     device.fails = True
     warm(core, session, versions[:FRAMES])
-    (status,) = [s for s in core.store.shelf_statuses() if s.name == "gpu"]
+    (status,) = [s for s in core.store.slot_statuses() if s.name == "gpu"]
     assert "fails on purpose" in status.reason
     assert core.counters["failed_copies"] == FRAMES
     assert gpu.stats().used_bytes == 0
@@ -316,24 +316,24 @@ def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
             elif step == "device":
                 check_in_place(core, gpu, session, some)
             elif step == "move":
-                core.mover.step()
+                core.work_queue.step()
             elif draw.random() < 0.2:
                 core.store.delete(keys_of(some), core.later())
         core.settle()
         assert core.counters["corrupt_chunks"] == core.catalog.held_count() == 0
-        for name, shelf in core.transfers.shelves.items():
-            found = {info.key for info in shelf.tier.scan()}
+        for name, slot in core.moves.tiers.slots.items():
+            found = {info.key for info in slot.tier.scan()}
             known = {v.info.key for _, p in prompts for v in p if name in core.tiers_of(v)}
-            assert found - core.catalog.strays(name) == known
-            assert shelf.tier.stats().reservations == 0
+            assert found - core.catalog.orphans(name) == known
+            assert slot.tier.stats().reservations == 0
 
 
 def check_in_place(core: Core, gpu: GpuTier, session: Session, versions: list[Version]) -> None:
     """What a client of the device is pointed to is the frame."""
-    for arrival, version in zip(get_on_device(core, session, versions), versions, strict=False):
-        if arrival.tier == "gpu":
+    for result, version in zip(get_on_device(core, session, versions), versions, strict=False):
+        if result.tier == "gpu":
             with gpu.lend(version.info.key, gpu.device.stream()) as frame:
                 assert frame is not None
                 assert np.array_equal(frame.numpy(), version.frame)
         else:
-            assert np.array_equal(arrival.frame, version.frame)
+            assert np.array_equal(result.frame, version.frame)

@@ -19,6 +19,7 @@ from kvstore.server.index import queries
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.node import TICK_S
 from kvstore.server.store.store import StoreLimits
+from kvstore.server.tiering.admission import WriteBack
 
 TIER_BYTES = 2 << 20
 ALL = {"redis": "through"}
@@ -55,7 +56,7 @@ def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail() -> None:
 def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside() -> None:
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock())) as core:
-        shelf = core.shelf("redis")
+        slot = core.slot("redis")
 
         def fail(*, is_partial: bool) -> bool:
             raise TierUnavailableError("redis", "a master is down", is_partial=is_partial)
@@ -63,8 +64,8 @@ def test_a_part_of_a_shared_tier_that_is_lost_does_not_set_the_tier_aside() -> N
         for is_partial in (True, False):
             for _ in range(5):
                 with pytest.raises(TierUnavailableError):
-                    shelf.guarded(partial(fail, is_partial=is_partial))
-            assert shelf.breaker.is_open is not is_partial
+                    slot.guarded(partial(fail, is_partial=is_partial))
+            assert slot.breaker.is_open is not is_partial
 
 
 def test_what_is_being_deleted_is_not_found_again_in_a_shared_tier() -> None:
@@ -101,11 +102,11 @@ def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> Non
     limits = StoreLimits(load_headroom_percent=0, write_through=True)
     with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
         core.store.recover()
-        while core.mover.step():
+        while core.work_queue.step():
             pass
         session = core.open_session()
         core.put(session, versions[3:])
-        while core.mover.step():
+        while core.work_queue.step():
             pass
         assert core.counters["copied_chunks"] == 3
         assert core.counters["failed_copies"] == 0
@@ -118,7 +119,7 @@ def test_a_copy_that_a_tier_cannot_take_is_counted() -> None:
     with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
         redis.faults.fail = 1.0
         core.put(core.open_session(), prompt(2))
-        while core.mover.step():
+        while core.work_queue.step():
             pass
         assert core.counters["failed_copies"] == 2
 
@@ -133,7 +134,7 @@ def test_a_lookup_leaves_out_what_only_a_tier_set_aside_holds() -> None:
         keys = keys_of(versions)
         assert core.store.lookup(session, keys, core.later(), lease=False).ready == 2
         for _ in range(3):
-            core.shelf("redis").breaker.fail("frozen")
+            core.slot("redis").breaker.fail("frozen")
         assert core.store.lookup(session, keys, core.later(), lease=False).ready == 1
 
 
@@ -233,7 +234,7 @@ def test_what_admission_keeps_out_of_a_shared_tier_is_not_taken_for_lost(
         core.put(session, [*there, *kept_out])
         for version in there:
             core.copy_down(version, "redis")
-        core.transfers.placement.limit_writes({"redis": 1}, core.counters)
+        core.moves.placement.set_terms(WriteBack(), {"redis": 1})
         asked = finds_of(redis, monkeypatch)
         minutes = 2
         for _ in range(round(60 * minutes / TICK_S)):
@@ -248,7 +249,7 @@ def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_a
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
         session, versions = core.open_session(), prompt(8)
-        core.transfers.placement.limit_writes({"redis": 24}, core.counters)
+        core.moves.placement.set_terms(WriteBack(), {"redis": 24})
         core.put(session, versions)
         core.settle()
         assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)

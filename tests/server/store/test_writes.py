@@ -285,11 +285,11 @@ def test_puts_leave_the_headroom_to_loads() -> None:
 
 def test_write_through_queues_a_copy_to_each_lower_tier_and_counts_what_it_cannot() -> None:
     disk = SimDisk(1 << 20, no_faults())
-    core = Core([disk], lane_limit=2, limits=StoreLimits(write_through=True))
+    core = Core([disk], queue_limit=2, limits=StoreLimits(write_through=True))
     session = core.open_session()
     versions = prompt(3)
     core.put(session, versions)
-    assert core.mover.depth()["store-disk"] == 2
+    assert core.work_queue.depth()["store-disk"] == 2
     assert core.counters["skipped_copies"] == 1
     core.settle()
     assert [core.tiers_of(v) for v in versions] == [["cpu", "disk"], ["cpu", "disk"], ["cpu"]]

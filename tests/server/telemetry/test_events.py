@@ -14,7 +14,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.leases import LeaseTable
+from kvstore.server.index.leases import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
 from kvstore.server.telemetry.events import EventLog, EventReader, Page
@@ -28,7 +28,7 @@ def world(kept: int = 1000) -> tuple[Catalog, EventLog]:
     """Return a catalog with a shared tier, and the log of the others."""
     ids = count(1)
     policies: dict[str, EvictionPolicy] = {tier: LruEviction() for tier in TIERS}
-    catalog = Catalog(policies, LeaseTable(10, lambda: next(ids)), 1000, FakeClock())
+    catalog = Catalog(policies, Leases(10, lambda: next(ids)), 1000, FakeClock())
     log = EventLog(LOCAL, kept)
     catalog.listeners.append(log)
     return catalog, log

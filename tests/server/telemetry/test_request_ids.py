@@ -15,7 +15,7 @@ from conftest import ProcessMaker
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.server.telemetry.request_ids import HEADER, MAX_ID_CHARS, RequestId, add_request_id
-from kvstore.server.tiering.work_queue import Mover
+from kvstore.server.tiering.work_queue import WorkQueue
 
 MADE_UP = re.compile(r"[0-9a-f]{16}")
 
@@ -49,14 +49,16 @@ def test_an_id_that_would_spoil_the_log_is_not_taken(given: str | bytes) -> None
 
 def test_what_a_call_has_moved_has_its_id_too() -> None:
     seen: list[object] = []
-    with closing(Mover({"lane": 1}, 10, time.monotonic)) as mover:
+    with closing(WorkQueue({"queue": 1}, 10, time.monotonic)) as work_queue:
         with RequestId(lambda: ((HEADER, "abc-1"),)):
-            ticket = mover.submit("lane", b"one", lambda: seen.append(line().get("request_id")))
+            ticket = work_queue.submit(
+                "queue", b"one", lambda: seen.append(line().get("request_id"))
+            )
         assert ticket is not None
-        mover.wait(ticket, time.monotonic() + 20)
-        other = mover.submit("lane", b"two", lambda: seen.append(line().get("request_id")))
+        work_queue.wait(ticket, time.monotonic() + 20)
+        other = work_queue.submit("queue", b"two", lambda: seen.append(line().get("request_id")))
         assert other is not None
-        mover.wait(other, time.monotonic() + 20)
+        work_queue.wait(other, time.monotonic() + 20)
     assert seen == ["abc-1", None]
 
 

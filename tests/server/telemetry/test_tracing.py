@@ -35,7 +35,7 @@ from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import tracing as module
 from kvstore.server.telemetry.request_ids import HEADER
 from kvstore.server.telemetry.tracing import Tracing, open_tracing
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
 Spans = Callable[..., list[ReadableSpan]]
 SERVICE = "kvstore.v1.KVStore"
@@ -101,8 +101,8 @@ def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
     assert [parent(span) for span in writes] == [ids(put)] * 2
     for key in keys:
         server.node.store.catalog.cast_out("cpu", key)
-        server.node.store.transfers.cpu_tier.delete(key)
-        server.node.store.catalog.swept("cpu", key)
+        server.node.store.tiers.cpu_tier.delete(key)
+        server.node.store.catalog.purged("cpu", key)
     traces.forget()
     assert_reads(client, keys)
     get = traces.one(f"{SERVICE}/Get")
@@ -249,10 +249,10 @@ def test_the_request_id_is_in_the_span(traces: Traces, server: LocalServer) -> N
 def test_without_an_endpoint_nothing_of_it_is_loaded() -> None:
     program = (
         "import sys\n"
-        "from kvstore.server.settings.settings import ServerConfig\n"
+        "from kvstore.server.settings.settings import Settings\n"
         "from kvstore.server.node import Node\n"
         "import kvstore.client\n"
-        "Node(ServerConfig(tiers=('cpu',), listen='127.0.0.1:0', socket_path='off')).stop(1.0)\n"
+        "Node(Settings(tiers=('cpu',), listen='127.0.0.1:0', socket_path='off')).stop(1.0)\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
     )
     done = subprocess.run(
@@ -271,8 +271,8 @@ def test_a_program_that_is_just_loading_it_calls_all_the_same(
 
 def test_an_untraced_server_asks_nothing_of_tracing(server: LocalServer) -> None:
     assert open_tracing(None, 1.0) is None
-    assert all(shelf.tracing is None for shelf in server.node.store.transfers.shelves.values())
-    assert Shelf.__dataclass_fields__["tracing"].default is None
+    assert all(slot.tracing is None for slot in server.node.store.tiers.slots.values())
+    assert TierSlot.__dataclass_fields__["tracing"].default is None
     assert request_scope.RequestScope()._tracing is None
 
 

@@ -8,14 +8,14 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.tiering.admission import (
     ADMISSIONS,
     LEAST_CHANCE,
-    Moment,
-    Offer,
+    CopyRequest,
     Pressure,
-    ValueRule,
+    Trigger,
+    ValueBasedAdmission,
     make_admission,
 )
 
-STORED, ASKED, LEAVING = Moment.stored, Moment.asked, Moment.leaving
+STORED, ASKED, LEAVING = Trigger.stored, Trigger.asked, Trigger.leaving
 
 
 @pytest.mark.parametrize(
@@ -37,55 +37,56 @@ STORED, ASKED, LEAVING = Moment.stored, Moment.asked, Moment.leaving
     ],
 )
 def test_each_rule_admits_at_its_moments(
-    name: str, moment: Moment, hits: int, is_admitted: bool
+    name: str, moment: Trigger, hits: int, is_admitted: bool
 ) -> None:
-    assert make_admission(name).admits(Offer(moment, 100, hits), 0.0) is is_admitted
+    assert make_admission(name).admits(CopyRequest(moment, 100, hits), 0.0) is is_admitted
 
 
 def test_a_second_sighting_admits_what_was_evicted_in_between() -> None:
     rule = make_admission("selective")
-    assert not rule.admits(Offer(STORED, 100, hits=1), 0.0)
-    assert rule.admits(Offer(STORED, 100, hits=2), 0.0)  # stored anew, remembered as a ghost
+    assert not rule.admits(CopyRequest(STORED, 100, hits=1), 0.0)
+    assert rule.admits(CopyRequest(STORED, 100, hits=2), 0.0)  # stored anew, remembered as a ghost
 
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_nothing_is_stored_that_loads_as_long_as_it_computes(name: str) -> None:
     rule = make_admission(name)
-    for moment in Moment:
-        assert not rule.admits(Offer(moment, 100, 9, load_s=0.2, compute_s=0.2), 0.0)
+    for moment in Trigger:
+        assert not rule.admits(CopyRequest(moment, 100, 9, load_s=0.2, compute_s=0.2), 0.0)
     assert any(
-        rule.admits(Offer(moment, 100, 9, load_s=0.1, compute_s=0.2), 0.0) for moment in Moment
+        rule.admits(CopyRequest(moment, 100, 9, load_s=0.1, compute_s=0.2), 0.0)
+        for moment in Trigger
     )
 
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_an_unknown_speed_of_prefill_refuses_nothing(name: str) -> None:
     rule = make_admission(name)
-    assert any(rule.admits(Offer(moment, 100, 9, load_s=99.0), 0.0) for moment in Moment)
+    assert any(rule.admits(CopyRequest(moment, 100, 9, load_s=99.0), 0.0) for moment in Trigger)
 
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_what_chunks_on_the_tier_continue_is_stored_at_any_price(name: str) -> None:
-    hopeless = Offer(LEAVING, 100, 1, chance=0.0, load_s=9.0, compute_s=1.0, is_needed=True)
+    hopeless = CopyRequest(LEAVING, 100, 1, chance=0.0, load_s=9.0, compute_s=1.0, is_needed=True)
     assert make_admission(name).admits(hopeless, 1.0)
 
 
 def test_the_value_rule_weighs_the_chance_by_what_a_load_spares() -> None:
-    rule = ValueRule(0.2)
-    assert rule.admits(Offer(LEAVING, 100, chance=0.2), 0.0)
-    assert not rule.admits(Offer(LEAVING, 100, chance=0.19), 0.0)
-    assert rule.admits(Offer(LEAVING, 100, chance=0.4, load_s=1.0, compute_s=2.0), 0.0)
-    assert not rule.admits(Offer(LEAVING, 100, chance=0.39, load_s=1.0, compute_s=2.0), 0.0)
+    rule = ValueBasedAdmission(0.2)
+    assert rule.admits(CopyRequest(LEAVING, 100, chance=0.2), 0.0)
+    assert not rule.admits(CopyRequest(LEAVING, 100, chance=0.19), 0.0)
+    assert rule.admits(CopyRequest(LEAVING, 100, chance=0.4, load_s=1.0, compute_s=2.0), 0.0)
+    assert not rule.admits(CopyRequest(LEAVING, 100, chance=0.39, load_s=1.0, compute_s=2.0), 0.0)
 
 
 def test_the_price_rises_with_the_pressure_until_nothing_is_worth_it() -> None:
-    rule = ValueRule()
+    rule = ValueBasedAdmission()
     prices = [rule.price(step / 10) for step in range(11)]
     assert prices == sorted(prices)
     assert prices[0] == LEAST_CHANCE
-    assert not rule.admits(Offer(LEAVING, 100, chance=1.0), 1.0)
-    assert rule.admits(Offer(LEAVING, 100, chance=1.0), 0.9)
-    assert not rule.admits(Offer(LEAVING, 100, chance=0.5), 0.9)
+    assert not rule.admits(CopyRequest(LEAVING, 100, chance=1.0), 1.0)
+    assert rule.admits(CopyRequest(LEAVING, 100, chance=1.0), 0.9)
+    assert not rule.admits(CopyRequest(LEAVING, 100, chance=0.5), 0.9)
 
 
 def test_a_tier_that_writes_all_the_time_is_under_pressure_and_recovers() -> None:
@@ -118,4 +119,4 @@ def test_unknown_names_and_prices_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="through, evict, selective, auto"):
         make_admission("sometimes")
     with pytest.raises(InvalidRequestError, match="least_chance"):
-        ValueRule(1.5)
+        ValueBasedAdmission(1.5)

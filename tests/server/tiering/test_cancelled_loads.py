@@ -17,7 +17,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.tiering.work_queue import Mover
+from kvstore.server.tiering.work_queue import WorkQueue
 
 PARTS = 8
 
@@ -101,13 +101,13 @@ def put_below(core: Core, session: Session, count: int) -> list[Version]:
     versions = prompt(count)
     core.put(session, versions)
     core.put(session, prompt(12, seed=9))
-    assert eventually(core.mover.is_idle)
+    assert eventually(core.work_queue.is_idle)
     assert not any("cpu" in core.tiers_of(version) for version in versions)
     return versions
 
 
 def assert_nothing_left(core: Core) -> None:
-    assert eventually(core.mover.is_idle)
+    assert eventually(core.work_queue.is_idle)
     assert core.cpu.stats().reservations == 0
     held = sum(core.catalog.size_bytes("cpu", key) > 0 for key in keys_of(prompt(12, seed=9)))
     assert core.cpu.stats().chunks >= held
@@ -158,10 +158,10 @@ def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDis
     versions = put_below(core, session, 4)
     tier.gate.hold_after = PARTS  # the first comes, the second stops at its first part
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    arrivals = core.store.gets.get(session, keys_of(versions)[:known], core.later())
-    assert next(arrivals).frame.tobytes() == versions[0].frame.tobytes()
+    results = core.store.reads.get(session, keys_of(versions)[:known], core.later())
+    assert next(results).frame.tobytes() == versions[0].frame.tobytes()
     assert tier.gate.begun.wait(20.0)
-    arrivals.close()  # type: ignore[attr-defined]
+    results.close()  # type: ignore[attr-defined]
     assert core.store.release(session, lease_id)
     tier.gate.opened.set()
     assert_nothing_left(core)
@@ -191,7 +191,7 @@ def test_a_prefetch_ends_with_its_lease(core: Core, tier: SlowDisk, ends: str) -
 
 
 def _claims(core: Core, version: Version) -> int | None:
-    (ticket,) = core.mover.named(version.info.key)
+    (ticket,) = core.work_queue.named(version.info.key)
     return ticket.claims
 
 
@@ -212,73 +212,75 @@ def test_a_prefetch_that_a_get_waits_for_goes_on(core: Core, tier: SlowDisk) -> 
     assert_nothing_left(core)
 
 
-# --- the Mover by itself
+# --- the WorkQueue by itself
 
 
-def stepped() -> Mover:
-    return Mover({"load": 0}, 10, time.monotonic)
+def stepped() -> WorkQueue:
+    return WorkQueue({"load": 0}, 10, time.monotonic)
 
 
 def test_what_waits_is_dropped_with_its_last_claim() -> None:
-    mover, done = stepped(), []
-    one = mover.submit("load", b"a", lambda: done.append(1), claimed=True)
-    same = mover.submit("load", b"a", lambda: done.append(2), claimed=True)
+    work_queue, done = stepped(), []
+    one = work_queue.submit("load", b"a", lambda: done.append(1), claimed=True)
+    same = work_queue.submit("load", b"a", lambda: done.append(2), claimed=True)
     assert one is not None
     assert one is same
-    assert not mover.let_go(one)
-    assert mover.let_go(one)
-    assert not mover.let_go(one), "there is nothing left to undo"
-    assert mover.is_idle()
-    assert not mover.step()
+    assert not work_queue.let_go(one)
+    assert work_queue.let_go(one)
+    assert not work_queue.let_go(one), "there is nothing left to undo"
+    assert work_queue.is_idle()
+    assert not work_queue.step()
     with pytest.raises(DeadlineError, match="nobody waits"):
-        mover.wait(one, time.monotonic() + 5)
-    assert mover.submit("load", b"a", lambda: done.append(3), claimed=True) is not one
-    assert mover.step()
+        work_queue.wait(one, time.monotonic() + 5)
+    assert work_queue.submit("load", b"a", lambda: done.append(3), claimed=True) is not one
+    assert work_queue.step()
     assert done == [3]
 
 
 def test_what_somebody_submits_without_a_claim_is_done_in_any_case() -> None:
-    mover, done = stepped(), []
+    work_queue, done = stepped(), []
     for claimed in (True, False, True):
-        ticket = mover.submit("load", b"a", lambda: done.append(1), claimed=claimed)
+        ticket = work_queue.submit("load", b"a", lambda: done.append(1), claimed=claimed)
     assert ticket is not None
     for _ in range(3):
-        assert not mover.let_go(ticket)
-    assert mover.step()
+        assert not work_queue.let_go(ticket)
+    assert work_queue.step()
     assert done == [1]
 
 
 def test_who_comes_after_work_was_given_up_gets_work_of_its_own() -> None:
-    mover = stepped()
+    work_queue = stepped()
     seen: list[bool] = []
 
     def first() -> None:
         assert ticket is not None
-        seen.append(mover.is_given_up())
-        mover.let_go(ticket)
-        seen.append(mover.is_given_up())
-        other = mover.submit("load", b"a", lambda: seen.append(mover.is_given_up()), claimed=True)
+        seen.append(work_queue.is_given_up())
+        work_queue.let_go(ticket)
+        seen.append(work_queue.is_given_up())
+        other = work_queue.submit(
+            "load", b"a", lambda: seen.append(work_queue.is_given_up()), claimed=True
+        )
         assert other is not ticket
 
-    ticket = mover.submit("load", b"a", first, claimed=True)
-    assert mover.step()
-    assert not mover.is_idle()
-    assert mover.step()
+    ticket = work_queue.submit("load", b"a", first, claimed=True)
+    assert work_queue.step()
+    assert not work_queue.is_idle()
+    assert work_queue.step()
     assert seen == [False, True, False]
-    assert mover.is_idle()
-    assert not mover.is_given_up(), "this thread does no work"
+    assert work_queue.is_idle()
+    assert not work_queue.is_given_up(), "this thread does no work"
 
 
 def test_who_comes_before_it_is_noticed_keeps_the_work_going() -> None:
-    mover = stepped()
+    work_queue = stepped()
     seen: list[bool] = []
 
     def first() -> None:
         assert ticket is not None
-        mover.let_go(ticket)
-        assert mover.submit("load", b"a", lambda: None, claimed=True) is ticket
-        seen.append(mover.is_given_up())
+        work_queue.let_go(ticket)
+        assert work_queue.submit("load", b"a", lambda: None, claimed=True) is ticket
+        seen.append(work_queue.is_given_up())
 
-    ticket = mover.submit("load", b"a", first, claimed=True)
-    assert mover.step()
+    ticket = work_queue.submit("load", b"a", first, claimed=True)
+    assert work_queue.step()
     assert seen == [False]

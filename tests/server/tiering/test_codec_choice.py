@@ -17,15 +17,15 @@ from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, Fidelity
 from kvstore.server.tiering import codec_choice
 from kvstore.server.tiering.codec_choice import CALIBRATION_S, AutoCodec, candidates, measure_codecs
-from kvstore.server.tiering.tier_slot import Shelf
+from kvstore.server.tiering.tier_slot import TierSlot
 
 ServerMaker = Callable[..., LocalServer]
 PROBE = ChunkKey(b"p" * KEY_BYTES)
 DISK_BYTES = 8 << 20
 
 
-def choice_for(shelf: Shelf, clock: Callable[[], float] = time.monotonic) -> AutoCodec:
-    return AutoCodec(shelf, Fidelity.exact, PROBE, clock)
+def choice_for(slot: TierSlot, clock: Callable[[], float] = time.monotonic) -> AutoCodec:
+    return AutoCodec(slot, Fidelity.exact, PROBE, clock)
 
 
 def say(patch: pytest.MonkeyPatch, *speeds: CodecSpeed) -> None:
@@ -46,9 +46,9 @@ def test_on_a_link_as_fast_as_memory_no_codec_is_looked_at(
 
     monkeypatch.setattr(codec_choice, "measure_codecs", measured)
     with closing(Core([SimDisk(DISK_BYTES, no_faults())])) as core:
-        choice_for(core.shelf("disk")).run()
+        choice_for(core.slot("disk")).run()
         assert bool(asked[0]) == looked_at
-        assert core.shelf("disk").encoder.name == "raw (auto)"
+        assert core.slot("disk").encoder.name == "raw (auto)"
 
 
 def zplane(ratio: float, decode_bytes_per_s: float) -> CodecSpeed:
@@ -61,13 +61,13 @@ def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
     disk = SimDisk(DISK_BYTES, no_faults())
     with closing(Core([disk])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choice_for(core.shelf("disk")).run()
-        status = core.store.shelf_statuses()[1]
+        assert choice_for(core.slot("disk")).run()
+        status = core.store.slot_statuses()[1]
         assert (status.codec, status.codec_id) == ("zplane (auto)", 2)
-        assert core.shelf("disk").encoder.of_tenant("red").name == "zplane"
+        assert core.slot("disk").encoder.of_tenant("red").name == "zplane"
         say(monkeypatch, zplane(1.5, 1.0))
-        choice_for(core.shelf("disk")).run()
-        assert core.store.shelf_statuses()[1].codec == "raw (auto)"
+        choice_for(core.slot("disk")).run()
+        assert core.store.slot_statuses()[1].codec == "raw (auto)"
         assert (disk.stats().chunks, disk.stats().used_bytes) == (0, 0)
         assert len(core.catalog) == 0
 
@@ -89,16 +89,16 @@ def test_a_medium_that_fails_is_judged_by_the_first_guess(
 
         monkeypatch.setattr(disk, verb, fail)
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choice_for(core.shelf("disk")).run()
-        assert core.shelf("disk").encoder.name == "zplane (auto)"
+        assert choice_for(core.slot("disk")).run()
+        assert core.slot("disk").encoder.name == "zplane (auto)"
         assert disk.stats().reservations == 0
 
 
 def test_a_full_medium_is_judged_by_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Core([SimDisk(1 << 16, no_faults())])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choice_for(core.shelf("disk")).run()
-        assert core.shelf("disk").encoder.name == "zplane (auto)"
+        assert choice_for(core.slot("disk")).run()
+        assert core.slot("disk").encoder.name == "zplane (auto)"
 
 
 def test_measuring_ends_in_time_whatever_the_clock_says_of_one_codec() -> None:
@@ -141,7 +141,7 @@ def test_a_server_chooses_after_its_start_and_serves_meanwhile(make_server: Serv
     assert_reads(client, keys)
 
     def is_chosen() -> bool:
-        return server.node.store.shelf_statuses()[1].codec.endswith(" (auto)")
+        return server.node.store.slot_statuses()[1].codec.endswith(" (auto)")
 
     assert eventually(is_chosen)
     assert_reads(client, keys)

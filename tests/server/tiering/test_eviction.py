@@ -1,4 +1,4 @@
-"""Reclaim inside allocate: whoever needs room evicts that much, and loses nothing for it."""
+"""Eviction inside allocate: whoever needs room evicts that much, and loses nothing for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import PutOutcome
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.tiering.tier_slot import Room
+from kvstore.server.tiering.tier_slot import SpaceRequest
 from kvstore.tiers.base import DEFAULT_TENANT
 
 DISK_BYTES = 1 << 20
@@ -107,8 +107,9 @@ def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core
     (version,) = prompt(1)
     core.put(session, [version])
     info = replace(version.info, size_bytes=core.cpu.max_frame_bytes() + 1)
+    request = SpaceRequest(info, DEFAULT_TENANT, core.later())
     with pytest.raises(InvalidRequestError):
-        core.transfers.reserve(core.transfers.cpu, Room(info, DEFAULT_TENANT, core.later()))
+        core.moves.eviction.reserve(core.moves.tiers.cpu, request)
     assert core.tiers_of(version) == ["cpu"]
 
 

@@ -1,4 +1,4 @@
-"""Transfers: copies down and up, and media that misbehave."""
+"""Moves: copies down and up, and media that misbehave."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ DISK_BYTES = 1 << 20
 
 
 def load(core: Core, version: Version, tier: str = "disk") -> object:
-    ticket = core.transfers.load(version.info.key, core.shelf(tier), "red")
+    ticket = core.moves.load(version.info.key, core.slot(tier), "red")
     assert ticket is not None
-    return core.mover.wait(ticket, core.later())
+    return core.work_queue.wait(ticket, core.later())
 
 
 def drop_from_cpu(core: Core, version: Version) -> None:
     """Evict one chunk from CPU memory, whatever the policy would say."""
     assert core.catalog.cast_out("cpu", version.info.key)
-    core.transfers.delete_from(core.transfers.cpu, version.info.key)
+    core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
 
 
 def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
@@ -49,7 +49,7 @@ def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
 # --- copies down
 
 
-def test_a_copy_is_transcoded_to_the_codec_of_its_shelf(disk: SimDisk) -> None:
+def test_a_copy_is_transcoded_to_the_codec_of_its_slot(disk: SimDisk) -> None:
     with closing(Core([disk], codec="zplane")) as core:
         session = core.open_session()
         versions = prompt(3, tokens=120)
@@ -74,14 +74,14 @@ def test_a_copy_of_what_is_gone_or_there_already_does_nothing(core: Core, disk: 
     assert core.catalog.held_count() == 0
 
 
-def test_a_full_lane_takes_no_more_copies() -> None:
+def test_a_full_queue_takes_no_more_copies() -> None:
     disk = SimDisk(DISK_BYTES, no_faults())
-    with closing(Core([disk], lane_limit=1)) as core:
+    with closing(Core([disk], queue_limit=1)) as core:
         first, second = prompt(2)
-        assert core.transfers.copy_down(first.info.key, core.shelf("disk")) is not None
-        assert core.transfers.copy_down(second.info.key, core.shelf("disk")) is None
-        assert core.transfers.load(first.info.key, core.shelf("disk"), "red") is not None
-        assert core.transfers.load(second.info.key, core.shelf("disk"), "red") is None
+        assert core.moves.copy_down(first.info.key, core.slot("disk")) is not None
+        assert core.moves.copy_down(second.info.key, core.slot("disk")) is None
+        assert core.moves.load(first.info.key, core.slot("disk"), "red") is not None
+        assert core.moves.load(second.info.key, core.slot("disk"), "red") is None
 
 
 @pytest.mark.parametrize("verb", ["reserve", "write", "seal"])
@@ -104,7 +104,7 @@ def test_a_write_that_fails_leaves_no_room_taken(
     for _ in range(3):
         with pytest.raises(TierUnavailableError):
             core.copy_down(version)
-    assert core.shelf("disk").breaker.is_open, "failures of the medium open its breaker"
+    assert core.slot("disk").breaker.is_open, "failures of the medium open its breaker"
     monkeypatch.undo()
     assert disk.stats().used_bytes == disk.stats().reservations == 0
     assert core.catalog.held_count() == 0
@@ -130,7 +130,7 @@ def test_a_chunk_that_goes_bad_in_memory_is_not_copied_but_dropped(
     assert core.get(session, keys_of([version])) == frames_of([version])
 
 
-# --- strays
+# --- orphans
 
 
 def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
@@ -144,11 +144,11 @@ def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     core.store.delete(keys_of([old]), core.later())
     disk.faults.end()
     assert core.tiers_of(old) == []
-    assert core.catalog.strays("disk") == {old.info.key}
+    assert core.catalog.orphans("disk") == {old.info.key}
     assert disk.stats().chunks == 1
     core.put(session, [fresh])
     core.copy_down(fresh)
-    assert core.catalog.strays("disk") == set()
+    assert core.catalog.orphans("disk") == set()
     assert [info.key for info in disk.scan()] == [fresh.info.key]
 
 
@@ -158,7 +158,7 @@ def test_a_delete_that_comes_late_spares_what_was_put_since(core: Core, disk: Si
     core.put(session, [version])
     core.copy_down(version)
     core.store.delete(keys_of([version]), core.clock())
-    assert core.mover.depth()["store-disk"] == 1, "its time was up before the disk was asked"
+    assert core.work_queue.depth()["store-disk"] == 1, "its time was up before the disk was asked"
     results = core.put(session, [version], durable=True)
     assert [result.reason for result in results] == [""]
     core.settle()
@@ -174,7 +174,7 @@ def test_the_deletion_of_a_damaged_copy_spares_the_one_that_replaces_it(
     disk.flip(version.info.key, 8 * 700)
     with pytest.raises(ChunkCorruptError):
         load(core, version)
-    assert core.mover.depth()["store-disk"] == 1, "the damaged copy is yet to be deleted"
+    assert core.work_queue.depth()["store-disk"] == 1, "the damaged copy is yet to be deleted"
     results = core.put(core.open_session(), [version], durable=True)
     assert [result.reason for result in results] == [""]
     core.settle()
@@ -325,7 +325,7 @@ def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
     assert core.tiers_of(version) == []
     assert disk.stats().chunks == 0, "no later version reads it either"
     assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (1, 0)
-    outcome = core.transfers.outcomes.of(version.info.key)
+    outcome = core.moves.catalog.outcomes.of(version.info.key)
     assert outcome is not None
     assert (outcome.fate.value, outcome.detail) == ("codec_removed", REMOVED[codec_id])
 
@@ -370,10 +370,10 @@ def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) ->
 
 def test_a_wait_beyond_the_deadline_raises_and_the_move_still_ends(core: Core) -> None:
     version = on_disk_only(core)
-    ticket = core.transfers.load(version.info.key, core.shelf("disk"), "red")
+    ticket = core.moves.load(version.info.key, core.slot("disk"), "red")
     assert ticket is not None
     with pytest.raises(DeadlineError):
-        core.mover.wait(ticket, core.clock())
+        core.work_queue.wait(ticket, core.clock())
     core.settle()
     assert core.tiers_of(version) == ["cpu", "disk"]
 
@@ -381,5 +381,5 @@ def test_a_wait_beyond_the_deadline_raises_and_the_move_still_ends(core: Core) -
 def test_nothing_is_copied_when_writing_through_is_off(disk: SimDisk) -> None:
     with closing(Core([disk], limits=LIMITS)) as core:
         core.put(core.open_session(), prompt(3))
-        assert core.mover.is_idle()
+        assert core.work_queue.is_idle()
         assert disk.stats().chunks == 0

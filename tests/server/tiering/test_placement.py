@@ -18,7 +18,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.placement import MAX_ENGINES
 from kvstore.tiers.base import Reservation
@@ -50,12 +50,12 @@ def make_core(
     disk: SimDisk | None = None,
 ) -> Core:
     history = History()
-    knowledge = Knowledge(history, forecast=ReuseForecast(history))
+    metadata = ChunkMetadata(history, forecast=ReuseForecast(history))
     return Core(
         [disk or SimDisk(DISK_BYTES, no_faults())],
         admissions={"disk": rule},
         exclusive=("disk",) if exclusive else (),
-        knowledge=knowledge,
+        metadata=metadata,
         clock=clock or FakeClock(),
     )
 
@@ -102,7 +102,7 @@ def test_selective_writes_nothing_of_what_is_asked_for_once() -> None:
         session = core.open_session()
         for seed in range(4):
             ask(core, session, prompt(6, seed=seed))
-        assert core.shelf("disk").tier.stats().chunks == 0
+        assert core.slot("disk").tier.stats().chunks == 0
         assert core.counters["unworthy_copies"] == core.counters["dropped_victims"] > 0
 
 
@@ -168,7 +168,7 @@ def test_nothing_is_written_where_a_load_takes_as_long_as_computing(core: Core) 
     for seed in range(4):
         ask(core, session, prompt(6, seed=seed))
         ask(core, session, prompt(6, seed=seed))
-    assert core.shelf("disk").tier.stats().chunks == 0
+    assert core.slot("disk").tier.stats().chunks == 0
 
 
 def test_a_slow_engine_is_no_reason_to_write_less() -> None:
@@ -218,8 +218,8 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
         ask(core, session, versions)
         ask(core, session, prompt(12, seed=9))
         match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
-        arrivals = core.store.gets.get(session, keys_of(versions), core.later())
-        assert [a.frame.tobytes() for a in arrivals] == frames_of(versions)
+        results = core.store.reads.get(session, keys_of(versions), core.later())
+        assert [a.frame.tobytes() for a in results] == frames_of(versions)
         core.store.tick()
         assert on_disk(core, versions) == 3, "it may be read where it is"
         core.store.release(session, match.lease_id)
@@ -238,7 +238,7 @@ def test_an_exclusive_tier_takes_no_durable_puts() -> None:
             core.put(core.open_session(), prompt(1), durable=True)
 
 
-def test_the_limits_decide_for_shelves_without_an_admission() -> None:
+def test_the_limits_decide_for_slots_without_an_admission() -> None:
     for write_through, count in ((True, 3), (False, 0)):
         limits = replace(LIMITS, write_through=write_through)
         with closing(Core([SimDisk(DISK_BYTES, no_faults())], limits=limits)) as core:
@@ -249,7 +249,7 @@ def test_the_limits_decide_for_shelves_without_an_admission() -> None:
 
 def test_engines_beyond_a_limit_are_forgotten() -> None:
     with closing(make_core("auto")) as core:
-        placement = core.transfers.placement
+        placement = core.moves.placement
         for number in range(MAX_ENGINES + 5):
             placement.note_engine(number.to_bytes(16, "big"), SLOW_ENGINE)  # type: ignore[arg-type]
         assert len(placement._engines) == MAX_ENGINES

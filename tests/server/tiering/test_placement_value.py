@@ -11,7 +11,7 @@ from simulation.tiers import SimDisk, SimRedis, no_faults
 
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 
 
 def make_core(rule: str) -> Core:
@@ -19,7 +19,7 @@ def make_core(rule: str) -> Core:
     return Core(
         [SimDisk(1 << 20, no_faults()), SimRedis(1 << 20, no_faults())],
         admissions={"disk": rule, "redis": rule},
-        knowledge=Knowledge(history, forecast=ReuseForecast(history)),
+        metadata=ChunkMetadata(history, forecast=ReuseForecast(history)),
         clock=FakeClock(),
     )
 
@@ -32,7 +32,7 @@ def core(request: pytest.FixtureRequest) -> Iterator[Core]:
 
 
 def below(core: Core, name: str) -> int:
-    return core.shelf(name).tier.stats().chunks
+    return core.slot(name).tier.stats().chunks
 
 
 def evict(core: Core) -> None:
@@ -51,7 +51,7 @@ def test_victims_go_to_the_nearest_tier(core: Core) -> None:
 
 
 def test_victims_that_are_weighed_go_where_they_would_load_from_soonest(core: Core) -> None:
-    core.shelf("disk").rate.bytes_per_s = 1e6  # a disk that has become slow
+    core.slot("disk").rate.bytes_per_s = 1e6  # a disk that has become slow
     evict(core)
     by_value = core.admissions["disk"] == "auto"
     assert (below(core, "redis") > 0) == by_value
@@ -60,8 +60,8 @@ def test_victims_that_are_weighed_go_where_they_would_load_from_soonest(core: Co
 
 def test_memory_takes_everything_until_it_gave_up_something_worth_more() -> None:
     core = make_core("auto")
-    session, placement = core.open_session(), core.transfers.placement
-    disk, cpu = core.shelf("disk"), core.shelf("cpu")
+    session, placement = core.open_session(), core.moves.placement
+    disk, cpu = core.slot("disk"), core.slot("cpu")
     loved, once = prompt(2, seed=1), prompt(2, seed=2)
     for _ in range(40):  # asked for again and again: a kind with a high chance
         core.store.lookup(session, keys_of(loved), core.later(), lease=False)
@@ -75,7 +75,7 @@ def test_memory_takes_everything_until_it_gave_up_something_worth_more() -> None
     price = placement._prices["cpu"]
     assert placement.promotes(lovely, disk, cpu)
     for _ in range(400):
-        price.gave_up(placement._value(lovely, disk))
+        price.note_eviction(placement._value(lovely, disk))
     assert not placement.promotes(single, disk, cpu)
     assert placement.promotes(lovely, disk, cpu)
     assert placement._value(keys_of(prompt(1, seed=999))[0], disk) == 0.0
@@ -84,8 +84,8 @@ def test_memory_takes_everything_until_it_gave_up_something_worth_more() -> None
 
 def test_where_nothing_is_weighed_all_that_is_read_twice_comes_up() -> None:
     core = make_core("evict")
-    disk, cpu = core.shelf("disk"), core.shelf("cpu")
+    disk, cpu = core.slot("disk"), core.slot("cpu")
     core.put(core.open_session(), prompt(20))
-    assert core.transfers.placement.promotes(keys_of(prompt(1))[0], disk, cpu)
-    assert core.transfers.placement._prices["cpu"].per_byte == 0.0
+    assert core.moves.placement.promotes(keys_of(prompt(1))[0], disk, cpu)
+    assert core.moves.placement._prices["cpu"].per_byte == 0.0
     core.close()

@@ -18,10 +18,10 @@ from kvstore.server.security.sessions import Session
 DISK_BYTES = 4 << 20
 
 
-def make_core(prefetch_bytes: int, lane_limit: int = 1000) -> Core:
+def make_core(prefetch_bytes: int, queue_limit: int = 1000) -> Core:
     limits = replace(LIMITS, prefetch_bytes=prefetch_bytes)
     disk = SimDisk(DISK_BYTES, no_faults())
-    return Core([disk], limits=limits, lane_limit=lane_limit, clock=FakeClock())
+    return Core([disk], limits=limits, queue_limit=queue_limit, clock=FakeClock())
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_no_more_than_the_budget_is_under_way() -> None:
         assert core.counters["prefetched_chunks"] == 6
 
 
-def test_a_lane_that_is_half_full_belongs_to_the_gets() -> None:
-    with closing(make_core(1 << 20, lane_limit=4)) as core:
+def test_a_queue_that_is_half_full_belongs_to_the_gets() -> None:
+    with closing(make_core(1 << 20, queue_limit=4)) as core:
         session = core.open_session()
         versions = put_on_disk(core, session, 6)
         look(core, session, versions)

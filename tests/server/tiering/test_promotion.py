@@ -3,7 +3,7 @@ from __future__ import annotations
 from contracts.chunks import make_info
 
 from kvstore.proto.types import ChunkKey
-from kvstore.server.tiering.promotion import SecondRead
+from kvstore.server.tiering.promotion import PromoteOnSecondHit
 
 
 def key(seed: int) -> ChunkKey:
@@ -11,17 +11,17 @@ def key(seed: int) -> ChunkKey:
 
 
 def test_a_chunk_is_due_at_its_second_read_and_then_every_other() -> None:
-    reads = SecondRead(10)
+    reads = PromoteOnSecondHit(10)
     assert [reads.is_due(key(1)) for _ in range(5)] == [False, True, False, True, False]
 
 
 def test_chunks_do_not_count_for_each_other() -> None:
-    reads = SecondRead(10)
+    reads = PromoteOnSecondHit(10)
     assert [reads.is_due(key(seed)) for seed in (1, 2, 3, 2)] == [False, False, False, True]
 
 
 def test_what_was_read_too_long_ago_is_forgotten() -> None:
-    reads = SecondRead(3)
+    reads = PromoteOnSecondHit(3)
     for seed in range(4):
         assert not reads.is_due(key(seed))
     assert len(reads) == 3
@@ -30,7 +30,7 @@ def test_what_was_read_too_long_ago_is_forgotten() -> None:
 
 
 def test_no_more_is_remembered_than_the_limit() -> None:
-    reads = SecondRead(5)
+    reads = PromoteOnSecondHit(5)
     for seed in range(50):
         reads.is_due(key(seed))
     assert len(reads) == 5

@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.tiering.promotion_value import LEAST_SHARE, TierPrice, value_per_byte
+from kvstore.server.tiering.promotion_value import LEAST_SHARE, EvictionValue, value_per_byte
 
 
 def test_a_tier_with_room_takes_everything_and_then_what_is_worth_more_than_its_victims() -> None:
-    price = TierPrice()
+    price = EvictionValue()
     assert price.takes(0.0)
-    price.gave_up(2.0)
+    price.note_eviction(2.0)
     assert price.per_byte == 2.0
     assert price.takes(2.0 * LEAST_SHARE)
     assert not price.takes(1.9 * LEAST_SHARE)
     for _ in range(1000):
-        price.gave_up(1.0)
+        price.note_eviction(1.0)
     assert price.takes(1.01 * LEAST_SHARE)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, 1.5])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     with pytest.raises(InvalidRequestError, match="weight"):
-        TierPrice(weight)
+        EvictionValue(weight)
 
 
 def test_a_value_is_what_a_byte_is_expected_to_save() -> None:

@@ -181,7 +181,7 @@ def test_what_is_aborted_is_put_anew_as_if_it_had_not_been(
     (session,) = server.node.sessions._sessions.values()
     size = raw_frame_bytes(layouts[0])
     infos = [ChunkInfo(c.key, c.parent, layouts[0], 0, size) for c in chunks]
-    begun = core.writes.begin_all(session, infos, core.transfers.clock() + 5)
+    begun = core.writes.begin_all(session, infos, core.moves.clock() + 5)
     assert all(core.writes.abort(session, one.ticket_id) for one in begun)  # type: ignore[union-attr]
     assert [one.reason == WITHOUT_STATE for one in client.put(chunks)] == [True, True, False]
 

@@ -1,4 +1,4 @@
-"""The Mover: lanes that are bounded, join what is asked twice, and hold up nobody else."""
+"""The WorkQueue: queues that are bounded, join what is asked twice, and hold up nobody else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from local_server import eventually
 from simulation.clock import FakeClock
 
 from kvstore.proto.errors import DeadlineError, TierFullError
-from kvstore.server.tiering.work_queue import STUCK_S, Expect, Mover, Ticket
+from kvstore.server.tiering.work_queue import STUCK_S, Expect, Ticket, WorkQueue
 
 FOREVER = 1e12
 PATIENCE_S = 20.0
@@ -28,26 +28,28 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def stepped(limit: int = 100, clock: Callable[[], float] = time.monotonic) -> Mover:
-    return Mover({"up": 0, "down": 0}, limit, clock)
+def stepped(limit: int = 100, clock: Callable[[], float] = time.monotonic) -> WorkQueue:
+    return WorkQueue({"up": 0, "down": 0}, limit, clock)
 
 
 @contextmanager
 def running(
-    lanes: dict[str, int],
+    queues: dict[str, int],
     limit: int = 100,
     expect: Mapping[str, Expect] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Mover]:
-    mover = Mover(lanes, limit, clock, expect=expect)
+) -> Iterator[WorkQueue]:
+    work_queue = WorkQueue(queues, limit, clock, expect=expect)
     try:
-        yield mover
+        yield work_queue
     finally:
-        mover.close()
+        work_queue.close()
 
 
-def submit(mover: Mover, name: str, work: Callable[[], object], lane: str = "up") -> Ticket:
-    ticket = mover.submit(lane, name.encode(), work)
+def submit(
+    work_queue: WorkQueue, name: str, work: Callable[[], object], queue: str = "up"
+) -> Ticket:
+    ticket = work_queue.submit(queue, name.encode(), work)
     assert ticket is not None
     return ticket
 
@@ -57,64 +59,64 @@ def in_time() -> float:
 
 
 def test_work_runs_in_the_order_it_came() -> None:
-    mover, done = stepped(), list[str]()
+    work_queue, done = stepped(), list[str]()
     for name in "abc":
-        submit(mover, name, lambda name=name: done.append(name))  # type: ignore[misc]
-    assert mover.depth() == {"up": 3, "down": 0}
-    assert [mover.step() for _ in range(4)] == [True, True, True, False]
+        submit(work_queue, name, lambda name=name: done.append(name))  # type: ignore[misc]
+    assert work_queue.depth() == {"up": 3, "down": 0}
+    assert [work_queue.step() for _ in range(4)] == [True, True, True, False]
     assert done == ["a", "b", "c"]
-    assert mover.is_idle()
+    assert work_queue.is_idle()
 
 
-def test_a_full_lane_takes_no_more_and_the_others_do() -> None:
-    mover = stepped(limit=2)
-    submit(mover, "a", nothing)
-    submit(mover, "b", nothing)
-    assert mover.submit("up", b"c", nothing) is None
-    assert mover.submit("down", b"c", nothing) is not None
-    mover.step("up")
-    assert mover.submit("up", b"c", nothing) is not None
+def test_a_full_queue_takes_no_more_and_the_others_do() -> None:
+    work_queue = stepped(limit=2)
+    submit(work_queue, "a", nothing)
+    submit(work_queue, "b", nothing)
+    assert work_queue.submit("up", b"c", nothing) is None
+    assert work_queue.submit("down", b"c", nothing) is not None
+    work_queue.step("up")
+    assert work_queue.submit("up", b"c", nothing) is not None
 
 
 def test_urgent_work_comes_first_and_past_the_limit() -> None:
-    mover, done = stepped(limit=2), list[str]()
+    work_queue, done = stepped(limit=2), list[str]()
     for name in "ab":
-        submit(mover, name, lambda name=name: done.append(name))  # type: ignore[misc]
-    assert mover.submit("up", b"u", lambda: done.append("u"), urgent=True) is not None
-    while mover.step():
+        submit(work_queue, name, lambda name=name: done.append(name))  # type: ignore[misc]
+    assert work_queue.submit("up", b"u", lambda: done.append("u"), urgent=True) is not None
+    while work_queue.step():
         pass
     assert done == ["u", "a", "b"]
 
 
 def test_urgent_work_keeps_its_own_order() -> None:
     """Or the chunks of a durable prompt would be written last first."""
-    mover, done = stepped(), list[str]()
+    work_queue, done = stepped(), list[str]()
     for name in "abc":
-        mover.submit("up", name.encode(), lambda name=name: done.append(name), urgent=True)  # type: ignore[misc]
-    while mover.step():
+        work_queue.submit("up", name.encode(), lambda name=name: done.append(name), urgent=True)  # type: ignore[misc]
+    while work_queue.step():
         pass
     assert done == ["a", "b", "c"]
 
 
 def test_work_of_one_name_is_joined_and_runs_once() -> None:
-    mover, done = stepped(limit=1), list[int]()
-    first = submit(mover, "a", lambda: done.append(1))
-    assert submit(mover, "a", lambda: done.append(2)) is first
-    assert mover.submit("down", b"a", lambda: done.append(3)) is not first
-    assert mover.named(b"a") == [first, *[t for t in mover.named(b"a") if t is not first]]
-    assert len(mover.named(b"a")) == 2
-    mover.wait(first, FOREVER)
+    work_queue, done = stepped(limit=1), list[int]()
+    first = submit(work_queue, "a", lambda: done.append(1))
+    assert submit(work_queue, "a", lambda: done.append(2)) is first
+    assert work_queue.submit("down", b"a", lambda: done.append(3)) is not first
+    assert work_queue.named(b"a") == [first, *[t for t in work_queue.named(b"a") if t is not first]]
+    assert len(work_queue.named(b"a")) == 2
+    work_queue.wait(first, FOREVER)
     assert done == [1]
-    assert submit(mover, "a", nothing) is not first
+    assert submit(work_queue, "a", nothing) is not first
 
 
 def test_joining_urgently_hurries_what_waits() -> None:
-    mover, done = stepped(), list[str]()
+    work_queue, done = stepped(), list[str]()
     for name in "abc":
-        submit(mover, name, lambda name=name: done.append(name))  # type: ignore[misc]
-    known = mover.submit("up", b"c", nothing, urgent=True)
+        submit(work_queue, name, lambda name=name: done.append(name))  # type: ignore[misc]
+    known = work_queue.submit("up", b"c", nothing, urgent=True)
     assert known is not None
-    mover.wait(known, FOREVER)
+    work_queue.wait(known, FOREVER)
     assert done == ["c"]
 
 
@@ -122,66 +124,69 @@ def test_wait_returns_the_result_or_raises_the_error() -> None:
     def fail() -> None:
         raise TierFullError("cpu", 2, 1)
 
-    mover = stepped()
-    assert mover.wait(submit(mover, "a", lambda: 42), FOREVER) == 42
-    ticket = submit(mover, "b", fail)
+    work_queue = stepped()
+    assert work_queue.wait(submit(work_queue, "a", lambda: 42), FOREVER) == 42
+    ticket = submit(work_queue, "b", fail)
     for _ in range(2):
         with pytest.raises(TierFullError):
-            mover.wait(ticket, FOREVER)
-    assert mover.named(b"b") == []
+            work_queue.wait(ticket, FOREVER)
+    assert work_queue.named(b"b") == []
 
 
 def test_a_stepped_wait_begins_nothing_after_the_deadline() -> None:
     clock = FakeClock(10.0)
-    mover, done = stepped(clock=clock), list[int]()
-    late = submit(mover, "a", lambda: done.append(1))
+    work_queue, done = stepped(clock=clock), list[int]()
+    late = submit(work_queue, "a", lambda: done.append(1))
     with pytest.raises(DeadlineError):
-        mover.wait(late, 10.0)
-    assert mover.await_any(["up"], 10.0) is False
+        work_queue.wait(late, 10.0)
+    assert work_queue.await_any(["up"], 10.0) is False
     assert done == []
-    mover.wait(late, 10.5)
+    work_queue.wait(late, 10.5)
     assert done == [1]
-    assert mover.wait(late, 0.0) is None
+    assert work_queue.wait(late, 0.0) is None
 
 
 def test_stepped_work_that_takes_too_long_leaves_the_rest_for_later() -> None:
     clock = FakeClock(0.0)
-    mover = stepped(clock=clock)
-    submit(mover, "slow", lambda: clock.advance(5.0))
-    ticket = submit(mover, "a", nothing)
+    work_queue = stepped(clock=clock)
+    submit(work_queue, "slow", lambda: clock.advance(5.0))
+    ticket = submit(work_queue, "a", nothing)
     with pytest.raises(DeadlineError):
-        mover.wait(ticket, 1.0)
+        work_queue.wait(ticket, 1.0)
     assert not ticket.done
-    assert mover.step()
+    assert work_queue.step()
     assert ticket.done
 
 
 def test_waiting_for_any_ends_with_the_first_and_says_whether_there_was_one() -> None:
-    mover = stepped()
-    assert mover.await_any(["up", "down"], FOREVER) is False
-    ticket = submit(mover, "a", nothing, lane="down")
-    assert mover.await_any(["up"], FOREVER) is False
-    assert mover.await_any(["up", "down"], FOREVER) is True
+    work_queue = stepped()
+    assert work_queue.await_any(["up", "down"], FOREVER) is False
+    ticket = submit(work_queue, "a", nothing, queue="down")
+    assert work_queue.await_any(["up"], FOREVER) is False
+    assert work_queue.await_any(["up", "down"], FOREVER) is True
     assert ticket.done
 
 
-def test_a_lane_that_hangs_holds_up_no_other() -> None:
+def test_a_queue_that_hangs_holds_up_no_other() -> None:
     hang, began = threading.Event(), threading.Event()
 
     def stuck() -> None:
         began.set()
         hang.wait()
 
-    with running({"up": 1, "down": 1}) as mover:
-        submit(mover, "stuck", stuck)
+    with running({"up": 1, "down": 1}) as work_queue:
+        submit(work_queue, "stuck", stuck)
         assert began.wait(PATIENCE_S)
-        behind = submit(mover, "behind", lambda: "late")
-        assert mover.wait(submit(mover, "a", lambda: "in time", "down"), in_time()) == "in time"
+        behind = submit(work_queue, "behind", lambda: "late")
+        assert (
+            work_queue.wait(submit(work_queue, "a", lambda: "in time", "down"), in_time())
+            == "in time"
+        )
         with pytest.raises(DeadlineError):
-            mover.wait(behind, time.monotonic())
-        assert mover.is_alive()
+            work_queue.wait(behind, time.monotonic())
+        assert work_queue.is_alive()
         hang.set()
-        assert mover.wait(behind, in_time()) == "late"
+        assert work_queue.wait(behind, in_time()) == "late"
 
 
 def test_work_outlives_a_caller_whose_time_was_up() -> None:
@@ -192,13 +197,13 @@ def test_work_outlives_a_caller_whose_time_was_up() -> None:
         done.set()
         return "done"
 
-    with running({"up": 1}) as mover:
-        ticket = submit(mover, "a", work)
+    with running({"up": 1}) as work_queue:
+        ticket = submit(work_queue, "a", work)
         with pytest.raises(DeadlineError):
-            mover.wait(ticket, time.monotonic() + 0.01)
+            work_queue.wait(ticket, time.monotonic() + 0.01)
         hang.set()
         assert done.wait(PATIENCE_S)
-        assert mover.wait(ticket, in_time()) == "done"
+        assert work_queue.wait(ticket, in_time()) == "done"
 
 
 def test_many_callers_of_one_name_all_get_its_one_result() -> None:
@@ -209,11 +214,11 @@ def test_many_callers_of_one_name_all_get_its_one_result() -> None:
         runs.append(1)
         return 7
 
-    with running({"up": 2}) as mover:
-        tickets = [submit(mover, "a", work) for _ in range(8)]
+    with running({"up": 2}) as work_queue:
+        tickets = [submit(work_queue, "a", work) for _ in range(8)]
         results: list[object] = []
         waiters = [
-            threading.Thread(target=lambda t=t: results.append(mover.wait(t, in_time())))
+            threading.Thread(target=lambda t=t: results.append(work_queue.wait(t, in_time())))
             for t in tickets
         ]
         for waiter in waiters:
@@ -229,12 +234,12 @@ def test_a_worker_survives_whatever_its_work_raises() -> None:
     def explode() -> None:
         raise RuntimeError("not an error of ours")
 
-    with running({"up": 1}) as mover:
-        ticket = submit(mover, "a", explode)
+    with running({"up": 1}) as work_queue:
+        ticket = submit(work_queue, "a", explode)
         with pytest.raises(RuntimeError, match="not an error of ours"):
-            mover.wait(ticket, in_time())
-        assert mover.wait(submit(mover, "b", lambda: 1), in_time()) == 1
-        assert mover.is_alive()
+            work_queue.wait(ticket, in_time())
+        assert work_queue.wait(submit(work_queue, "b", lambda: 1), in_time()) == 1
+        assert work_queue.is_alive()
 
 
 def test_a_closed_mover_releases_who_waits_and_drops_what_waited() -> None:
@@ -244,20 +249,20 @@ def test_a_closed_mover_releases_who_waits_and_drops_what_waited() -> None:
         began.set()
         hang.wait()
 
-    mover = Mover({"up": 1}, 10, time.monotonic)
-    running_ticket = submit(mover, "stuck", stuck)
-    dropped = submit(mover, "dropped", nothing)
+    work_queue = WorkQueue({"up": 1}, 10, time.monotonic)
+    running_ticket = submit(work_queue, "stuck", stuck)
+    dropped = submit(work_queue, "dropped", nothing)
     assert began.wait(PATIENCE_S)
 
     def wait() -> None:
         try:
-            mover.wait(dropped, in_time())
+            work_queue.wait(dropped, in_time())
         except DeadlineError as error:
             raised.append(error)
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
-    closer = threading.Thread(target=mover.close, daemon=True)
+    closer = threading.Thread(target=work_queue.close, daemon=True)
     closer.start()
     waiter.join(PATIENCE_S)
     hang.set()
@@ -266,15 +271,15 @@ def test_a_closed_mover_releases_who_waits_and_drops_what_waited() -> None:
     assert not closer.is_alive()
     assert running_ticket.done
     assert not dropped.done
-    assert mover.submit("up", b"late", nothing) is None
-    assert mover.is_idle()
-    mover.close()
+    assert work_queue.submit("up", b"late", nothing) is None
+    assert work_queue.is_idle()
+    work_queue.close()
 
 
 def test_a_closed_mover_is_no_longer_alive_and_one_without_threads_always_is() -> None:
-    with running({"up": 2}) as mover:
-        assert mover.is_alive()
-    assert not mover.is_alive()
+    with running({"up": 2}) as work_queue:
+        assert work_queue.is_alive()
+    assert not work_queue.is_alive()
     assert stepped().is_alive()
 
 
@@ -285,15 +290,15 @@ def test_depth_counts_what_waits_and_idle_means_that_nothing_runs_either() -> No
         began.set()
         hang.wait()
 
-    with running({"up": 1}) as mover:
-        submit(mover, "stuck", stuck)
+    with running({"up": 1}) as work_queue:
+        submit(work_queue, "stuck", stuck)
         assert began.wait(PATIENCE_S)
-        assert mover.depth() == {"up": 0}
-        assert not mover.is_idle()
-        ticket = submit(mover, "a", nothing)
-        assert mover.depth() == {"up": 1}
+        assert work_queue.depth() == {"up": 0}
+        assert not work_queue.is_idle()
+        ticket = submit(work_queue, "a", nothing)
+        assert work_queue.depth() == {"up": 1}
         hang.set()
-        mover.wait(ticket, in_time())
+        work_queue.wait(ticket, in_time())
 
 
 def test_a_worker_takes_along_what_is_of_one_kin_and_says_what_follows() -> None:
@@ -305,17 +310,17 @@ def test_a_worker_takes_along_what_is_of_one_kin_and_says_what_follows() -> None
         assert go_on.wait(PATIENCE_S)
 
     expect = {"up": lambda names: seen.append(list(names))}
-    with running({"up": 2}, expect=expect, clock=standing) as mover:
-        submit_kin(mover, "hold", hold, "a")
+    with running({"up": 2}, expect=expect, clock=standing) as work_queue:
+        submit_batched(work_queue, "hold", hold, "a")
         assert started.wait(PATIENCE_S)
         for name in ("one", "two", "other", "three"):
-            kin = "b" if name == "other" else "a"
-            tickets = [submit_kin(mover, name, partial(seen.append, name), kin)]
+            batch_key = "b" if name == "other" else "a"
+            tickets = [submit_batched(work_queue, name, partial(seen.append, name), batch_key)]
         other = [[b"hold"], [b"other"], "other", []]
-        assert eventually(lambda: seen == other), "another kin's does not wait"
+        assert eventually(lambda: seen == other), "another batch_key's does not wait"
         go_on.set()
         for ticket in tickets:
-            mover.wait(ticket, in_time())
+            work_queue.wait(ticket, in_time())
         assert eventually(lambda: seen[-2:] == ["three", []])
     row = [[b"one", b"two", b"three"], "one", [b"two", b"three"], "two", [b"three"], "three", []]
     assert seen[4:] == [[], *row]
@@ -330,23 +335,25 @@ def test_what_was_taken_along_ends_when_nobody_wants_it_any_more() -> None:
         started.set()
         assert go_on.wait(PATIENCE_S)
 
-    lanes = {"up": 1, "down": 1}
-    with running(lanes, expect={"up": lambda names: expected.append(list(names))}) as mover:
-        submit(mover, "busy", hold)
+    queues = {"up": 1, "down": 1}
+    with running(queues, expect={"up": lambda names: expected.append(list(names))}) as work_queue:
+        submit(work_queue, "busy", hold)
         assert started.wait(PATIENCE_S)
         started.clear()
-        tickets = [submit_kin(mover, "first", hold, "a")]
+        tickets = [submit_batched(work_queue, "first", hold, "a")]
         rest = ("second", "third")
-        tickets += [submit_kin(mover, name, partial(done.append, name), "a") for name in rest]
+        tickets += [
+            submit_batched(work_queue, name, partial(done.append, name), "a") for name in rest
+        ]
         go_on.set()
         go_on = threading.Event()
         assert started.wait(PATIENCE_S)
-        assert mover.depth() == {"up": 0, "down": 0}
-        assert mover.let_go(tickets[1])
+        assert work_queue.depth() == {"up": 0, "down": 0}
+        assert work_queue.let_go(tickets[1])
         with pytest.raises(DeadlineError):
-            mover.wait(tickets[1], in_time())
+            work_queue.wait(tickets[1], in_time())
         go_on.set()
-        mover.wait(tickets[2], in_time())
+        work_queue.wait(tickets[2], in_time())
         assert eventually(lambda: expected[-1] == [])
     assert done == ["third"]
     assert expected == [[b"first", b"second", b"third"], [b"third"], []]
@@ -354,12 +361,12 @@ def test_what_was_taken_along_ends_when_nobody_wants_it_any_more() -> None:
 
 def test_workers_share_one_kin_where_they_are_let() -> None:
     both = threading.Barrier(2, timeout=PATIENCE_S)
-    mover = Mover({"up": 4}, 100, time.monotonic, {"up": 2})
+    work_queue = WorkQueue({"up": 4}, 100, time.monotonic, {"up": 2})
     try:
-        for ticket in [submit_kin(mover, name, both.wait, "a") for name in "wxyz"]:
-            mover.wait(ticket, in_time())
+        for ticket in [submit_batched(work_queue, name, both.wait, "a") for name in "wxyz"]:
+            work_queue.wait(ticket, in_time())
     finally:
-        mover.close()
+        work_queue.close()
     assert not both.broken
 
 
@@ -374,9 +381,9 @@ def test_else_one_worker_is_at_it_and_the_others_leave_it_to_that() -> None:
         if is_alone:
             at_work.release()
 
-    with running({"up": 4}, clock=standing) as mover:
-        for ticket in [submit_kin(mover, str(number), alone, "a") for number in range(40)]:
-            mover.wait(ticket, in_time())
+    with running({"up": 4}, clock=standing) as work_queue:
+        for ticket in [submit_batched(work_queue, str(number), alone, "a") for number in range(40)]:
+            work_queue.wait(ticket, in_time())
     assert clashes == [False] * 40
 
 
@@ -394,64 +401,70 @@ class Holds:
 def test_who_is_stuck_leaves_its_kin_to_others() -> None:
     clock, stuck = FakeClock(), Holds()
     done: list[str] = []
-    with running({"up": 3}, clock=clock) as mover:
-        first = submit_kin(mover, "first", stuck, "a")
+    with running({"up": 3}, clock=clock) as work_queue:
+        first = submit_batched(work_queue, "first", stuck, "a")
         assert stuck.begun.wait(PATIENCE_S)
-        tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
+        tickets = [
+            submit_batched(work_queue, name, partial(done.append, name), "a") for name in "xyz"
+        ]
         time.sleep(2 * STUCK_S)
         assert not done, "it is at work"
         clock.advance(STUCK_S)
         for ticket in tickets:
-            mover.wait(ticket, in_time())
+            work_queue.wait(ticket, in_time())
         assert not first.done
         stuck.ended.set()
-        mover.wait(first, in_time())
-        mover.wait(submit_kin(mover, "later", partial(done.append, "later"), "a"), in_time())
-        assert eventually(mover.is_idle)
+        work_queue.wait(first, in_time())
+        work_queue.wait(
+            submit_batched(work_queue, "later", partial(done.append, "later"), "a"), in_time()
+        )
+        assert eventually(work_queue.is_idle)
     assert done == ["x", "y", "z", "later"]
 
 
 def test_what_a_stuck_worker_took_along_goes_to_others_and_is_done_once() -> None:
     clock, other, idle, before, stuck = FakeClock(), Holds(), Holds(), Holds(), Holds()
     done: list[str] = []
-    with running({"up": 3}, clock=clock) as mover:
-        submit(mover, "other", other)
-        submit(mover, "idle", idle)
-        submit_kin(mover, "before", before, "a")
+    with running({"up": 3}, clock=clock) as work_queue:
+        submit(work_queue, "other", other)
+        submit(work_queue, "idle", idle)
+        submit_batched(work_queue, "before", before, "a")
         assert other.begun.wait(PATIENCE_S)
         assert idle.begun.wait(PATIENCE_S)
         assert before.begun.wait(PATIENCE_S)
-        first = submit_kin(mover, "first", stuck, "a")
-        tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
+        first = submit_batched(work_queue, "first", stuck, "a")
+        tickets = [
+            submit_batched(work_queue, name, partial(done.append, name), "a") for name in "xyz"
+        ]
         before.ended.set()
         assert stuck.begun.wait(PATIENCE_S)
-        assert mover.depth() == {"up": 0}, "all were taken along"
+        assert work_queue.depth() == {"up": 0}, "all were taken along"
         other.ended.set()
         time.sleep(2 * STUCK_S)
         assert not done
         clock.advance(STUCK_S)
         for ticket in tickets:
-            mover.wait(ticket, in_time())
+            work_queue.wait(ticket, in_time())
         stuck.ended.set()
-        mover.wait(first, in_time())
+        work_queue.wait(first, in_time())
         idle.ended.set()
-        assert eventually(mover.is_idle)
+        assert eventually(work_queue.is_idle)
         time.sleep(0.05)  # for whoever might do one again
     assert done == ["z", "y", "x"], "the next may be on its way to who is stuck"
 
 
 def test_those_that_are_stuck_leave_a_worker_to_other_kins() -> None:
     clock, stuck = FakeClock(), Holds()
-    with running({"up": 3}, clock=clock) as mover:
-        held = [submit_kin(mover, str(number), stuck, "a") for number in range(20)]
+    with running({"up": 3}, clock=clock) as work_queue:
+        held = [submit_batched(work_queue, str(number), stuck, "a") for number in range(20)]
         assert stuck.begun.wait(PATIENCE_S)
         for _ in range(4):
             time.sleep(1.5 * STUCK_S)
             clock.advance(STUCK_S)
-        mover.wait(submit_kin(mover, "b", nothing, "b"), in_time())
+        work_queue.wait(submit_batched(work_queue, "b", nothing, "b"), in_time())
         stuck.ended.set()
         for ticket in held:
-            mover.wait(ticket, in_time())
+            work_queue.wait(ticket, in_time())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -463,22 +476,26 @@ def test_what_a_worker_that_dies_was_at_fails_and_its_row_goes_to_others() -> No
         if names and names[0] == b"first" and dies.pop():
             raise SystemExit
 
-    with running({"up": 2, "down": 1}, expect={"up": broken}, clock=standing) as mover:
-        submit_kin(mover, "before", before, "a")
+    with running({"up": 2, "down": 1}, expect={"up": broken}, clock=standing) as work_queue:
+        submit_batched(work_queue, "before", before, "a")
         assert before.begun.wait(PATIENCE_S)
-        first = submit_kin(mover, "first", nothing, "a")
-        tickets = [submit_kin(mover, name, partial(done.append, name), "a") for name in "xyz"]
+        first = submit_batched(work_queue, "first", nothing, "a")
+        tickets = [
+            submit_batched(work_queue, name, partial(done.append, name), "a") for name in "xyz"
+        ]
         before.ended.set()
         with pytest.raises(DeadlineError, match="its worker has ended"):
-            mover.wait(first, in_time())
+            work_queue.wait(first, in_time())
         for ticket in tickets:
-            mover.wait(ticket, in_time())
-        assert eventually(mover.is_idle)
-        assert eventually(lambda: not mover.is_alive())
+            work_queue.wait(ticket, in_time())
+        assert eventually(work_queue.is_idle)
+        assert eventually(lambda: not work_queue.is_alive())
     assert sorted(done) == ["x", "y", "z"]
 
 
-def submit_kin(mover: Mover, name: str, work: Callable[[], object], kin: str) -> Ticket:
-    ticket = mover.submit("up", name.encode(), work, claimed=True, kin=kin)
+def submit_batched(
+    work_queue: WorkQueue, name: str, work: Callable[[], object], batch_key: str
+) -> Ticket:
+    ticket = work_queue.submit("up", name.encode(), work, claimed=True, batch_key=batch_key)
     assert ticket is not None
     return ticket

@@ -37,7 +37,7 @@ def test_the_price_rises_with_debt_until_nothing_is_worth_it() -> None:
     prices = []
     for number in range(9):
         prices.append(budget.price(0.0))
-        budget.wrote(key(number), BURST // 4)
+        budget.note_write(key(number), BURST // 4)
     assert prices == [0.0] * 4 + [0.5, 0.625, 0.75, 0.875, 1.0]
     assert budget.price(0.0) > 1
     assert budget.price(3600.0) == 0.625
@@ -48,11 +48,11 @@ def test_a_copy_is_paid_for_once_and_at_what_it_took() -> None:
     budget.admitted(key(1), 100)
     budget.admitted(key(1), 120)
     assert budget.left_bytes(0.0) == BURST - 120
-    budget.wrote(key(1), 60)
+    budget.note_write(key(1), 60)
     assert budget.left_bytes(0.0) == BURST - 60
     budget.admitted(key(2), 10)
-    budget.given_up(key(2))
-    budget.given_up(key(3))
+    budget.cancelled(key(2))
+    budget.cancelled(key(3))
     assert budget.left_bytes(0.0) == BURST - 60
     for number in range(2 * MAX_AWAITED):
         budget.admitted(key(number), 0)
@@ -69,7 +69,7 @@ def test_no_clock_lets_more_through_than_the_time_that_passed(
         forward += max(0.0, step)
         if budget.price(now) == 0:
             budget.admitted(key(0), size)
-            budget.wrote(key(0), size)
+            budget.note_write(key(0), size)
             written += size
     assert written <= BURST + forward * A_DAY / DAY_S + 2 * BURST + 1
 

@@ -16,7 +16,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import PutOutcome
 from kvstore.server.eviction.access_history import History
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_metadata import Knowledge
+from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.settings.settings import load_config
 from kvstore.server.store.store import StoreLimits
 
@@ -33,7 +33,7 @@ def make_core(clock: FakeClock, rule: str, a_day: int = A_DAY) -> Core:
     return Core(
         [SimDisk(2 << 20, no_faults())],
         admissions={"disk": rule},
-        knowledge=Knowledge(history, forecast=ReuseForecast(history)),
+        metadata=ChunkMetadata(history, forecast=ReuseForecast(history)),
         clock=clock,
         limits=limits,
     )
@@ -44,7 +44,7 @@ def on_disk(core: Core, versions: list[Version]) -> int:
 
 
 def left_bytes(core: Core) -> float:
-    return core.store.transfers.placement.budgets()["disk"][1]
+    return core.store.moves.placement.budgets()["disk"][1]
 
 
 def test_write_through_stops_at_the_budget_and_goes_on_as_time_passes() -> None:
@@ -95,9 +95,9 @@ def test_beyond_it_only_what_is_likely_to_be_asked_for_again_leaves_memory_for_d
 def test_a_copy_that_cannot_be_queued_costs_nothing() -> None:
     clock = FakeClock()
     core = make_core(clock, "through")
-    core.shelf("disk").breaker.fail("down")
-    core.shelf("disk").breaker.fail("down")
-    core.shelf("disk").breaker.fail("down")
+    core.slot("disk").breaker.fail("down")
+    core.slot("disk").breaker.fail("down")
+    core.slot("disk").breaker.fail("down")
     core.put(core.open_session(), prompt(3))
     assert core.counters["skipped_copies"] == 3
     assert left_bytes(core) == 6 * FRAME
@@ -130,7 +130,7 @@ def test_a_server_keeps_to_its_budget_and_shows_it(make_server: ServerMaker) -> 
     durable = client.put(chunks_of(client, keys_of(client, 2, 3)), durable=True)
     assert {one.outcome for one in durable} == {PutOutcome.stored}
     assert dict(server.settled().tiers)["disk"].chunks == 7
-    (budget, left) = server.node.store.transfers.placement.budgets()["disk"]
+    (budget, left) = server.node.store.moves.placement.budgets()["disk"]
     assert budget == 24 << 20
     assert left < -2 * 256 * 1024
 

@@ -515,7 +515,7 @@ def _of(served: LocalServer) -> dict[str, Any]:
     core = served.node.store
     return {
         "catalog": core.catalog,
-        "shelf_statuses": core.shelf_statuses,
+        "slot_statuses": core.slot_statuses,
         "spaces": core.spaces,
     }
 
