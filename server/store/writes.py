@@ -16,7 +16,7 @@ from kvstore.proto.errors import (
     ShuttingDownError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, Fidelity
 from kvstore.server.security.sessions import Session
@@ -172,7 +172,7 @@ class Writes:
     def commit(
         self,
         ticket: AnyTicket,
-        check: FrameCheck | None = None,
+        check: FrameVerifier | None = None,
         *,
         frame: Bytes | None = None,
         is_last: bool = False,
