@@ -114,7 +114,7 @@ class FileIO(ABC):
     """Whether ``read_summed`` can do it."""
 
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:
-        """Fill *groups* and return their sums, as ``buffers.read_summed`` does; None: ``read`` them."""
+        """Fill *groups* and return their sums; None: ``read`` them. See ``buffers``."""
         return None
 
     @abstractmethod
