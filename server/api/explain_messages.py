@@ -11,7 +11,7 @@ from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespace
 from kvstore.server.api.validation import Checks, fidelity, fitting
-from kvstore.server.index.model_registry import ModelNamespace
+from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.explain import Explainer, Reason, SimilarModel
 from kvstore.server.store.miss_log import LoggedMiss, MissLog, Report

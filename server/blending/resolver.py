@@ -17,7 +17,7 @@ from kvstore.proto.blend import (
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, LayerKind, layer_order
-from kvstore.server.blending.content_index import Measured
+from kvstore.server.blending.content_index import CONTENT_LIMIT, Measured
 from kvstore.server.blending.contents import Contents, Matches
 from kvstore.server.blending.gate_table import Shadow
 from kvstore.server.blending.gates import Gates
@@ -67,9 +67,16 @@ class Report:
 class Blending:
     """Answers Resolve and ReportReuse. Thread-safe."""
 
-    def __init__(self, moves: Moves, lookup: Lookup, lease_ttl_ms: int, gates: Gates) -> None:
+    def __init__(
+        self,
+        moves: Moves,
+        lookup: Lookup,
+        lease_ttl_ms: int,
+        gates: Gates,
+        contents: int = CONTENT_LIMIT,
+    ) -> None:
         self.gates = gates
-        self.contents = Contents(moves.catalog.state)
+        self.contents = Contents(moves.catalog.state, contents)
         moves.catalog.listeners.append(self.contents)
         self._catalog = moves.catalog
         self._counters = moves.counters

@@ -24,8 +24,8 @@ from kvstore.proto.errors import (
 from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
+from kvstore.server.tiering.admission import PromoteOnSecondHit
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.promotion import PromoteOnSecondHit
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import FilePlace, PeerPlace
