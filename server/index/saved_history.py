@@ -16,8 +16,7 @@ from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, Namespace
 from kvstore.proto.wire import representation_from_message, representation_to_message
-from kvstore.server.eviction.access_history import History
-from kvstore.server.eviction.chunk_classes import OWNS
+from kvstore.server.eviction.access_history import OWNS, AccessHistory
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace
@@ -53,7 +52,7 @@ _MERGED_AT = 512
 class HistoryState:
     """``chunks`` are of dtype CHUNK, ``classes`` of CLASS, ``groups`` in the order of numbers.
 
-    ``fill`` may be called for a History that was told of nothing yet.
+    ``fill`` may be called for an AccessHistory that was told of nothing yet.
     """
 
     groups: tuple[int, ...]
@@ -61,7 +60,7 @@ class HistoryState:
     chunks: NDArray[np.void]
 
     @classmethod
-    def of(cls, history: History, rows: Rows, now_s: float) -> HistoryState:
+    def of(cls, history: AccessHistory, rows: Rows, now_s: float) -> HistoryState:
         """Return what *history* knows; the chunks are those of *rows*, without their keys."""
         time_s = history.time_s(now_s)
         history.table.settle(time_s)
@@ -79,7 +78,7 @@ class HistoryState:
         classes["asked"], classes["forgotten"] = history.table.ended(count)
         return cls(history.kinds.groups, classes, chunks)
 
-    def fill(self, history: History, rows: Rows, now_s: float) -> None:
+    def fill(self, history: AccessHistory, rows: Rows, now_s: float) -> None:
         """Let *history* know it, the chunks under *rows*. Raises InvalidRequestError."""
         time_s = history.time_s(now_s)
         for group in self.groups:
@@ -102,7 +101,7 @@ class HistoryState:
             history.table.wait(classes, last_s)
         history.table.refresh(time_s, history.kinds.count)
 
-    def _fill_table(self, history: History) -> None:
+    def _fill_table(self, history: AccessHistory) -> None:
         first = self.classes["code"]
         numbers = [
             int(code) & ~COARSER if code & COARSER else history.kinds.number(int(code))

@@ -78,7 +78,7 @@ class Plan:
             slow=0.0 if quiet else draw.choice((0.0, 0.05, 0.3)),
             full=0.0 if quiet else draw.choice((0.0, 0.0, 0.1)),
             spoils=not quiet and draw.random() < 0.5,
-            policy=draw.choice(("lru", "lru", "hit_density", "marconi", "discard_bit")),
+            policy=draw.choice(("lru", "lru", "hit_density", "marconi", "discard_hint")),
             hints=tuple(
                 Hints(draw.choice(tuple(Reuse)), draw.randrange(101), category=draw.choice("ab"))
                 for _ in range(draw.randrange(4))
