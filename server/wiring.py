@@ -112,8 +112,7 @@ def hiding(config: Settings) -> Callable[[Tier], Tier]:
     path = config.encryption_keys
     if path is None:
         return lambda tier: tier
-    from kvstore.tiers.at_rest import AtRestKeys
-    from kvstore.tiers.encrypted import EncryptedTier
+    from kvstore.tiers.encrypted import EncryptedTier, KeyRing
 
     file = WatchedFile((path,), _by_epoch)
 
@@ -121,7 +120,7 @@ def hiding(config: Settings) -> Callable[[Tier], Tier]:
         file.refresh()
         return file.value
 
-    keys = AtRestKeys(now, os.urandom)
+    keys = KeyRing(now, os.urandom)
     return lambda tier: EncryptedTier(tier, keys)
 
 
@@ -297,8 +296,6 @@ def _expect(tier: Tier, names: Sequence[bytes]) -> None:
 def batch_parallelism() -> dict[str, int]:
     """Return how many threads share chunks that one server is asked for in a row, by queue.
 
-    Of more than there are cores for, all would be late. A Redis on the same host takes a core for
-    each that is at it.
+    Of more than there are cores for, all would be late.
     """
-    cores = len(os.sched_getaffinity(0))
-    return {"load-peer": cores, "load-redis": max(1, cores // 2)}
+    return {"load-peer": len(os.sched_getaffinity(0))}
