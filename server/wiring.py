@@ -13,6 +13,7 @@ import structlog
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
+from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.cluster.setup import with_peers
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import (
@@ -266,6 +267,7 @@ def build_store(
         write_budgets=config.write_budgets,
     )
     store = Store(moves, limits, new_id)
+    attach_refills(store)
     store.importance = models.importance
     return store
 
