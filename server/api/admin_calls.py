@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.api.access_check import principal_of
-from kvstore.server.store.clear import clear, keys_of_tenant
+from kvstore.server.store.scrub import clear, keys_of_tenant
 
 if TYPE_CHECKING:
     import grpc

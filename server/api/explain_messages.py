@@ -13,8 +13,14 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Match, Namespa
 from kvstore.server.api.validation import Checks, fidelity, fitting
 from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.explain import Explainer, Reason, SimilarModel
-from kvstore.server.store.miss_log import LoggedMiss, MissLog, Report
+from kvstore.server.store.explain import (
+    Explainer,
+    LoggedMiss,
+    MissLog,
+    Reason,
+    Report,
+    SimilarModel,
+)
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.request_trace import check_local
 

@@ -11,7 +11,7 @@ from kvstore.proto.wire import MESSAGE_BYTES, representation_to_message
 from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.validation import chunk_stat, fitting
 from kvstore.server.security.pools import PREFIX
-from kvstore.server.store.clear import EVERY_TENANT
+from kvstore.server.store.scrub import EVERY_TENANT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -49,13 +49,13 @@ from kvstore.server.api.explain_messages import ExplainDesk
 from kvstore.server.api.validation import Checks, ServiceLimits
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.explain import ChunkFacts
-from kvstore.server.store.miss_log import (
+from kvstore.server.store.explain import (
     MAX_COUNTS,
     MAX_MISSES,
     MAX_REASON_CHARS,
     MAX_REASONS,
     MAX_REPORTS,
+    ChunkFacts,
     MissLog,
 )
 
