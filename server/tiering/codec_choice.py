@@ -103,7 +103,7 @@ class AutoCodec:
                 return 0.0
             while not fastest or self.clock() < end:
                 begin = self.clock()
-                if not guarded(lambda: tier.read_into(info.key, frame)):
+                if not guarded(lambda: tier.read(info.key, frame)):
                     break
                 fastest = max(fastest, info.size_bytes / max(self.clock() - begin, 1e-9))
         finally:
