@@ -15,8 +15,7 @@ from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
-from kvstore.server.store.ranged_reads import ByteRange, RangeRead
-from kvstore.server.store.reads import IN_MEMORY, ReadResult
+from kvstore.server.store.reads import IN_MEMORY, ByteRange, RangeRead, ReadResult
 from kvstore.server.store.store import Store
 from kvstore.tiers.base import FilePlace, PeerPlace
 from kvstore.tiers.slab import SlabPlace
@@ -63,7 +62,7 @@ class GetStream:
 
         Of a frame within *reach* its place instead.
         """
-        reading = RangeRead(self.store.moves, self.store.reads, self.least, self.deadline)
+        reading = RangeRead(self.store.reads, self.session, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ from kvstore.codecs.row_cut import cut_rows, kept_rows
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,
-    DeadlineError,
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
@@ -29,6 +29,7 @@ from kvstore.proto.frame import (
 from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, layer_order
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import Loads
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.server.tiering.work_queue import Ticket
@@ -49,11 +50,11 @@ class StreamingLoad:
     of it landed, and frees the room otherwise; until then ``frame`` is the reader's. Thread-safe.
     """
 
-    def __init__(self, moves: Moves, source: TierSlot, stored: ChunkInfo, tenant: str) -> None:
+    def __init__(self, loads: Loads, source: TierSlot, stored: ChunkInfo) -> None:
         self.source = source
-        self._moves = moves
+        self._loads = loads
+        self._moves = loads.moves
         self._stored = stored
-        self._tenant = tenant
         self._name = stored.key + next(_numbers).to_bytes(8, "little")
         self.frame: Bytes
         self.header: FrameHeader
@@ -68,23 +69,20 @@ class StreamingLoad:
         """Whether the stored copy has the bytes that CPU memory is to have."""
         return stored.codec_id == 0 and stored.size_bytes == raw_frame_bytes(stored.layout)
 
-    def submit(self, segment: int | None, deadline: float) -> Ticket | None:
+    def submit(self, segment: int | None) -> Ticket | None:
         """Queue a read, of the header for None; None when the queue is full."""
         number = b"" if segment is None else segment.to_bytes(4, "little")
-        return self._moves.work_queue.submit(
-            f"load-{self.source.name}",
-            self._name + number,
-            lambda: self._guarded(segment, deadline),
-        )
+        work = partial(self._guarded, segment)
+        return self._loads.submit(self.source, self._name + number, work)
 
-    def _guarded(self, segment: int | None, deadline: float) -> bool:
+    def _guarded(self, segment: int | None) -> bool:
         with self._lock:
             if self._is_closed:
                 raise LeaseExpiredError("the get that wanted this layer is over")
             self._running += 1
         try:
             if segment is None:
-                self._open(deadline)
+                self._open()
             else:
                 self._read(segment)
             return True
@@ -98,13 +96,13 @@ class StreamingLoad:
             if is_over:
                 self._give_back()
 
-    def _open(self, deadline: float) -> None:
+    def _open(self) -> None:
         """Reserve room and read the header.
 
         Raises TierFullError, TierUnavailableError, ChunkCorruptError.
         """
         moves, stored = self._moves, self._stored
-        room = SpaceRequest(stored, self._tenant, deadline)
+        room = SpaceRequest(stored, self._loads.tenant, self._loads.deadline)
         moves.catalog.hold(stored.key)
         try:
             self._reservation = moves.eviction.reserve(moves.tiers.cpu, room)
@@ -144,8 +142,7 @@ class StreamingLoad:
         except InvalidRequestError:
             found = False  # others have put a frame of another size in its place
         if not found:
-            self._moves.catalog.forget(source.name, key)
-            self._moves.counters.add("lost_chunks")
+            self._moves.note_lost(source, key)
             raise TierUnavailableError(source.name, f"it lost {key.hex()}")
 
     def close(self) -> None:
@@ -220,9 +217,8 @@ class LayerwiseRead:
         """Rows that the reader does not want."""
         self._moves = moves
         self._least = least
-        self._session = session
         self._keys = keys
-        self._deadline = deadline
+        self._reads = Loads(moves, session.tenant, deadline)
         self._order = layer_order(session.representation)
         self._sources: list[_Source] = []
         self._loads: list[StreamingLoad] = []
@@ -240,6 +236,7 @@ class LayerwiseRead:
                 yield self._part(source, 0, data)
             yield from self._segments()
         finally:
+            self._reads.close()
             for load in self._loads:
                 load.close()
             counters.add("get_chunks", len(self._sources))
@@ -266,20 +263,20 @@ class LayerwiseRead:
         """Start what brings the header of *key* in reach; None when nothing can."""
         moves = self._moves
         copies = moves.catalog.copies(key)
-        for slot in moves.tiers.sources:
-            copy = copies.get(slot.name)
-            if copy is None or copy.fidelity < self._least or slot.breaker.is_open:
-                continue
-            if slot is moves.tiers.cpu:
-                return _Opening(slot.name, None, None)
-            if not (slot.tier.reads_parts and StreamingLoad.is_possible(copy)):
-                ticket = moves.load(key, slot, self._session.tenant)
-                return None if ticket is None else _Opening(slot.name, ticket, None)
-            load = StreamingLoad(moves, slot, copy, self._session.tenant)
+        fit = [name for name, copy in copies.items() if copy.fidelity >= self._least]
+        slot = next(iter(moves.nearest(key, fit)), None)
+        if slot is None:
+            return None
+        if slot is moves.tiers.cpu:
+            return _Opening(slot.name, None, None)
+        load, copy = None, copies[slot.name]
+        if slot.tier.reads_parts and StreamingLoad.is_possible(copy):
+            load = StreamingLoad(self._reads, slot, copy)
             self._loads.append(load)
-            ticket = load.submit(None, self._deadline)
-            return None if ticket is None else _Opening(slot.name, ticket, load)
-        return None
+            ticket = load.submit(None)
+        else:
+            ticket = self._reads.load(key, slot)
+        return None if ticket is None else _Opening(slot.name, ticket, load)
 
     def _opened(self, index: int, key: ChunkKey, opening: _Opening | None) -> _Source | None:
         if opening is None or not self._is_done(opening.ticket):
@@ -301,10 +298,7 @@ class LayerwiseRead:
         """Wait for a read; False when it failed or is late."""
         try:
             if ticket is not None:
-                self._moves.work_queue.wait(ticket, self._deadline)
-        except DeadlineError:
-            self._moves.counters.add("get_late_chunks")
-            return False
+                self._reads.wait(ticket)
         except KVStoreError:
             return False
         return True
@@ -318,7 +312,7 @@ class LayerwiseRead:
         for number, (source, segment) in enumerate(plan):
             for ahead, wanted in plan[len(tickets) : number + 1 + READ_AHEAD_SEGMENTS]:
                 load = ahead.load if ahead.index < live else None
-                tickets.append(None if load is None else load.submit(wanted, self._deadline))
+                tickets.append(None if load is None else load.submit(wanted))
             if source.index >= live:
                 continue
             ticket = tickets[number]

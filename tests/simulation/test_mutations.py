@@ -117,7 +117,7 @@ def the_policy_forgets_to_forget(patch: pytest.MonkeyPatch) -> None:
 
 
 def damaged_chunks_vanish_with_their_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Moves, "drop_corrupt", lambda self, s, key: self.catalog.forget(s.name, key))
+    patch.setattr(Eviction, "drop_corrupt", lambda self, s, key: self.catalog.forget(s.name, key))
 
 
 def lost_copies_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def a_flush_is_believed_without_asking_the_medium(patch: pytest.MonkeyPatch) -> 
 
 
 def deletes_do_not_reach_the_medium(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Moves, "delete_from", nothing)
+    patch.setattr(Eviction, "delete_from", nothing)
 
 
 def orphans_are_never_purged(patch: pytest.MonkeyPatch) -> None:
