@@ -117,7 +117,7 @@ def the_policy_forgets_to_forget(patch: pytest.MonkeyPatch) -> None:
 
 
 def damaged_chunks_vanish_with_their_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Eviction, "drop_corrupt", lambda self, s, key: self.catalog.forget(s.name, key))
+    patch.setattr(Eviction, "drop_corrupt", lambda self, s, key: self._catalog.forget(s.name, key))
 
 
 def lost_copies_are_kept(patch: pytest.MonkeyPatch) -> None:
