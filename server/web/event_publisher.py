@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvstore.server.api.event_calls import POLL_S, EventDesk
-from kvstore.server.telemetry.events import Page
+from kvstore.server.api.event_calls import POLL_S
+from kvstore.server.telemetry.events import EventLog, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.event_messages import AllBlocksCleared, Word, encode, words_of
 from kvstore.server.web.event_sockets import EventSockets
@@ -51,7 +51,7 @@ class _Replay:
 
 
 class EventPublisher:
-    """Publishes all events of *desk*'s log until ``close``; *boot_id* is in the topic.
+    """Publishes all events of *log* until ``close``; *boot_id* is in the topic.
 
     One thread owns the sockets. *wall_clock* returns seconds since 1970, *clock* monotonic ones.
     """
@@ -59,15 +59,15 @@ class EventPublisher:
     def __init__(
         self,
         sockets: EventSockets,
-        desk: EventDesk,
+        log: EventLog,
         boot_id: int,
         counters: Counters,
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
         self._sockets = sockets
-        self._desk = desk
-        self._reader = desk.reader()
+        self._log = log
+        self._reader = log.reader()
         self.topic = b"kvstore@%016x" % boot_id
         self._counters = counters
         self._wall_clock = wall_clock
@@ -168,7 +168,7 @@ class EventPublisher:
         What is here now, and then what is kept of the past in its order, come to what is here: the
         latest word on a chunk is the last.
         """
-        reader = self._desk.reader()
+        reader = self._log.reader()
         while (page := reader.poll()) is not None:
             words = _words(page)
             if words:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from kvstore.server.api.event_calls import EventDesk
-from kvstore.server.security.principal import Principal
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import Settings
 from kvstore.server.store.store import Store
@@ -23,36 +21,33 @@ logger = structlog.get_logger(__name__)
 
 
 class NodeEvents:
-    """The desk that the RPC reads at, and the publisher; either may be None."""
+    """The log that the RPC reads, and the publisher; either may be None."""
 
     def __init__(
         self,
         config: Settings,
         store: Store,
         boot_id: int,
-        holds: Callable[[Principal], bool],
         closers: list[Callable[[], object]],
     ) -> None:
-        """Events count from here on; *holds* says whether a caller is still one.
-
-        Raises InvalidRequestError for what cannot be bound.
-        """
-        self.desk: EventDesk | None = None
+        """Events count from here on. Raises InvalidRequestError for what cannot be bound."""
+        self.log: EventLog | None = None
         self.publisher: EventPublisher | None = None
         self.addresses: list[str] = []
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
         slots = store.tiers.slots.values()
-        log = EventLog([one.name for one in slots if not one.tier.shared], config.events_kept)
-        store.catalog.listeners.append(log)
+        tiers = [one.name for one in slots if not one.tier.shared]
         restarted = partial(store.counters.add, "event_restarts")
-        self.desk = EventDesk(log, store.catalog.queries.held_from, holds, restarted)
+        held = store.catalog.queries.held_from
+        self.log = EventLog(tiers, config.events_kept, held, restarted)
+        store.catalog.listeners.append(self.log)
         if (config.events, config.events_replay) != ("off", "off"):
-            self._publish(config, store, boot_id, self.desk)
+            self._publish(config, store, boot_id, self.log)
             closers.append(self.close)
 
-    def _publish(self, config: Settings, store: Store, boot_id: int, desk: EventDesk) -> None:
+    def _publish(self, config: Settings, store: Store, boot_id: int, log: EventLog) -> None:
         from kvstore.server.web.event_keys import load_keys
         from kvstore.server.web.event_publisher import EventPublisher
         from kvstore.server.web.event_sockets import EventSockets, parse_readers
@@ -66,7 +61,7 @@ class NodeEvents:
         sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
         self.addresses = sockets.addresses
         self.publisher = EventPublisher(
-            sockets, desk, boot_id, store.counters, time.time, time.monotonic
+            sockets, log, boot_id, store.counters, time.time, time.monotonic
         )
         public_key = keys.public.decode() if keys else ""
         logger.info("events are published", addresses=self.addresses, public_key=public_key)
@@ -82,8 +77,8 @@ class NodeEvents:
 
     def end(self) -> None:
         """Have readers of the RPC stop."""
-        if self.desk is not None:
-            self.desk.log.end()
+        if self.log is not None:
+            self.log.end()
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""

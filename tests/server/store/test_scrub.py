@@ -17,7 +17,7 @@ from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server.api.look_calls import MAX_RANKED
+from kvstore.server.api.admin_calls import MAX_RANKED
 from kvstore.server.store.scrub import (
     BATCH_CHUNKS,
     Cleared,
