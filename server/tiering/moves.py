@@ -31,9 +31,9 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.outcomes import Fate
+from kvstore.server.tiering.admission import PromoteOnSecondHit
 from kvstore.server.tiering.eviction import Eviction
 from kvstore.server.tiering.placement import Placement
-from kvstore.server.tiering.promotion import PromoteOnSecondHit
 from kvstore.server.tiering.tier_slot import SpaceRequest, Tiers, TierSlot, verify
 from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation
@@ -358,11 +358,15 @@ class Moves:
         except InvalidRequestError:
             header = None  # others have put a frame of another size in its place
         if header is None:
-            self.catalog.forget(source.name, stored.key)
-            self.catalog.outcomes.note(stored.key, Fate.lost, source.name)
-            self.counters.add("lost_chunks")
+            self.note_lost(source, stored.key)
             return False
         return True
+
+    def note_lost(self, slot: TierSlot, key: ChunkKey) -> None:
+        """A copy that the catalog knew is not on its medium any more."""
+        self.catalog.forget(slot.name, key)
+        self.catalog.outcomes.note(key, Fate.lost, slot.name)
+        self.counters.add("lost_chunks")
 
     # --- from where a chunk is read
 
