@@ -49,12 +49,12 @@ class Policies:
         self.metadata = ChunkMetadata(
             partitions=partitions,
             category_ttls_s={rule.category: float(rule.ttl_s) for rule in terms if rule.ttl_s},
-            evicted_limit=config.ghost_limit,
+            evicted_limit=config.limits.ghost_limit,
             what_ifs={tier: MissRatioCurve(size) for tier, size in capacities.items() if size},
             contents=ContentIndex(config.blend_contents),
             policy_names={tier: self.name(tier) for tier in capacities},
         )
-        rules = config.write_rules
+        rules = config.write
         looks_ahead = any(make_admission(rule).looks_ahead for rule in rules.values())
         if looks_ahead or config.write_budgets:
             self.metadata.forecast = ReuseForecast(self.metadata.history)

@@ -40,7 +40,7 @@ def open_tiers(config: Settings, closers: list[Callable[[], object]]) -> list[Ti
             config.redis_access(config.redis_url or ""),
             config.redis_size,
             timeout_ms=config.redis_timeout_ms,
-            connections=config.redis_connections,
+            connections=config.limits.redis_connections,
             prefix=config.redis_prefix,
         )
         tiers.append(hidden(tier))

@@ -95,7 +95,7 @@ def test_a_model_that_blends_well_has_its_gate_opened(
 def test_a_model_that_blends_badly_stays_closed(
     make_server: Callable[..., LocalServer], tmp_path: Path, text: Path
 ) -> None:
-    server = make_server("--blend-ratio", "0.6")
+    server = make_server("--limits", "blend_ratio=0.6")
     model = make_model(tmp_path / "model", looks_around=True)
     assert calibrate(server, model, text, *SMALL_PROMPTS) == 1
     gate = gate_of(server)

@@ -37,7 +37,7 @@ PROMPT = prompt_tokens(1, 330)
 @pytest.fixture
 def server(make_server: Callable[..., LocalServer]) -> Iterator[LocalServer]:
     with coarse_codec():
-        yield make_server("--disk-codec", "coarse")
+        yield make_server("--codec", "disk=coarse")
 
 
 @pytest.fixture
