@@ -220,7 +220,8 @@ class Reservations:
         """Make a verified frame visible, and have it copied on."""
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
-        moves, slot, key = self._moves, ticket.slot, ticket.key
+        moves, slot, info = self._moves, ticket.slot, ticket.reservation.info
+        key = info.key
         moves.eviction.reserved.forget(ticket.reservation)
         try:
             sealed = slot.tier.seal(ticket.reservation)
@@ -236,7 +237,7 @@ class Reservations:
             self._counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)
         self._counters.add("put_stored_chunks")
-        self._counters.add("put_bytes", ticket.frame_bytes)
+        self._counters.add("put_bytes", info.size_bytes)
         moves.eviction.settle_quota(slot, key)
         for lower in self._lower:
             if moves.placement.admits(lower, key, Trigger.stored) and (
