@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvstore.cli.main import main
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.server.blending.gate_table import TRIALS
+from kvstore.server.blending.gates import TRIALS
 
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
 SMALL_PROMPTS = ("--documents", "2", "--document-tokens", "16", "--question-tokens", "8")

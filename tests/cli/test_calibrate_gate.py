@@ -18,7 +18,7 @@ from kvstore.client.engines.transformers import TransformersConnector, represent
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.types import Fidelity
-from kvstore.server.blending import gate_table
+from kvstore.server.blending import gates
 
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
 
@@ -33,7 +33,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ``rough`` is a codec that states no bound.
     """
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    monkeypatch.setattr(gate_table, "TRIALS", 4)
+    monkeypatch.setattr(gates, "TRIALS", 4)
     monkeypatch.setattr(RoughCodec, "fidelity", Fidelity.none)
     with coarse_codec():
         yield
