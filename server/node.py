@@ -92,7 +92,11 @@ class Node:
         self.recovered_chunks = self.store.recover()
         self._blends = self._open_blends()
         self.sessions = SessionTable(
-            config.max_sessions, config.session_ttl_ms, tenant_salts(config), clock, os.urandom
+            config.max_sessions,
+            config.limits.session_ttl_ms,
+            tenant_salts(config),
+            clock,
+            os.urandom,
         )
         self.sessions.on_open += [models.note, self.store.begin_session]
         self.sessions.on_close.append(self.store.end_session)
@@ -111,7 +115,7 @@ class Node:
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
         limits = ServiceLimits(
-            config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
+            config.limits.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
         checks = Checks(limits, clock)
         self.device_puts = self._open_device_puts()
@@ -123,7 +127,6 @@ class Node:
         )
         if self.directory is not None:
             self._closers.append(self.directory.close)
-            self.store.directory = self.directory
             self.store.catalog.listeners.append(self.directory)
         me = Me(self.port, identity.boot_id)
         self._begin_peers = ready_peers(config, self.store, self.directory, me)
@@ -143,7 +146,7 @@ class Node:
         self.events = NodeEvents(self._config, self.store, identity.boot_id, self._closers)
         backend = Backend(
             self.store, self.sessions, checks, identity, self.trust, self.data_plane,
-            self.device_puts, self._scrub, self.events.log,
+            self.device_puts, self._scrub, self.events.log, self.directory,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
@@ -268,8 +271,9 @@ class Node:
         from kvstore.server.web.http_start import HttpPort
 
         subject = Subject(
-            self.store, self.sessions, self.counters, kvstore.__version__, self._clock
-        )
+            self.store, self.sessions, self.counters, kvstore.__version__, self._clock,
+            self.directory,
+        )  # fmt: skip
         port = HttpPort(self._config, subject, self.trust)
         self._closers.append(port.close)
         return port
