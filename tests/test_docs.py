@@ -276,7 +276,7 @@ def stated(cell: str) -> float:
 
 def test_every_constant_among_the_limits_has_the_value_of_the_code() -> None:
     checked = 0
-    for name_cell, value_cell, module_cell, _ in rows("docs/architecture.md", "## Limits"):
+    for name_cell, value_cell, module_cell, _ in rows("docs/limits.md", "## Table"):
         (module,) = in_backticks(module_cell)
         for name in in_backticks(name_cell):
             if re.fullmatch("[A-Z_]+", name):
@@ -290,7 +290,7 @@ def test_every_setting_among_the_limits_has_its_default() -> None:
     defaults |= {f"--limits {name}": text for name, text in Limits().texts().items()}
     defaults["--disk"] = defaults["--disk"].partition(":")[0]
     checked = 0
-    for name_cell, value_cell, *_ in rows("docs/architecture.md", "## Limits"):
+    for name_cell, value_cell, *_ in rows("docs/limits.md", "## Table"):
         flags = [name for name in in_backticks(name_cell) if name.startswith("--")]
         if flags:
             values = [value.replace(" ", "") for value in value_cell.split(",")]
