@@ -18,10 +18,10 @@ from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, Op, host_id
-from kvstore.server.api.grpc_server import SERVICE, bind, bind_health, servicer_of
-from kvstore.server.api.health import Health
-from kvstore.server.api.load_shedding import Overload
-from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.api.access_check import AuthInterceptor
+from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
+from kvstore.server.api.interceptors import RequestScope
+from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
@@ -100,13 +100,13 @@ class Node:
         self.trust.doorkeeper.times = self.counters.times
         self._closers.append(self.trust.close)
         self.store.catalog.limit_leases(self.trust.lease_terms)
-        self._overload = overload = Overload(config.workers, self.counters, clock)
-        self._closers.append(overload.close)
+        self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
+        self._closers.append(shedder.close)
         scope = self._open_tracing()
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
-        gatekeeper = self.trust.gatekeeper
-        self._grpc, self.port = bind(config, overload, gatekeeper, scope, self._taken)
+        auth = AuthInterceptor(self.trust.authenticator, self.trust.doorkeeper)
+        self._grpc, self.port = bind(config, shedder, auth, scope, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -311,7 +311,9 @@ class Node:
             self.events.tick()
             if self._http is not None:
                 self._http.tick()
-            self._overload.tick()
+            self._shedder.tick()
+            if self.data_plane is not None:
+                self.data_plane.tick()
             if self.sessions.is_draining:  # over the RPC
                 self._set_health(serving=False)
             if not self.is_alive():

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.server.api.access_check import Gatekeeper
+from kvstore.server.api.access_check import AuthInterceptor
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.interceptors import ErrorInterceptor
-from kvstore.server.api.load_shedding import Overload
-from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.api.interceptors import ErrorInterceptor, RequestScope
+from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
@@ -40,6 +42,29 @@ HEALTH_WORKERS = 2
 HEALTH_CONNECTIONS = 64
 
 
+class Health(health.HealthServicer):
+    """gRPC's own, without Watch, as its protocol allows: ask with Check.
+
+    A watcher holds a thread for as long as it likes; without a thread (what gRPC calls
+    non-blocking) one that does not read holds up whoever sets a state, under the lock that Check
+    takes (grpcio-health-checking 1.76).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(experimental_non_blocking=False)
+
+    @override
+    def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.ServicerContext,
+        send_response_callback: Callable[..., Any] | None = None,
+    ) -> Iterator[health_pb2.HealthCheckResponse]:
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("ask with Check")
+        return iter(())
+
+
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     """Return what answers every RPC of kvstore.v1 over *backend*."""
     store, clock = backend.store, backend.checks.clock
@@ -60,8 +85,8 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
 
 def bind(
     config: Settings,
-    overload: Overload,
-    gatekeeper: Gatekeeper,
+    shedder: LoadShedder,
+    auth: AuthInterceptor,
     scope: RequestScope,
     taken: int,
 ) -> tuple[grpc.Server, int]:
@@ -72,9 +97,9 @@ def bind(
     largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
     connections = most_connections(config.max_sessions, taken)
     server = grpc.server(
-        overload.reads,
-        interceptors=[overload, scope, ErrorInterceptor(), gatekeeper],
-        maximum_concurrent_rpcs=overload.most_calls,
+        shedder.reads,
+        interceptors=[shedder, scope, ErrorInterceptor(), auth],
+        maximum_concurrent_rpcs=shedder.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_send_message_length", largest),
