@@ -13,13 +13,12 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import History
-from kvstore.server.eviction.flop_density import FlopDensity
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.leaf_tree import LeafFirstEviction
-from kvstore.server.eviction.marconi import MarconiEviction
+from kvstore.server.eviction.marconi import FlopDensity, MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.queues import RowHeap, RowOrder
 from kvstore.server.eviction.registry import make_policy
-from kvstore.server.eviction.row_heap import RowHeap, RowOrder
 
 _TICK_BITS = 48
 _MOST_USES = (1 << (64 - _TICK_BITS)) - 1
@@ -121,7 +120,7 @@ class GdsfEviction(HeapedEviction):
     moves to the least priority there is when one does: a deletion cannot push it ahead.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: AccessHistory) -> None:
         self._keys: list[int] = [0]
         """The priority of each row, then when it was used, in one number: what orders the heap."""
         super().__init__(self._keys)
@@ -208,7 +207,7 @@ class S3FifoEviction(LeafFirstEviction):
     """
 
     def __init__(
-        self, history: History, *, small_share: float = 0.1, promote_uses: int = 2
+        self, history: AccessHistory, *, small_share: float = 0.1, promote_uses: int = 2
     ) -> None:
         """New chunks have *small_share* of the bytes, and *promote_uses* take one out of it."""
         super().__init__()
@@ -349,7 +348,7 @@ class S3FifoEviction(LeafFirstEviction):
                 self._moves[row] = moves
             moves = []
             yield row
-            parent = self._bared_by(row, orphaned)
+            parent = self._exposed_by(row, orphaned)
             if parent:
                 hands[self._queues[parent]].push(self._order[parent], parent)
 
@@ -366,7 +365,7 @@ class MarconiLinearEviction(MarconiEviction):
     ranks by efficiency alone where there are many candidates.
     """
 
-    def __init__(self, history: History, alpha: float = 0.25) -> None:
+    def __init__(self, history: AccessHistory, alpha: float = 0.25) -> None:
         super().__init__(history, alpha)
 
     @override
@@ -374,7 +373,7 @@ class MarconiLinearEviction(MarconiEviction):
         return float(used)
 
 
-BASELINES: dict[str, Callable[[History], EvictionPolicy]] = {
+BASELINES: dict[str, Callable[[AccessHistory], EvictionPolicy]] = {
     "lfu": lambda _: LfuEviction(),
     "gdsf": GdsfEviction,
     "s3fifo": S3FifoEviction,
@@ -382,6 +381,6 @@ BASELINES: dict[str, Callable[[History], EvictionPolicy]] = {
 }
 
 
-def make_any(name: str, history: History) -> EvictionPolicy:
+def make_any(name: str, history: AccessHistory) -> EvictionPolicy:
     """Return a new policy that is served, or a baseline. Raises InvalidRequestError."""
     return BASELINES[name](history) if name in BASELINES else make_policy(name, history)

@@ -14,7 +14,7 @@ from kvstore.cli.simulate.simulator import Terms, replay_blocks
 from kvstore.cli.simulate.state_replay import make_states
 from kvstore.cli.trace_blocks import BlockTrace
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.states.cache import StateCache
@@ -78,7 +78,7 @@ class TimedEviction(EvictionPolicy):
 
 def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float, int]:
     """Return the mean and the 99th percentile in us of evictions in a replay, and how many."""
-    history = History(trace.block_tokens)
+    history = AccessHistory(trace.block_tokens)
     timed = TimedEviction(make_policy(policy, history))
     replay_blocks(trace, Terms(policy, size), (timed, history))
     spent = np.frombuffer(timed.spent_us) if timed.spent_us else np.zeros(1)
@@ -99,15 +99,15 @@ def bare_loop_per_s(trace: BlockTrace) -> float:
 def bytes_per_node(policy: str, chunks: int | None = None) -> float:
     """Return Python's memory for each of many chunks: a policy's, and what is remembered."""
     count = MEMORY_CHUNKS if chunks is None else chunks
-    make_policy(policy, History())  # what is imported for it
+    make_policy(policy, AccessHistory())  # what is imported for it
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        history = History()
+        history = AccessHistory()
         made = make_policy(policy, history)
         for start in range(1, count + 1, _PROMPT_CHUNKS):
             rows = np.arange(start, start + _PROMPT_CHUNKS)
-            history.seen_chain(rows, NO_ROW, Facts(flops=1e12), float(start))
+            history.seen_chain(rows, NO_ROW, InsertInfo(flops=1e12), float(start))
             made.insert_chain(rows, NO_ROW, 1 << 20, float(start))
             history.asked(rows, len(rows), start + 1.0)
             made.touch(rows, start + 1.0)

@@ -12,7 +12,7 @@ from bench.baselines import BASELINES, make_any
 from kvstore.cli.simulate.simulator import Outcome, Terms, replay_blocks
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 
 TRACES = Path(__file__).resolve().parents[1] / "data" / "traces"
 CONVERSATION = "mooncake_conversation_trace"
@@ -46,7 +46,7 @@ def read_blocks(trace: str) -> BlockTrace:
 def replay(cell: Cell) -> Outcome:
     """Replay one cell, in this process."""
     trace = read_blocks(cell.trace)
-    history = History(trace.block_tokens)
+    history = AccessHistory(trace.block_tokens)
     policy = make_any(cell.policy, history), history
     return replay_blocks(trace, Terms(cell.policy, cell.size), policy)
 

@@ -16,7 +16,7 @@ from bench.policy_grid import CONVERSATION, TRACES
 from bench.report import Report
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_files import BlockLine, read_trace
-from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.hit_density import HitDensityEviction
 
 SHARE = 0.05
@@ -54,7 +54,7 @@ def second_half(
 ) -> float:
     """Return the share of blocks hit in the second half, with a hint for each prompt or none."""
     footprint = len({block for request in requests for block in request.block_ids})
-    history = History(requests[0].block_tokens)
+    history = AccessHistory(requests[0].block_tokens)
     replay = BlockReplay(HitDensityEviction(history), history, int(share * footprint))
     blocks = hits = 0
     for at, request in enumerate(requests):
@@ -62,6 +62,6 @@ def second_half(
             blocks, hits = replay.blocks, replay.hit_blocks
         reuse = 0 if keeps is None else KEEP if keeps[at] else DISCARD
         full = request.input_tokens % request.block_tokens == 0
-        facts = Facts(full, reuse=reuse, prompt_chunks=len(request.block_ids))
+        facts = InsertInfo(full, reuse=reuse, prompt_chunks=len(request.block_ids))
         replay.request(request.block_ids, 1, request.time_s, facts)
     return (replay.hit_blocks - hits) / (replay.blocks - blocks)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bench.tier_replay import LoadModel, TierCounts, TierReplay, TierTerms
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.tiering.admission import ADMISSIONS, make_admission
@@ -55,7 +55,7 @@ def run_two_tier(
     places = [int(share * len(rows)) for share in shares]
     terms = TierTerms(places[0], places[1], is_exclusive)
     model, rule = LoadModel(), make_admission(admission)
-    forecast = ReuseForecast(History(model.block_tokens), model.block_tokens)
+    forecast = ReuseForecast(AccessHistory(model.block_tokens), model.block_tokens)
     replay = TierReplay(LruEviction(), LruEviction(), terms, rule, forecast)
     times: list[float] = []
     for at, request in enumerate(requests):

@@ -15,12 +15,12 @@ import numpy as np
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import Facts
+from kvstore.server.eviction.access_history import InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.tiering.admission import CopyRequest, TierAdmission, Trigger
 
-FULL = Facts()
+FULL = InsertInfo()
 """Of all blocks but the last of a prompt."""
 
 
@@ -132,7 +132,7 @@ class TierReplay:
         forecast.asked(rows[:new], len(rows), now_s)
         history.asked(rows[:new], len(rows), now_s)
         parent = int(rows[new - 1]) if new else NO_ROW
-        facts = Facts(is_full, prompt_chunks=len(rows))
+        facts = InsertInfo(is_full, prompt_chunks=len(rows))
         history.seen_chain(rows[new:], parent, facts, now_s)
         for row in rows[new:].tolist():
             forecast.seen(row, parent, FULL if row != rows[-1] else facts, now_s)

@@ -20,10 +20,9 @@ from typing_extensions import override
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
-from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.learned import LearnedEviction
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
+from kvstore.server.eviction.learned import FEATURES, Features, LearnedEviction, Stump, StumpScorer
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.scorer import FEATURES, Features, Stump, StumpScorer
 
 SHARES = (0.02, 0.05, 0.1, 0.25)
 """Sizes of the tier, as shares of the trace's blocks."""
@@ -44,7 +43,7 @@ Samples = tuple[Features, Labels]
 class _Recorder(LearnedEviction):
     """LRU that takes down the features of its candidates and when each row was used."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: AccessHistory) -> None:
         super().__init__(history, StumpScorer([Stump(0, 0.0, 0.0, 0.0)]))
         self.uses: dict[int, list[float]] = {}
         self.seen: list[tuple[Features, list[int], float]] = []
@@ -77,7 +76,7 @@ def flops_of_blocks(count: int, tokens: int) -> NDArray[np.float64]:
 
 def record(trace: BlockTrace, share: float) -> Samples:
     """Return features and labels, 1 for a chunk that is used again in time."""
-    history = History(trace.block_tokens)
+    history = AccessHistory(trace.block_tokens)
     policy = _Recorder(history)
     capacity_bytes = max(1, int(trace.blocks * share)) * BLOCK_BYTES
     replay = BlockReplay(policy, history, capacity_bytes, least_rows=trace.blocks + 1)
@@ -87,7 +86,7 @@ def record(trace: BlockTrace, share: float) -> Samples:
     for request in range(trace.requests):
         chain = trace.chain(request).tolist()
         if chain:
-            facts = Facts(tokens_full=bool(is_full[chain[-1]]), prompt_chunks=len(chain))
+            facts = InsertInfo(tokens_full=bool(is_full[chain[-1]]), prompt_chunks=len(chain))
             replay.request(
                 chain, BLOCK_BYTES, float(trace.times_s[request]), facts, flops[: len(chain)]
             )

@@ -7,9 +7,14 @@ from dataclasses import replace
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.blending.content_index import ContentIndex
-from kvstore.server.eviction.miss_ratio_curve import WhatIf
 from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.eviction.quotas import NO_QUOTA, PartitionedEviction, PartitionTable, Quota
+from kvstore.server.eviction.quotas import (
+    NO_QUOTA,
+    MissRatioCurve,
+    PartitionedEviction,
+    PartitionTable,
+    Quota,
+)
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.chunk_metadata import ChunkMetadata
@@ -48,7 +53,7 @@ class Policies:
             partitions=partitions,
             category_ttls_s=terms.ttls_s,
             evicted_limit=config.ghost_limit,
-            what_ifs={tier: WhatIf(size) for tier, size in capacities.items() if size},
+            what_ifs={tier: MissRatioCurve(size) for tier, size in capacities.items() if size},
             contents=ContentIndex(config.blend_contents),
             policy_names={tier: self.name(tier) for tier in capacities},
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW, spare_rows
-from kvstore.server.eviction.access_history import NO_FACTS, Facts, History
+from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 
 LEAST_ROWS = 1 << 18
@@ -26,15 +26,15 @@ class BlockReplay:
     A hit is the longest prefix of a request that is here before it. Then its blocks that are
     here are touched, and the others inserted, the first of them first, evicting as needed but
     none of its own; if nothing may go, or a block is larger than the tier, the rest is not
-    admitted. What is evicted is remembered by the History: at most 2^18 blocks, or twice as many
-    as were here at once, those asked for longest ago forgotten first. The same requests give
+    admitted. What is evicted is remembered by the AccessHistory: at most 2^18 blocks, or twice as
+    many as were here at once, those asked for longest ago forgotten first. The same requests give
     the same hits.
     """
 
     def __init__(
         self,
         policy: EvictionPolicy,
-        history: History,
+        history: AccessHistory,
         capacity_bytes: int,
         *,
         least_rows: int = LEAST_ROWS,
@@ -63,7 +63,7 @@ class BlockReplay:
         blocks: Sequence[int],
         block_bytes: int,
         now_s: float,
-        facts: Facts = NO_FACTS,
+        facts: InsertInfo = NO_INFO,
         flops: NDArray[np.float64] | None = None,
     ) -> int:
         """Look up and store a prompt; return how many of its first blocks were here.

@@ -17,7 +17,7 @@ from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import DEFAULT_BLOCK_TOKENS, BlockTrace, make_blocks
 from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.registry import POLICIES, instead_of, make_policy
 from kvstore.server.settings.values import parse_size
@@ -141,15 +141,15 @@ class Simulator:
 
 
 def replay_blocks(
-    trace: BlockTrace, terms: Terms, policy: tuple[EvictionPolicy, History] | None = None
+    trace: BlockTrace, terms: Terms, policy: tuple[EvictionPolicy, AccessHistory] | None = None
 ) -> Outcome:
     """Replay a trace of blocks on one tier; *policy* stands in for the one that is named, with
-    the History that it ranks by.
+    the AccessHistory that it ranks by.
     """
     block_bytes = trace.block_tokens * terms.kv_bytes_per_token
     capacity_bytes = parse_capacity(terms.capacity, trace.blocks * block_bytes)
     if policy is None:
-        history = History(trace.block_tokens)
+        history = AccessHistory(trace.block_tokens)
         policy = make_policy(terms.policy, history), history
     replay = BlockReplay(*policy, capacity_bytes)
     times, starts = trace.times_s.tolist(), trace.starts.tolist()
@@ -180,8 +180,8 @@ def replay_blocks(
 
 
 @lru_cache(maxsize=1024)
-def _facts(tokens_full: bool, prompt_chunks: int) -> Facts:
-    return Facts(tokens_full=tokens_full, prompt_chunks=prompt_chunks)
+def _facts(tokens_full: bool, prompt_chunks: int) -> InsertInfo:
+    return InsertInfo(tokens_full=tokens_full, prompt_chunks=prompt_chunks)
 
 
 def flops_by_place(blocks: int, block_tokens: int) -> NDArray[np.float64]:

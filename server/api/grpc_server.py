@@ -68,9 +68,9 @@ class Health(health.HealthServicer):
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     """Return what answers every RPC of kvstore.v1 over *backend*."""
     store, clock = backend.store, backend.checks.clock
-    moves = store.moves
     explainer = Explainer(
-        store.catalog, moves.sources, moves.outcomes, clock, store.states, store.spaces,
+        store.catalog, store.tiers.sources, store.catalog.outcomes, clock, store.states,
+        store.spaces,
     )  # fmt: skip
     backend.sessions.on_open.append(explainer.spaces.note)
     requests = RequestLog(clock)

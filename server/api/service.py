@@ -123,7 +123,7 @@ class DataCalls:
         session = self._sessions.open(
             representation, client, standing.tenant, caller, standing.roles, request.process
         )
-        plane, gpu = self._data_plane, self._store.moves.gpu_tier
+        plane, gpu = self._data_plane, self._store.moves.tiers.gpu_tier
         return pb.OpenSessionResponse(
             server=self._stamp,
             session_id=session.session_id,
@@ -256,7 +256,7 @@ class DataCalls:
         """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
         if any(sources):  # what is there of the others may be of too low fidelity
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
-        return self._store.moves.cpu_tier.place_rows(keys[: len(sources)])
+        return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
     def Release(
         self, request: pb.ReleaseRequest, context: grpc.ServicerContext
@@ -392,7 +392,7 @@ class DataCalls:
                 fix = f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
                 raise InvalidRequestError("weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
-            self._store.moves.importance.note(key, weights)
+            self._store.importance.note(key, weights)
         return pb.WeighResponse(server=self._stamp)
 
     # --- blending
@@ -448,7 +448,7 @@ class DataCalls:
 
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
-        slot = self._store.moves.peers
+        slot = self._store.moves.tiers.remote
         return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
 
     def LendPeer(
@@ -456,7 +456,7 @@ class DataCalls:
     ) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
-        slot = self._store.moves.peers
+        slot = self._store.moves.tiers.remote
         peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
         if peer is None:
             raise InvalidRequestError("number", request.number, "of no server that is known")

@@ -1,8 +1,9 @@
-"""What is remembered of chunks, on a tier or evicted: for policies that rank by it."""
+"""What is remembered of chunks, on a tier or evicted, and the classes it puts them in."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,19 +13,173 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
-from kvstore.server.eviction.chunk_classes import (
-    HINTS,
-    ChunkClasses,
-    hint_of,
-    is_partial,
-    pack_own,
-    with_hint,
-)
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import DensityTable
 
+MAX_CLASSES = 1024
+"""Numbers there are; chunks that would need another are of their coarser class."""
 
-class Report(NamedTuple):
+MAX_GROUPS = 8
+"""Groups told apart; the others are one."""
+
+HINTS = 3
+"""What an engine may say of the reuse of a chunk: 0 nothing, 1 discard, 2 keep."""
+
+_FREQUENCIES = 3
+_TURNS = 5
+_LENGTHS = 3
+OWNS = (MAX_GROUPS + 2) * HINTS * 2
+"""What may be a chunk's own is below this."""
+
+_CONTEXTS = _TURNS * _LENGTHS * _FREQUENCIES
+_UNKNOWN = 65_535
+_CODE_OF_OWN = np.arange(256, dtype=np.intp) * _CONTEXTS
+_TURN_OF = np.searchsorted([1, 2, 3, 6], np.arange(256), side="right")
+_CODE_OF_TURN: list[int] = (_TURN_OF * (_LENGTHS * _FREQUENCIES)).tolist()
+_FREQUENCY_OF = np.clip(np.arange(256), 1, _FREQUENCIES) - 1
+_SHORT_TOKENS, _LONG_TOKENS = 1_000, 16_000
+
+
+class ChunkClasses:
+    """Numbers of classes, given at first sight.
+
+    A class is: how often the chunk was asked for (1, 2, more), the turn of its conversation (0,
+    1, 2, 3 to 5, more), how long the prompt was (below 1 k, below 16 k tokens, more), and what
+    is the chunk's *own*: its group, what was hinted of its reuse, and whether it is the end of
+    a prompt that fills no chunk. The coarser class has frequency, hint and end only.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        """Classes of chunks of *chunk_tokens* tokens."""
+        coarser = _FREQUENCIES * HINTS * 2
+        self.count = coarser
+        """Numbers given; those of the coarser classes come first, without any chunk."""
+        self.coarse = np.zeros(MAX_CLASSES, np.intp)
+        """The number of the coarser class of each."""
+        self.coarse[:coarser] = np.arange(coarser)
+        self._listed = array("H", [_UNKNOWN]) * (OWNS * _CONTEXTS)
+        self._numbers = np.frombuffer(self._listed, np.uint16)
+        """The same, as numpy sees it."""
+        self._ends = [_SHORT_TOKENS / chunk_tokens, _LONG_TOKENS / chunk_tokens]
+        self._groups: dict[int, int] = {}
+
+    def group(self, group: int) -> int:
+        """Return the number of a group: 0 for 0, then one each, then one for all others."""
+        if not group:
+            return 0
+        if group not in self._groups and len(self._groups) < MAX_GROUPS:
+            self._groups[group] = 1 + len(self._groups)
+        return self._groups.get(group, MAX_GROUPS + 1)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The groups told apart, in the order of their numbers."""
+        return tuple(self._groups)
+
+    def context(self, turn: int, chunks: int) -> int:
+        """Return what chunks have in common that were asked for in one prompt."""
+        return _CODE_OF_TURN[turn] + bisect_right(self._ends, chunks) * _FREQUENCIES
+
+    def contexts(self, turns: NDArray[np.uint8], chunks: NDArray[np.uint16]) -> NDArray[np.intp]:
+        """Return ``context`` of each of several."""
+        lengths = np.searchsorted(self._ends, chunks, side="right")
+        return (_TURN_OF[turns] * _LENGTHS + lengths) * _FREQUENCIES
+
+    def of(
+        self,
+        own: NDArray[np.uint8],
+        hits: NDArray[np.uint8],
+        context: NDArray[np.intp] | int,
+    ) -> NDArray[np.uint16]:
+        """Return the classes of chunks."""
+        codes = _CODE_OF_OWN[own]
+        codes += _FREQUENCY_OF[hits]
+        codes += context
+        numbers = self._numbers[codes]
+        if numbers.max(initial=0) == _UNKNOWN:
+            for code in dict.fromkeys(codes[numbers == _UNKNOWN].tolist()):
+                self._numbers[code] = self._new(code)
+            numbers = self._numbers[codes]
+        return numbers
+
+    def of_one(self, own: int, hits: int, context: int) -> int:
+        """Return the class of one chunk."""
+        frequency = hits if hits < _FREQUENCIES else _FREQUENCIES
+        code = own * _CONTEXTS + (frequency or 1) - 1 + context
+        number = self._listed[code]
+        if number == _UNKNOWN:
+            number = self._listed[code] = self._new(code)
+        return number
+
+    def codes(self) -> NDArray[np.intp]:
+        """Return what each number stands for, as ``number`` takes it; -1 for coarser classes."""
+        found = np.full(self.count, -1, np.intp)
+        codes = np.flatnonzero(self._numbers != _UNKNOWN)
+        numbers = self._numbers[codes]
+        found[numbers] = codes
+        found[: _FREQUENCIES * HINTS * 2] = -1
+        return found
+
+    def number(self, code: int) -> int:
+        """Return the number of what ``codes`` of another run has. Raises InvalidRequestError."""
+        if not 0 <= code < len(self._numbers):
+            raise InvalidRequestError("code", code, f"below {len(self._numbers)}")
+        if self._numbers[code] == _UNKNOWN:
+            self._numbers[code] = self._new(code)
+        return self._numbers.item(code)
+
+    def _new(self, code: int) -> int:
+        own, frequency = code // _CONTEXTS, code % _FREQUENCIES
+        coarser = own % (HINTS * 2) * _FREQUENCIES + frequency
+        if self.count == MAX_CLASSES:
+            return coarser
+        number = self.count
+        self.count += 1
+        self.coarse[number] = coarser
+        return number
+
+
+def pack_own(group: int, reuse: int) -> int:
+    """Return what is a whole chunk's own; one more for an end that fills no chunk."""
+    return (group * HINTS + reuse) * 2
+
+
+def with_hint(own: NDArray[np.uint8], reuse: int) -> NDArray[np.uint8]:
+    """Return what is the chunks' own after *reuse* was said of them."""
+    of_group = own - own % np.uint8(HINTS * 2)
+    hinted: NDArray[np.uint8] = of_group + own % np.uint8(2) + np.uint8(2 * reuse)
+    return hinted
+
+
+def hint_of(own: int) -> int:
+    """Return what was said of the reuse of the chunk."""
+    return own // 2 % HINTS
+
+
+def is_partial(own: int) -> bool:
+    """Whether the chunk is an end that fills no chunk."""
+    return own % 2 == 1
+
+
+class SteadyClock:
+    """Seconds that stand still while the caller's go back, and then go on with them."""
+
+    def __init__(self) -> None:
+        self.latest_s = -np.inf
+        """What ``time_s`` returned last."""
+        self._ahead_s = 0.0
+
+    def time_s(self, now_s: float) -> float:
+        """Return the time at the caller's *now_s*: not before any that was returned."""
+        time_s = now_s + self._ahead_s
+        if time_s < self.latest_s:
+            self._ahead_s += self.latest_s - time_s
+            return self.latest_s
+        self.latest_s = time_s
+        return time_s
+
+
+class RefreshReport(NamedTuple):
     """What was asked for between two refreshes.
 
     ``rows`` of what was known of it and ``ages_s`` how long each had waited; ``chunks`` counts
@@ -39,7 +194,7 @@ class Report(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a History as numpy sees them, each of shape (rows,)."""
+    """The columns of an AccessHistory as numpy sees them, each of shape (rows,)."""
 
     last_s: NDArray[np.float64]
     hits: NDArray[np.uint8]
@@ -68,7 +223,7 @@ _MOST_CHUNKS = 65_535
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class InsertInfo:
     """What whoever stores a chunk says of it.
 
     ``tokens_full`` is False for an end of a prompt that fills no chunk; ``flops`` are what its
@@ -92,11 +247,11 @@ class Facts:
             raise InvalidRequestError("prompt_chunks", self.prompt_chunks, "a count, or 0")
 
 
-NO_FACTS = Facts()
+NO_INFO = InsertInfo()
 """Nothing is said of the chunk."""
 
 
-class History:
+class AccessHistory:
     """Columns by row of what is remembered of a chunk, and the table that learns from it.
 
     A row is a chunk's from its first ``seen`` to ``forget``, evicted or not: what is here no more
@@ -125,30 +280,21 @@ class History:
         """Group, hint and whether it is an end, as ``chunk_classes`` packs it."""
         self.kinds = ChunkClasses(chunk_tokens)
         self.table = DensityTable(self.kinds.coarse)
-        self.followers: list[Callable[[Rows], None]] = []
+        self.on_hint: list[Callable[[Rows], None]] = []
         """Called with the rows whose class changed by a hint, after it did."""
-        self.watchers: list[Callable[[Report], None]] = []
+        self.on_refresh: list[Callable[[RefreshReport], None]] = []
         """Called after each refresh."""
         self._asked_rows, self._asked_ages_s = array("q"), array("d")
         """What was asked for since the last report."""
         self._chunks = 0
-        self._latest_s = -np.inf
-        self._ahead_s = 0.0
+        self._clock = SteadyClock()
+        self.time_s = self._clock.time_s
         self._requests = 0
         self._refreshed_at = 0
         self._refreshed_s = -np.inf
         self._steps: Iterator[None] = iter(())
         """What is left of the last refresh: a step with each of the next requests."""
         self._seen = self.columns()
-
-    def time_s(self, now_s: float) -> float:
-        """Return *now_s* on a clock that stands still while the caller's goes back."""
-        time_s = now_s + self._ahead_s
-        if time_s < self._latest_s:
-            self._ahead_s += self._latest_s - time_s
-            return self._latest_s
-        self._latest_s = time_s
-        return time_s
 
     # --- events
 
@@ -176,14 +322,14 @@ class History:
             next(self._steps, None)
 
     def _report(self, requests: int, time_s: float) -> None:
-        """Tell the watchers what was asked for since the last refresh."""
+        """Tell the on_refresh what was asked for since the last refresh."""
         if not self._asked_rows:
             return
         rows, ages_s = np.frombuffer(self._asked_rows, np.intp), np.frombuffer(self._asked_ages_s)
-        report = Report(rows, ages_s, self._chunks, requests, time_s)
+        report = RefreshReport(rows, ages_s, self._chunks, requests, time_s)
         self._asked_rows, self._asked_ages_s = array("q"), array("d")
         self._chunks = 0
-        for watcher in self.watchers:
+        for watcher in self.on_refresh:
             watcher(report)
 
     def _known(self, rows: Rows) -> Rows:
@@ -208,7 +354,7 @@ class History:
         seen = self._seen
         since_s = seen.last_s[rows]
         self.table.asked(seen.classes[rows], since_s, time_s)
-        if self.watchers:
+        if self.on_refresh:
             self._asked_rows.frombytes(rows.tobytes())
             self._asked_ages_s.frombytes((time_s - since_s).tobytes())
         hits = seen.hits[rows]
@@ -240,7 +386,7 @@ class History:
             classes[row], last_s[row] = kind, time_s
             turns[row], lengths[row] = turn, chunks
         self.table.asked(left, since_s, time_s)
-        if self.watchers:
+        if self.on_refresh:
             self._asked_rows.extend(names)
             self._asked_ages_s.extend([time_s - one_s for one_s in since_s])
         self.table.wait(waiting, time_s)
@@ -249,7 +395,7 @@ class History:
         """Do as ``_ask`` does of a prompt of whose chunks only the first is known."""
         since_s = self.last_s[row]
         self.table.asked_one(self.classes[row], since_s, time_s)
-        if self.watchers:
+        if self.on_refresh:
             self._asked_rows.append(row)
             self._asked_ages_s.append(time_s - since_s)
         count = self.hits[row]
@@ -265,7 +411,7 @@ class History:
         self._seen.turns[rows] = turn
         self._seen.chunks[rows] = chunks
 
-    def seen(self, row: int, parent: int, facts: Facts, now_s: float) -> None:
+    def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
         """A chunk is stored that continues *parent*, which may be NO_ROW or unknown.
 
         The first sight of it counts as an asking, in the context of its parent; of a known one
@@ -273,7 +419,7 @@ class History:
         """
         self.seen_chain(np.array([row]), parent, facts, now_s)
 
-    def seen_chain(self, rows: Rows, parent: int, facts: Facts, now_s: float) -> None:
+    def seen_chain(self, rows: Rows, parent: int, facts: InsertInfo, now_s: float) -> None:
         """Chunks are stored of which each continues the one before, the first *parent*.
 
         As ``seen`` for each, where ``tokens_full`` is of the last.
@@ -294,7 +440,7 @@ class History:
         if len(fresh):
             self._meet(_distinct(fresh), parent, facts, time_s)
 
-    def _meet(self, rows: Rows, parent: int, facts: Facts, time_s: float) -> None:
+    def _meet(self, rows: Rows, parent: int, facts: InsertInfo, time_s: float) -> None:
         """Begin to remember chunks that came in the context of *parent*."""
         kinds, seen, turn = self.kinds, self._seen, self.turns[parent]
         own = 0
@@ -330,9 +476,9 @@ class History:
         own = seen.own[rows] = with_hint(seen.own[rows], reuse)
         contexts = kinds.contexts(seen.turns[rows], seen.chunks[rows])
         others = kinds.of(own, seen.hits[rows], contexts)
-        self.table.moved(seen.classes[rows], others, seen.last_s[rows], self._latest_s)
+        self.table.moved(seen.classes[rows], others, seen.last_s[rows], self._clock.latest_s)
         seen.classes[rows] = others
-        for follower in self.followers:
+        for follower in self.on_hint:
             follower(rows)
 
     def forget(self, row: int) -> None:
@@ -344,7 +490,7 @@ class History:
         rows, seen = self._known(rows), self._seen
         if not len(rows):
             return
-        self.table.forgotten(seen.classes[rows], seen.last_s[rows], self._latest_s)
+        self.table.forgotten(seen.classes[rows], seen.last_s[rows], self._clock.latest_s)
         for column in seen:
             column[rows] = 0
 

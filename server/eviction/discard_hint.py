@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import override
 
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.leaf_tree import LeafFirstEviction
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
@@ -19,12 +19,12 @@ _DISCARDED, _OTHERS = 0, 1
 _TICK_BITS = 56
 
 
-class DiscardBitEviction(LeafFirstEviction):
+class DiscardHintEviction(LeafFirstEviction):
     """Evict the leaf used longest ago of those that are labelled "discard", else of the others.
 
     "Paging with succinct predictions" (Antoniadis et al., arXiv 2210.02775): one bit
     of prediction a request, and evict a page with a 1 if there is one. The bit here is the reuse
-    hint of the History; no hint, or "keep", is a 0. Ours departs from the paper in that among
+    hint of the AccessHistory; no hint, or "keep", is a 0. Ours departs from the paper in that among
     equals LRU decides, and that only leaves are candidates: a parent labelled "discard" waits
     for all that continues it.
 
@@ -36,14 +36,14 @@ class DiscardBitEviction(LeafFirstEviction):
     a row.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: AccessHistory) -> None:
         super().__init__()
         self._history = history
         self._ranks = array("Q", [0])
         """The queue of each chunk, then when it was used, in one number."""
         self._queues = ClassQueues(self._ranks, 2)
         self._tick = 0
-        history.followers.append(self._requeue)
+        history.on_hint.append(self._requeue)
 
     @override
     def _extend(self, count: int) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.server.eviction.access_history import History, Report
-from kvstore.server.eviction.chunk_classes import MAX_CLASSES
-from kvstore.server.eviction.class_ranking import QueueRanks
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
 from kvstore.server.eviction.leaf_tree import FEW, LeafFirstEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import ClassQueues
-from kvstore.server.eviction.reuse_statistics import EDGES_S
-from kvstore.server.eviction.victim_cursor import VictimChoice
+from kvstore.server.eviction.queues import ClassQueues, QueueCursor
+from kvstore.server.eviction.reuse_statistics import AGE_BINS, EDGES_S
 
 BUDGET = 0.005
 """Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds
@@ -30,8 +30,21 @@ WARM_REQUESTS = 100
 WINDOW_CHUNKS = 1 << 18
 """Of what was asked for before these, half is forgotten."""
 
+CAP_S = 500e-6
+"""How long one decision may take, before those after it are made as LRU makes them."""
 
-class RegretGuard:
+Rank = tuple[float, int, int]
+"""What an end of a queue promises, when it was used, and which end of which class it is: twice
+the class, and one more for the last."""
+
+_EDGES_S: list[float] = EDGES_S.tolist()
+_ENDS_S = np.append(EDGES_S, np.inf)
+_STALE_SHARE, _STALE_LEAST = 4, 256
+_LAST_AGE = AGE_BINS - 1
+_NOBODY: Rank = (0.0, 0, 0)
+
+
+class LruSafeguard:
     """Counts the hits of a policy and those that LRU would have had, and says who is ahead.
 
     LRU holds the chunks that were asked for last. So a chunk would have been hit if it had waited
@@ -48,21 +61,21 @@ class RegretGuard:
         """How long a chunk may have waited for LRU to have it still."""
         self.share = 1.0
         """How much of what is asked for and known was ever here."""
-        self.prefers_lru = True
+        self.is_active = True
         self._requests = 0.0
         self._is_warm = False
         """Whether there was something to learn from."""
         self._asked = 0.0
         self._behind = 0.0
 
-    def judge(self, report: Report, mine: NDArray[np.bool_]) -> None:
+    def judge(self, report: RefreshReport, mine: NDArray[np.bool_]) -> None:
         """Take note of what was asked for since the last call, and of it what was ever here."""
         if len(mine):
             self.share += 0.1 * (max(float(mine.mean()), 0.01) - self.share)
         lru_hits = int(np.count_nonzero(report.ages_s[mine] <= self.lru_age_s))
         self._asked += report.chunks * self.share
         self._requests += report.requests
-        if not self.prefers_lru:  # else the difference is no policy's doing
+        if not self.is_active:  # else the difference is no policy's doing
             self._behind += lru_hits - self.hits
         self.hits = 0
         if self._asked > WINDOW_CHUNKS:
@@ -70,19 +83,264 @@ class RegretGuard:
             self._behind /= 2
             self._requests /= 2
         self._is_warm = self._is_warm or self._requests >= WARM_REQUESTS
-        self.prefers_lru = not self._is_warm or self._behind > BUDGET * self._asked
+        self.is_active = not self._is_warm or self._behind > BUDGET * self._asked
 
 
-CAP_S = 500e-6
-"""How long one decision may take, before those after it are made as LRU makes them."""
+class ClassRanking:
+    """The first and last of each queue, those that promise the least first.
 
-_EDGES_S: list[float] = EDGES_S.tolist()
+    A promise is the table's value of the class at the age, times the worth of the row. It stays
+    as it is until another row comes to that end, the row's age comes to the next bin, or the
+    table is worked out anew; so a decision ranks those few ends again and not all: O(log) of the
+    classes for each. After a refresh of the table all are ranked at once. What is ranked is the
+    same as if all were ranked for every decision. 200 bytes an end. Not thread-safe.
+    """
+
+    def __init__(
+        self, history: AccessHistory, queues: ClassQueues, used: array[int], worth: array[float]
+    ) -> None:
+        self._history = history
+        self.queues = queues
+        self.used = used
+        self._worth = worth
+        self._current: list[Rank] = []
+        """By end: what counts of the two heaps; the rest of them is stale."""
+        self._ranks: list[Rank] = []
+        self._due: list[tuple[float, Rank]] = []
+        """When the next bin begins for whom; a little early rather than late."""
+        self._version = -1
+
+    def bring_up(self, time_s: float) -> None:
+        """Rank what has changed until now. *time_s* is on the AccessHistory's clock."""
+        table, changed = self._history.table, self.queues.changed
+        most = _STALE_SHARE * len(self._current) + _STALE_LEAST
+        if self._version != table.version or max(len(self._ranks), len(self._due)) > most:
+            self._version = table.version
+            changed.clear()
+            self._rank_all(time_s)
+            return
+        due = self._due
+        while due and due[0][0] <= time_s:
+            rank = heappop(due)[1]
+            if self._current[rank[2]] is rank:
+                self._current[rank[2]] = _NOBODY
+                changed.add(rank[2])
+        self.rank_changed(time_s)
+
+    def rank_changed(self, time_s: float) -> None:
+        """Rank the ends that changed, where the last ``bring_up`` was of this time."""
+        current, used, worth = self._current, self.used, self._worth
+        queues, history = self.queues, self._history
+        missing = 2 * history.kinds.count - len(current)
+        if missing > 0:
+            current += [_NOBODY] * missing
+        newest, head_of, last_s = queues.newest, queues.head, history.last_s
+        value_of = history.table.values.item
+        ranks, dues = self._ranks, self._due
+        for end in queues.changed:
+            kind = end >> 1
+            row = newest[kind] if end & 1 else head_of(kind)
+            if not row:
+                current[end] = _NOBODY
+                continue
+            when = used[row]
+            if current[end][1] == when:
+                continue
+            since_s = last_s[row]
+            age = bisect_left(_EDGES_S, time_s - since_s)
+            rank = current[end] = (value_of(kind, age) * worth[row], when, end)
+            heappush(ranks, rank)
+            if age < _LAST_AGE:
+                due_s = since_s + _EDGES_S[age]
+                heappush(dues, (due_s - 1e-12 * abs(due_s), rank))  # as ``_early``
+        queues.changed.clear()
+
+    def _rank_all(self, time_s: float) -> None:
+        history = self._history
+        kinds, first, last = self.queues.ends(history.kinds.count)
+        has_last = last != NO_ROW
+        rows = np.concatenate((first, last[has_last]))
+        kinds = np.concatenate((kinds, kinds[has_last]))
+        ends = 2 * kinds
+        ends[len(first) :] += 1
+        last_s = np.frombuffer(history.last_s)[rows]
+        places = EDGES_S.searchsorted(time_s - last_s)
+        due_s = last_s + _ENDS_S[places]
+        places += kinds * AGE_BINS
+        values = history.table.values.reshape(-1)[places]
+        values *= np.frombuffer(self._worth, np.float32)[rows]
+        used = np.frombuffer(self.used, np.uint64)[rows]
+        self._ranks = list(zip(values.tolist(), used.tolist(), ends.tolist(), strict=True))
+        self._current = [_NOBODY] * (2 * history.kinds.count)
+        for rank in self._ranks:
+            self._current[rank[2]] = rank
+        self._due = [
+            (_early(at_s), rank)
+            for at_s, rank in zip(due_s.tolist(), self._ranks, strict=True)
+            if at_s < np.inf
+        ]
+        heapify(self._ranks)
+        heapify(self._due)
+
+    def least(self) -> Rank | None:
+        """Return the end that promises least; None when all were taken."""
+        ranks, current = self._ranks, self._current
+        while ranks:
+            rank = ranks[0]
+            if current[rank[2]] is rank:
+                return rank
+            heappop(ranks)
+        return None
+
+    def take(self) -> Rank:
+        """Return what ``least`` just did, which counts no more until ``bring_up``."""
+        rank = heappop(self._ranks)
+        self._current[rank[2]] = _NOBODY
+        self.queues.changed.add(rank[2])
+        return rank
+
+    def class_of(self, row: int) -> int:
+        """Return the class whose queue a row belongs in."""
+        return self._history.classes[row]
+
+    def promise(self, row: int, time_s: float) -> float:
+        """Return what a chunk promises at a time of the AccessHistory's clock."""
+        history = self._history
+        age = bisect_left(_EDGES_S, time_s - history.last_s[row])
+        return history.table.values.item(history.classes[row], age) * self._worth[row]
+
+
+def _early(time_s: float) -> float:
+    """Return a time that is not after *time_s*, however that was rounded."""
+    return time_s - 1e-12 * abs(time_s)
+
+
+class VictimCursor:
+    """Whom to evict, one after the other, as far as it is asked for. Changes nothing.
+
+    The ends of all queues are ranked already; what lies behind one that was taken is ranked when
+    the next is asked for, as most often it is the taken one's parent that goes next.
+    """
+
+    def __init__(
+        self,
+        ranks: ClassRanking,
+        exposed_by: Callable[[int, dict[int, int]], int],
+        time_s: float,
+        *,
+        is_lru: bool,
+    ) -> None:
+        """*exposed_by* returns the parent whose last child a row was, of those not named yet."""
+        self._ranks = ranks
+        self._queues, self._used = ranks.queues, ranks.used
+        self._exposed_by = exposed_by
+        self._time_s = time_s
+        self._left: dict[int, int] = {}
+        """Children not yet named, of parents that have lost some."""
+        self._opened: dict[int, QueueCursor] = {}
+        self._taken: set[int] = set()
+        """Rows of the queues that were taken."""
+        self._ahead: list[Rank] = []
+        """Those that have come to an end since; a heap."""
+        self._due: tuple[int, ...] = ()
+        """Ends that are not ranked."""
+        self.is_lru = False
+        if is_lru:
+            self.fall_back()
+        else:
+            self._ranks.bring_up(time_s)
+
+    def take(self) -> int:
+        """Return whom to evict next, who is not named again; NO_ROW where nobody is left."""
+        for end in self._due:
+            self._rank(end)
+        self._due = ()
+        used, taken = self._used, self._taken
+        while rank := self._next():
+            _, when, end = rank
+            queue = self._opened.get(end >> 1) or self._open(end >> 1)
+            row = self._last(queue) if end & 1 else self._first(queue)
+            if not row or row in taken or used[row] != when:
+                continue  # another has come to this end, and is ranked
+            if queue.exposed and queue.exposed[-(end & 1)][1] == row:
+                del queue.exposed[-(end & 1)]
+                self._due = (end, end ^ 1)  # it may have been at both
+            else:
+                taken.add(row)
+                self._due = (end,)
+            return row
+        return NO_ROW
+
+    def _next(self) -> Rank | None:
+        least = None if self.is_lru else self._ranks.least()
+        if self._ahead and (least is None or self._ahead[0] < least):
+            return heapq.heappop(self._ahead)
+        return None if least is None else self._ranks.take()
+
+    def take_after(self, row: int) -> int:
+        """Return whom to evict when *row* is gone, whose parent may be a candidate then."""
+        parent = self._exposed_by(row, self._left)
+        if parent:
+            self._bring_in(parent)
+        return self.take()
+
+    def _bring_in(self, row: int) -> None:
+        kind = self._ranks.class_of(row)
+        queue = self._open(kind)
+        insort(queue.exposed, (self._used[row], row))
+        if self._first(queue) == row:
+            self._rank(2 * kind)
+        if self._last(queue) == row:
+            self._rank(2 * kind + 1)
+
+    def fall_back(self) -> None:
+        """Name the rest by their last use only."""
+        self.is_lru = True
+        kinds, rows, _ = self._queues.ends(MAX_CLASSES)
+        used = np.frombuffer(self._used, np.uint64)[rows].tolist()
+        self._ahead = [
+            (0.0, when, 2 * kind)
+            for kind, when in zip(kinds.tolist(), used, strict=True)
+            if kind not in self._opened
+        ]
+        heapq.heapify(self._ahead)
+        for kind in self._opened:
+            self._rank(2 * kind)
+
+    def _open(self, kind: int) -> QueueCursor:
+        queue = self._opened.get(kind)
+        if queue is None:
+            queue = self._opened[kind] = QueueCursor(self._queues, kind)
+        return queue
+
+    def _first(self, queue: QueueCursor) -> int:
+        queue.skip(self._taken)
+        first, exposed = queue.first, queue.exposed
+        if exposed and (not first or exposed[0][0] < self._used[first]):
+            return exposed[0][1]
+        return first
+
+    def _last(self, queue: QueueCursor) -> int:
+        queue.skip_back(self._taken)
+        last, exposed = queue.last, queue.exposed
+        if exposed and (not last or exposed[-1][0] > self._used[last]):
+            return exposed[-1][1]
+        return last
+
+    def _rank(self, end: int) -> None:
+        if self.is_lru and end & 1:
+            return
+        queue = self._open(end >> 1)
+        row = self._last(queue) if end & 1 else self._first(queue)
+        if row:
+            promise = 0.0 if self.is_lru else self._ranks.promise(row, self._time_s)
+            heapq.heappush(self._ahead, (promise, self._used[row], end))
 
 
 class HitDensityEviction(LeafFirstEviction):
     """Evict the leaf whose hits per second of residency, by class and age, are fewest a byte.
 
-    The table of the History says what a chunk of a class promises at an age; what it promises
+    The table of the AccessHistory says what a chunk of a class promises at an age; what it promises
     here is that times its worth by byte: tokens. Leaves of
     a class are queued by their last use, and the first of each queue is a candidate: O(classes)
     for the first victim, O(log) of them for each that follows. Where two promise the same, the
@@ -95,7 +353,7 @@ class HitDensityEviction(LeafFirstEviction):
 
     def __init__(
         self,
-        history: History,
+        history: AccessHistory,
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
@@ -106,14 +364,14 @@ class HitDensityEviction(LeafFirstEviction):
         self._worth = array("f", [0.0])
         """By byte, up to a factor that is the same for all."""
         self._queues = ClassQueues(self._used, MAX_CLASSES)
-        self._ranks = QueueRanks(history, self._queues, self._used, self._worth)
+        self._ranks = ClassRanking(history, self._queues, self._used, self._worth)
         self._see()
         self._tick = 0
         self.fallbacks = 0
-        self._guard = RegretGuard()
+        self._guard = LruSafeguard()
         self._is_full = False
-        history.followers.append(self._requeue)
-        history.watchers.append(self._compare)
+        history.on_hint.append(self._requeue)
+        history.on_refresh.append(self._compare)
 
     def _see(self) -> None:
         """Look at the columns as numpy does; they cannot grow until this is given up."""
@@ -218,7 +476,7 @@ class HitDensityEviction(LeafFirstEviction):
                 self._queues.remove(row)
                 self._queues.place(row, self._history.classes[row])
 
-    def _compare(self, report: Report) -> None:
+    def _compare(self, report: RefreshReport) -> None:
         """Hold what was hit since the last refresh against what LRU would have hit."""
         mine = self._used_seen.take(report.rows, mode="clip") > 0
         self._guard.judge(report, mine)
@@ -228,19 +486,18 @@ class HitDensityEviction(LeafFirstEviction):
 
     # --- questions
 
-    def promise(self, row: int, time_s: float) -> float:
-        """Return what a chunk here promises at a time of the History's clock."""
-        history = self._history
-        age = bisect_left(_EDGES_S, time_s - history.last_s[row])
-        return history.table.values.item(history.classes[row], age) * self._worth[row]
-
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
-        choice = VictimChoice(self, self._history.time_s(now_s), is_lru=self._guard.prefers_lru)
+        choice = VictimCursor(
+            self._ranks,
+            self._exposed_by,
+            self._history.time_s(now_s),
+            is_lru=self._guard.is_active,
+        )
         return self._named(choice, keep)
 
-    def _named(self, choice: VictimChoice, keep: Callable[[int], bool]) -> Iterator[int]:
+    def _named(self, choice: VictimCursor, keep: Callable[[int], bool]) -> Iterator[int]:
         clock = self._clock
         started_s = clock() if clock else 0.0
         parents, children, here = self._parents, self._children, self._here

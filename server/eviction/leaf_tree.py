@@ -18,6 +18,52 @@ FEW = 24
 """Rows from which on numpy is faster than Python."""
 
 
+def closes_circle(row: int, parent: int, parents: array[int], children: array[int]) -> bool:
+    """Whether *row* is among the ancestors of *parent*, as a client that lies about parents can
+    make it. A circle has no leaf and would never be evicted.
+    """
+    if parent != row and not children[row]:
+        return False  # nothing continues it, so nothing leads back to it
+    above = parent
+    while above and above != row:
+        above = parents[above]
+    return above == row and row != NO_ROW
+
+
+class LeafCursor:
+    """Leaves in an order, least rank first, and the parents that they expose put in between."""
+
+    __slots__ = ("_exposed", "_leaves", "_next", "_next_rank", "_rank")
+
+    def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
+        """*leaves* come by *rank*. Rows whose rank is the same come in any order."""
+        self._leaves, self._rank = leaves, rank
+        self._exposed: list[tuple[float, int]] = []
+        self._next = next(leaves, NO_ROW)
+        self._next_rank = rank(self._next)
+
+    def add(self, row: int) -> None:
+        """Put in a row that is not among the leaves."""
+        heapq.heappush(self._exposed, (self._rank(row), row))
+
+    @property
+    def first(self) -> int:
+        """What ``take`` returns next."""
+        if self._exposed and (not self._next or self._exposed[0][0] < self._next_rank):
+            return self._exposed[0][1]
+        return self._next
+
+    def take(self) -> int:
+        """Take out the first row and return it; NO_ROW when there is none."""
+        row = self._next
+        if self._exposed and (not row or self._exposed[0][0] < self._next_rank):
+            return heapq.heappop(self._exposed)[1]
+        if row:
+            self._next = after = next(self._leaves, NO_ROW)
+            self._next_rank = self._rank(after)
+        return row
+
+
 class LeafFirstEviction(EvictionPolicy):
     """What all policies share that evict leaves first; what follows the tree is done here.
 
@@ -94,7 +140,7 @@ class LeafFirstEviction(EvictionPolicy):
         if self._here[row]:
             self._use(np.array([row]), now_s)
             return
-        if self._closes_circle(row, parent):
+        if closes_circle(row, parent, self._parents, self._children):
             parent = NO_ROW
         self._count += 1
         self._here[row] = 1
@@ -156,17 +202,6 @@ class LeafFirstEviction(EvictionPolicy):
     def _is_leaf(self, row: int) -> bool:
         return self._here[row] != 0 and not self._children[row]
 
-    def _closes_circle(self, row: int, parent: int) -> bool:
-        """Whether *row* is among its own ancestors, as a client that lies about parents can
-        make it. A circle has no leaf and would never be evicted.
-        """
-        if parent != row and not self._children[row]:
-            return False  # nothing continues it, so nothing leads back to it
-        above = parent
-        while above and above != row:
-            above = self._parents[above]
-        return above == row and row != NO_ROW
-
     @override
     def touch(self, rows: Rows, now_s: float) -> None:
         if not len(rows):
@@ -213,7 +248,7 @@ class LeafFirstEviction(EvictionPolicy):
 
     # --- questions
 
-    def _bared_by(self, row: int, orphaned: dict[int, int]) -> int:
+    def _exposed_by(self, row: int, orphaned: dict[int, int]) -> int:
         """Return the parent whose last child *row* was, of those not named yet; else NO_ROW."""
         parent = self._parents[row]
         if not parent or not self._here[parent]:
@@ -227,38 +262,19 @@ class LeafFirstEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield victims: *leaves*, which come by rank, least first, and whom they bare.
+        """Yield victims: *leaves*, which come by rank, least first, and whom they expose.
 
         A parent is a candidate once every child of it was named, by its own rank.
         """
-        bared: list[tuple[float, int]] = []
+        left = LeafCursor(leaves, rank)
         orphaned: dict[int, int] = {}
-        parents, children, here = self._parents, self._children, self._here
-        leaf = next(leaves, NO_ROW)
-        leaf_rank = rank(leaf)
-        row = NO_ROW
-        while row or leaf or bared:
-            if row:
-                pass  # the parent of the last, which goes next
-            elif bared and (not leaf or bared[0][0] < leaf_rank):
-                row = heapq.heappop(bared)[1]
-            else:
-                row, leaf = leaf, next(leaves, NO_ROW)
-                leaf_rank = rank(leaf)
+        while row := left.take():
             if keep(row):
-                row = NO_ROW
                 continue
             yield row
-            parent, row = parents[row], NO_ROW
-            if not parent or not here[parent]:
-                continue
-            left = ((orphaned.pop(parent, 0) if orphaned else 0) or children[parent]) - 1
-            if left:
-                orphaned[parent] = left
-            elif not bared and (not leaf or rank(parent) < leaf_rank):
-                row = parent
-            else:
-                heapq.heappush(bared, (rank(parent), parent))
+            parent = self._exposed_by(row, orphaned)
+            if parent:
+                left.add(parent)
 
     @override
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ class EvictionPolicy(ABC):
     """Whom to evict from one tier.
 
     A policy sees chunks as their rows in the ChunkIndex, their sizes and the times of events,
-    never a tier or a clock; what is remembered of a row beyond that is in the History it was
+    never a tier or a clock; what is remembered of a row beyond that is in the AccessHistory it was
     made with. Its caller holds a lock, and keeps the row of a chunk's parent for as long as the
     chunk is known. ``victims`` only answers: nothing changes until ``remove`` is called.
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import EvictionPolicy
 
 _PLACES = {
     "lru": "lru:LruEviction",
     "marconi": "marconi:MarconiEviction",
     "hit_density": "hit_density:HitDensityEviction",
-    "discard_bit": "discard_hint:DiscardBitEviction",
+    "discard_hint": "discard_hint:DiscardHintEviction",
     "learned": "learned:LearnedEviction",
 }
 
@@ -22,6 +22,7 @@ POLICIES = tuple(_PLACES)
 
 REPLACED = {
     "adaptive": "hit_density",
+    "discard_bit": "discard_hint",
     "gdsf": "hit_density",
     "lfu": "hit_density",
     "marconi_linear": "hit_density",
@@ -40,7 +41,7 @@ def instead_of(name: str, known: Sequence[str] = POLICIES) -> str:
 
 
 def make_policy(
-    name: str, history: History, clock: Callable[[], float] | None = None
+    name: str, history: AccessHistory, clock: Callable[[], float] | None = None
 ) -> EvictionPolicy:
     """Return a new policy, which ranks by *history*.
 

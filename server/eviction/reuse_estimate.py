@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
-from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
 
@@ -75,7 +75,7 @@ class ReuseForecast:
     event before *history* is, but of a new chunk after it. One byte a row. Not thread-safe.
     """
 
-    def __init__(self, history: History, chunk_tokens: int = 256) -> None:
+    def __init__(self, history: AccessHistory, chunk_tokens: int = 256) -> None:
         self.history = history
         self._chunk_tokens = chunk_tokens
         self._table = ReuseTable(KINDS)
@@ -111,7 +111,7 @@ class ReuseForecast:
     def _length(self, chunks: int) -> int:
         return min(LENGTHS - 1, chunks * self._chunk_tokens // LENGTH_TOKENS)
 
-    def seen(self, row: int, parent: int, facts: Facts, now_s: float) -> None:
+    def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
         """A chunk was stored that no tier had; of one that *history* knew nothing changes.
 
         A new one continues the prompt of its parent.

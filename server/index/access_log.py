@@ -10,9 +10,9 @@ from typing import TypeAlias
 import numpy as np
 
 from kvstore.proto.types import ChunkKey
-from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.miss_ratio_curve import WhatIf, identities
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.quotas import MissRatioCurve, identities
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 
 MAX_EVENTS = 32
@@ -47,7 +47,7 @@ class Stored:
     row: int
     parent: int
     size_bytes: int
-    facts: Facts | None
+    facts: InsertInfo | None
     now_s: float
 
 
@@ -61,7 +61,7 @@ class StoredChain:
     rows: Sequence[int]
     parent: int
     size_bytes: int
-    facts: Facts
+    facts: InsertInfo
     flops: Sequence[float]
     now_s: float
 
@@ -84,9 +84,9 @@ class AccessLog:
 
     def __init__(
         self,
-        history: History,
+        history: AccessHistory,
         policies: Sequence[EvictionPolicy],
-        what_ifs: Sequence[WhatIf | None] = (),
+        what_ifs: Sequence[MissRatioCurve | None] = (),
     ) -> None:
         """*what_ifs* are told of lookups too, one for each policy, or none."""
         self._history = history

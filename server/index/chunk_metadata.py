@@ -11,10 +11,9 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
 from kvstore.server.blending.content_index import UNKNOWN_CONTENT, ContentIndex
 from kvstore.server.blending.token_priority import TokenPriorities
-from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.miss_ratio_curve import WhatIf
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.quotas import PartitionTable
+from kvstore.server.eviction.quotas import MissRatioCurve, PartitionTable
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.groups import GroupTable
 from kvstore.server.index.hints import NEVER, HintTable
@@ -48,12 +47,12 @@ class ChunkMetadata:
     Times are seconds on the caller's clock.
     """
 
-    history: History = field(default_factory=History)
+    history: AccessHistory = field(default_factory=AccessHistory)
     hints: HintTable = field(default_factory=HintTable)
     partitions: PartitionTable = field(default_factory=PartitionTable)
     category_ttls_s: Mapping[str, float] = field(default_factory=dict)
     evicted_limit: int = EVICTED_LIMIT
-    what_ifs: Mapping[str, WhatIf] = field(default_factory=dict)
+    what_ifs: Mapping[str, MissRatioCurve] = field(default_factory=dict)
     policy_names: Mapping[str, str] = field(default_factory=dict)
     groups: GroupTable = field(default_factory=GroupTable)
     contents: ContentIndex = field(default_factory=lambda: ContentIndex(CONTENT_LIMIT))
@@ -63,7 +62,7 @@ class ChunkMetadata:
     _full_tokens: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By namespace, the most tokens that a chunk of it had: shorter ones end a prompt."""
 
-    def facts(self, row: int, info: ChunkInfo, put_info: PutInfo) -> Facts:
+    def facts(self, row: int, info: ChunkInfo, put_info: PutInfo) -> InsertInfo:
         """A chunk came that no tier had; return what the history is to be told of it."""
         tokens = info.layout.tokens
         full = self._full(info, tokens)
@@ -72,11 +71,11 @@ class ChunkMetadata:
         prompt_chunks = -(-hints.prompt_tokens // full)
         flops = info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0
         self.hints.assign_partition(row, self.partitions.number(put_info.tenant, hints.category))
-        return Facts(tokens >= full, flops, group, hints.reuse, prompt_chunks)
+        return InsertInfo(tokens >= full, flops, group, hints.reuse, prompt_chunks)
 
     def facts_of_chain(
         self, rows: Sequence[int], chain: Sequence[ChunkInfo], put_info: PutInfo
-    ) -> tuple[Facts, list[float]]:
+    ) -> tuple[InsertInfo, list[float]]:
         """Do the same for a *chain* of one layout; return the facts of each and their FLOPs."""
         facts = self.facts(rows[0], chain[0], put_info)
         partition = self.hints.partition(rows[0])

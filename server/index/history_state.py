@@ -1,4 +1,4 @@
-"""A HistoryState: what a History knows, apart from rows and clocks, for the next run."""
+"""A HistoryState: what an AccessHistory knows, apart from rows and clocks, for the next run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.types import KEY_BYTES
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 
@@ -42,7 +42,7 @@ _MERGED_AT = 512
 class HistoryState:
     """``chunks`` are of dtype CHUNK, ``classes`` of CLASS, ``groups`` in the order of numbers.
 
-    ``fill`` may be called for a History that was told of nothing yet.
+    ``fill`` may be called for an AccessHistory that was told of nothing yet.
     """
 
     groups: tuple[int, ...]
@@ -50,7 +50,7 @@ class HistoryState:
     chunks: NDArray[np.void]
 
     @classmethod
-    def of(cls, history: History, rows: Rows, now_s: float) -> HistoryState:
+    def of(cls, history: AccessHistory, rows: Rows, now_s: float) -> HistoryState:
         """Return what *history* knows; the chunks are those of *rows*, without their keys."""
         time_s = history.time_s(now_s)
         history.table.settle(time_s)
@@ -68,7 +68,7 @@ class HistoryState:
         classes["asked"], classes["forgotten"] = history.table.ended(count)
         return cls(history.kinds.groups, classes, chunks)
 
-    def fill(self, history: History, rows: Rows, now_s: float) -> None:
+    def fill(self, history: AccessHistory, rows: Rows, now_s: float) -> None:
         """Let *history* know it, the chunks under *rows*. Raises InvalidRequestError."""
         time_s = history.time_s(now_s)
         for group in self.groups:
@@ -91,7 +91,7 @@ class HistoryState:
             history.table.wait(classes, last_s)
         history.table.refresh(time_s, history.kinds.count)
 
-    def _fill_table(self, history: History) -> None:
+    def _fill_table(self, history: AccessHistory) -> None:
         first = self.classes["code"]
         numbers = [
             int(code) & ~COARSER if code & COARSER else history.kinds.number(int(code))

@@ -15,7 +15,7 @@ from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.types import DIGEST_BYTES, Namespace
 from kvstore.proto.wire import representation_from_message, representation_to_message
-from kvstore.server.eviction.chunk_classes import OWNS
+from kvstore.server.eviction.access_history import OWNS
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 from kvstore.server.index.history_state import CHUNK, CLASS, HistoryState
 from kvstore.server.index.model_registry import MAX_SPACES, ModelNamespace

@@ -37,7 +37,7 @@ class NodeEvents:
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
-        slots = store.moves.slots.values()
+        slots = store.tiers.slots.values()
         tiers = [one.name for one in slots if not one.tier.shared]
         restarted = partial(store.counters.add, "event_restarts")
         held = store.catalog.queries.held_from

@@ -21,7 +21,7 @@ from contracts.policy import PolicyContract, everyone, keep_none
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import NO_FACTS, Facts, History
+from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.registry import POLICIES
 
@@ -33,11 +33,11 @@ class BaselineContract(PolicyContract):
 
     @override
     def make_policy(self) -> EvictionPolicy:
-        return make_any(self.name, History())
+        return make_any(self.name, AccessHistory())
 
     @override
-    def make_pair(self) -> tuple[EvictionPolicy, History]:
-        history = History()
+    def make_pair(self) -> tuple[EvictionPolicy, AccessHistory]:
+        history = AccessHistory()
         return make_any(self.name, history), history
 
 
@@ -113,24 +113,26 @@ def test_lfu_agrees_with_its_plain_model_on_any_schedule(seed: int) -> None:
     ],
 )
 def test_what_is_used_no_more_is_overtaken_by_what_comes(events: str, order: str) -> None:
-    policy = GdsfEviction(History())
+    policy = GdsfEviction(AccessHistory())
     play(policy, events)
     assert everyone(policy) == [int(name) for name in order]
 
 
 def test_deleting_what_is_used_most_does_not_push_the_clock_ahead() -> None:
-    policy = GdsfEviction(History())
+    policy = GdsfEviction(AccessHistory())
     play(policy, "1 2 5 t1 t1 t1 t1 t1 t5 t5 t5 -1 3")
     assert everyone(policy) == [2, 3, 5]
 
 
-def put(policy: GdsfEviction, history: History, row: int, flops: float, size_bytes: int) -> None:
-    history.seen(row, NO_ROW, Facts(flops=flops), 0.0)
+def put(
+    policy: GdsfEviction, history: AccessHistory, row: int, flops: float, size_bytes: int
+) -> None:
+    history.seen(row, NO_ROW, InsertInfo(flops=flops), 0.0)
     policy.insert(row, NO_ROW, size_bytes, 0.0)
 
 
 def test_a_chunk_whose_bytes_save_less_goes_first() -> None:
-    history = History()
+    history = AccessHistory()
     policy = GdsfEviction(history)
     put(policy, history, 1, 2e9, 100)
     put(policy, history, 2, 1e9, 100)
@@ -140,7 +142,7 @@ def test_a_chunk_whose_bytes_save_less_goes_first() -> None:
 
 
 def test_without_flops_all_chunks_are_worth_the_same_whatever_their_size() -> None:
-    history = History()
+    history = AccessHistory()
     policy = GdsfEviction(history)
     for row, size_bytes in ((1, 1000), (2, 1), (3, 100)):
         put(policy, history, row, 0.0, size_bytes)
@@ -150,7 +152,7 @@ def test_without_flops_all_chunks_are_worth_the_same_whatever_their_size() -> No
 def test_a_unit_of_flops_makes_no_difference() -> None:
     orders = []
     for unit in (1.0, 1e3, 1e15):
-        history = History()
+        history = AccessHistory()
         policy = GdsfEviction(history)
         for row in range(1, 9):
             put(policy, history, row, unit * (row * 7 % 5 + 1), 100)
@@ -189,13 +191,13 @@ class PlainGdsf(PlainLeaves):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_gdsf_agrees_with_its_plain_model_on_any_schedule(seed: int) -> None:
-    agree_on_any_schedule(GdsfEviction(History()), PlainGdsf(), seed)
+    agree_on_any_schedule(GdsfEviction(AccessHistory()), PlainGdsf(), seed)
 
 
 # --- S3-FIFO
 
 
-def half(history: History) -> S3FifoEviction:
+def half(history: AccessHistory) -> S3FifoEviction:
     """Return one whose new chunks have half of the bytes, and are kept after one use."""
     return S3FifoEviction(history, small_share=0.5, promote_uses=1)
 
@@ -223,13 +225,13 @@ def half(history: History) -> S3FifoEviction:
     ],
 )
 def test_new_chunks_go_first_unless_they_were_used(events: str, order: str) -> None:
-    policy = half(History())
+    policy = half(AccessHistory())
     play(policy, events)
     assert everyone(policy) == [int(name) for name in order]
 
 
 def test_a_use_in_the_main_queue_is_worth_another_round() -> None:
-    policy = half(History())
+    policy = half(AccessHistory())
     play(policy, "1 2 3 4 t1 t2 !")
     assert everyone(policy) == [1, 4, 2]
     play(policy, "t1")
@@ -241,7 +243,7 @@ def test_a_use_in_the_main_queue_is_worth_another_round() -> None:
 def test_a_ghost_is_forgotten_after_as_many_evictions_as_the_main_queue_has_places() -> None:
     came_back = []
     for evictions in range(12):
-        policy = half(History())
+        policy = half(AccessHistory())
         for row in range(1, 11):
             policy.insert(row, NO_ROW, 100, 0.0)
         policy.remove(1)
@@ -263,13 +265,13 @@ def _is_main(policy: S3FifoEviction, row: int) -> bool:
 def test_a_row_that_is_another_chunks_now_is_no_ghost() -> None:
     orders = []
     for is_new in (False, True):
-        history = History()
+        history = AccessHistory()
         policy = half(history)
-        history.seen(1, NO_ROW, NO_FACTS, 0.0)
+        history.seen(1, NO_ROW, NO_INFO, 0.0)
         play(policy, "1 2 3 !")
         if is_new:
             history.forget(1)
-            history.seen(1, NO_ROW, NO_FACTS, 0.0)
+            history.seen(1, NO_ROW, NO_INFO, 0.0)
         else:
             history.asked(np.array([1]), 1, 0.0)
         play(policy, "1 4")
@@ -278,7 +280,7 @@ def test_a_row_that_is_another_chunks_now_is_no_ghost() -> None:
 
 
 def test_one_choice_passes_over_a_bounded_number_of_chunks() -> None:
-    policy = half(History())
+    policy = half(AccessHistory())
     count = 1000
     for row in range(1, count):
         policy.insert(row, NO_ROW, 100, 0.0)
@@ -300,7 +302,7 @@ def test_one_choice_passes_over_a_bounded_number_of_chunks() -> None:
 
 def test_a_round_for_a_leaf_is_one_for_the_chain_that_it_ends() -> None:
     """1 to 7 have a use left in the main queue; the round that 7 gets takes it from all."""
-    policy = S3FifoEviction(History(), small_share=0.01, promote_uses=1)
+    policy = S3FifoEviction(AccessHistory(), small_share=0.01, promote_uses=1)
     chain = np.arange(1, 9)
     policy.insert_chain(chain, NO_ROW, 100, 0.0)
     policy.touch(chain, 0.0)
@@ -364,7 +366,7 @@ def test_without_continuations_it_does_what_the_paper_says(
 ) -> None:
     draw = random.Random(seed)
     share, uses = terms
-    policy = S3FifoEviction(History(), small_share=share, promote_uses=uses)
+    policy = S3FifoEviction(AccessHistory(), small_share=share, promote_uses=uses)
     paper = Paper(share, uses)
     for _ in range(3000):
         row = 1 + min(draw.randrange(200), draw.randrange(200))
@@ -382,10 +384,10 @@ def test_without_continuations_it_does_what_the_paper_says(
 def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -> None:
     places = []
     for alpha in (0.0, 0.05, 0.2, 2.0):
-        history = History()
+        history = AccessHistory()
         policy = MarconiLinearEviction(history, alpha)
         for chunk in range(1, 30):
-            history.seen(chunk, NO_ROW, Facts(flops=9e9 if chunk == 1 else 1e9), 0.0)
+            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0)
             policy.insert(chunk, NO_ROW, 100, 0.0)
         places.append(everyone(policy).index(1))
     assert places == sorted(set(places))

@@ -26,7 +26,7 @@ from bench.cluster_prompts import load, prompts, shared_rows
 
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def run(terms: ClusterTerms, count: int = 1500) -> Cluster:
 
 def test_one_node_hits_what_the_server_s_policy_hits() -> None:
     for blocks in (40, 150, 400):
-        replay = BlockReplay(LruEviction(), History(512), blocks)
+        replay = BlockReplay(LruEviction(), AccessHistory(512), blocks)
         cluster = Cluster(ClusterTerms(1, blocks))
         for now_s, chain in enumerate(conversations(1500)):
             replay.request(chain, 1, float(now_s))

@@ -9,7 +9,7 @@ from bench.tier_replay import LoadModel, TierReplay, TierTerms
 from typing_extensions import override
 
 from kvstore.proto.types import KEY_BYTES, ChunkKey
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.tiering.admission import Trigger, ValueBasedAdmission
@@ -74,7 +74,7 @@ def trace(count: int = 300) -> list[Sequence[int]]:
 
 def run(*, is_weighed: bool) -> tuple[float, float, int, int]:
     """Return the hit rate, the mean time of a prompt, and blocks promoted and written."""
-    forecast = ReuseForecast(History(MODEL.block_tokens), MODEL.block_tokens)
+    forecast = ReuseForecast(AccessHistory(MODEL.block_tokens), MODEL.block_tokens)
     terms = TierTerms(60, 300)
     replay = Promoting(LruEviction(), LruEviction(), terms, ValueBasedAdmission(), forecast)
     replay.begin(is_weighed=is_weighed)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.tiering.admission import (
@@ -26,7 +26,9 @@ def make_replay(
 ) -> TierReplay:
     admission = make_admission(rule) if isinstance(rule, str) else rule
     terms = TierTerms(fast, slow, exclusive)
-    return TierReplay(LruEviction(), LruEviction(), terms, admission, ReuseForecast(History()))
+    return TierReplay(
+        LruEviction(), LruEviction(), terms, admission, ReuseForecast(AccessHistory())
+    )
 
 
 def sessions(count: int, seed: int = 1) -> list[tuple[float, list[int]]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from bench.train_scorer import fit, main, thin
 
-from kvstore.server.eviction.scorer import FEATURES, StumpScorer
+from kvstore.server.eviction.learned import FEATURES, StumpScorer
 
 
 def write_trace(path: Path, seed: int) -> Path:

@@ -9,14 +9,14 @@ import pytest
 
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.access_history import NO_FACTS, Facts, History
+from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
 from kvstore.server.eviction.registry import make_policy
 
 Trace = list[tuple[list[int], float]]
 
 
 def make(name: str, capacity_bytes: int, least_rows: int = 1 << 18) -> BlockReplay:
-    history = History(512)
+    history = AccessHistory(512)
     return BlockReplay(make_policy(name, history), history, capacity_bytes, least_rows=least_rows)
 
 
@@ -94,7 +94,7 @@ def test_the_same_trace_hits_the_same_and_bytes_add_up_after_every_request(name:
         draw, replay, out = random.Random(7), make(name, 1_000), []
         for blocks, now_s in tree_trace(2):
             size_bytes = draw.choice((10, 25, 60))
-            facts = Facts(tokens_full=draw.random() < 0.5, reuse=draw.randrange(3))
+            facts = InsertInfo(tokens_full=draw.random() < 0.5, reuse=draw.randrange(3))
             hit = replay.request(blocks, size_bytes, now_s, facts)
             assert replay.held_bytes == replay.used_bytes <= 1_000
             out.append((hit, replay.used_bytes, replay.evictions))
@@ -139,7 +139,7 @@ def test_hints_and_times_of_any_kind_leave_the_accounting_whole() -> None:
     draw, replay = random.Random(9), make("hit_density", 200)
     times = [0.0, 1e12, -1e12, 5.0, 5.0]
     for blocks, _ in tree_trace(6):
-        replay.request(blocks, 10, draw.choice(times), Facts(reuse=draw.randrange(3)))
+        replay.request(blocks, 10, draw.choice(times), InsertInfo(reuse=draw.randrange(3)))
         assert replay.held_bytes == replay.used_bytes <= 200
 
 
@@ -159,9 +159,9 @@ def test_learning_beats_lru_where_some_prompts_come_back_and_most_never_do() -> 
 
 
 def test_flops_given_with_a_prompt_are_remembered() -> None:
-    history = History()
+    history = AccessHistory()
     replay = BlockReplay(make_policy("marconi", history), history, 100)
-    replay.request([7, 8], 10, 0.0, NO_FACTS, np.array([3.0, 4.0]))
+    replay.request([7, 8], 10, 0.0, NO_INFO, np.array([3.0, 4.0]))
     assert [history.flops_of(row) for row in (1, 2)] == [3.0, 4.0]
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import ROOT, ChainDigest, ChunkInfo, ChunkKey, KVLayout
-from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 
 ALL = 1 << 60
@@ -84,9 +84,9 @@ def everyone(policy: EvictionPolicy) -> list[int]:
     return list(policy.victims(keep_none, 0.0))
 
 
-def tell(history: History, number: int, now_s: float, flops: float) -> None:
+def tell(history: AccessHistory, number: int, now_s: float, flops: float) -> None:
     """Let the history know that a chunk of the tree is stored."""
-    facts = Facts(tokens_full=number % 3 > 0, flops=flops, group=number % 2, reuse=0)
+    facts = InsertInfo(tokens_full=number % 3 > 0, flops=flops, group=number % 2, reuse=0)
     history.seen(row(number), above(number), facts, now_s)
 
 
@@ -130,7 +130,7 @@ class PolicyMachine(RuleBasedStateMachine):
     The history is told of what the policy is told of, first, as the catalog does it.
     """
 
-    def __init__(self, policy: EvictionPolicy, history: History) -> None:
+    def __init__(self, policy: EvictionPolicy, history: AccessHistory) -> None:
         super().__init__()
         self.policy = policy
         self.history = history
@@ -187,9 +187,9 @@ class PolicyContract(ABC):
     def make_policy(self) -> EvictionPolicy:
         """Return a policy that knows nothing yet."""
 
-    def make_pair(self) -> tuple[EvictionPolicy, History]:
+    def make_pair(self) -> tuple[EvictionPolicy, AccessHistory]:
         """Return a policy and the history it looks at, if it looks at one."""
-        return self.make_policy(), History()
+        return self.make_policy(), AccessHistory()
 
     @pytest.fixture
     def policy(self) -> EvictionPolicy:
@@ -364,7 +364,7 @@ class PolicyContract(ABC):
         def fill(first: int, last: int) -> None:
             for start in range(first, last, 40):
                 chain = np.arange(start, start + 40)
-                history.seen_chain(chain, NO_ROW, Facts(flops=1e9 * start), start)
+                history.seen_chain(chain, NO_ROW, InsertInfo(flops=1e9 * start), start)
                 policy.insert_chain(chain, NO_ROW, 100, start)
                 history.asked(chain, 40, start + 1.0)
                 policy.touch(chain, start + 1.0)

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy
 
 _ROOM = 60
@@ -21,7 +21,7 @@ def _keep_none(_: int) -> bool:
 
 
 def evicted_by(
-    policy: EvictionPolicy, history: History, seed: int, hints: Sequence[int]
+    policy: EvictionPolicy, history: AccessHistory, seed: int, hints: Sequence[int]
 ) -> list[int]:
     """Return whom 400 requests evict, when there is room for 60 chunks, then all that are left.
 
@@ -45,7 +45,7 @@ def evicted_by(
                 del here[victim]
                 evicted.append(victim)
             parent = chain[at - 1] if at else NO_ROW
-            facts = Facts(flops=1e9 * at, reuse=draw.choice(hints))
+            facts = InsertInfo(flops=1e9 * at, reuse=draw.choice(hints))
             history.seen(chain[at], parent, facts, now_s)
             policy.insert(chain[at], parent, 100, now_s)
             here[chain[at]] = None
@@ -54,7 +54,7 @@ def evicted_by(
     return evicted + everything
 
 
-def fuzz(policy: EvictionPolicy, history: History, seed: int, events: int) -> None:
+def fuzz(policy: EvictionPolicy, history: AccessHistory, seed: int, events: int) -> None:
     """Let anything happen to 300 rows with any parents, and compare who is here with a set."""
     draw = random.Random(seed)
     here: set[int] = set()
@@ -65,12 +65,12 @@ def fuzz(policy: EvictionPolicy, history: History, seed: int, events: int) -> No
         chain = np.array([draw.randrange(1, 300) for _ in range(draw.randrange(6))], np.intp)
         match draw.randrange(8):
             case 0 | 1:
-                facts = Facts(flops=draw.choice([0.0, 1e9, 1e12]), reuse=draw.randrange(3))
+                facts = InsertInfo(flops=draw.choice([0.0, 1e9, 1e12]), reuse=draw.randrange(3))
                 history.seen(row, parent, facts, now_s)
                 policy.insert(row, parent, draw.choice(_SIZES), now_s)
                 here.add(row)
             case 2:
-                history.seen_chain(chain, parent, Facts(flops=1e9 * event), now_s)
+                history.seen_chain(chain, parent, InsertInfo(flops=1e9 * event), now_s)
                 policy.insert_chain(chain, parent, draw.choice(_SIZES), now_s)
                 here.update(chain.tolist())
             case 3 | 4:

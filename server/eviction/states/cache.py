@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -9,11 +10,11 @@ from functools import partial
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.eviction.access_history import SteadyClock
 from kvstore.server.eviction.states.admission import Checkpoints, insert_speculatively
 from kvstore.server.eviction.states.ghosts import GhostLimits, Ghosts
 from kvstore.server.eviction.states.hybrid_model import HybridModel
 from kvstore.server.eviction.states.ranks import CheckpointRank
-from kvstore.server.eviction.states.steady_clock import SteadyClock
 from kvstore.server.eviction.states.tree import CheckpointTree, Match, Node, Tokens
 
 MakeRank = Callable[[CheckpointTree], CheckpointRank]
@@ -61,6 +62,8 @@ class StateCache(States):
         if not 0 <= prompt_tokens <= len(tokens):
             fix = f"at least 0 and at most the {len(tokens)} tokens there are"
             raise InvalidRequestError("prompt_tokens", prompt_tokens, fix)
+        if not math.isfinite(now_s):
+            raise InvalidRequestError("now_s", now_s, "finite seconds")
         tree, rank, now_s = self.tree, self.rank, self._clock.time_s(now_s)
         tick = tree.next_tick()
         match = tree.match(tokens)

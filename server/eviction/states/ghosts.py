@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
-from kvstore.server.eviction.row_heap import RowHeap
+from kvstore.server.eviction.queues import RowHeap
 from kvstore.server.eviction.states.columns import ROOT
 from kvstore.server.eviction.states.hybrid_model import HybridModel
 from kvstore.server.eviction.states.tree import CheckpointTree, Node

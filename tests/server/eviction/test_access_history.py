@@ -1,4 +1,4 @@
-"""What a History remembers, and which class a chunk is of."""
+"""What an AccessHistory remembers, and which class a chunk is of."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import NO_FACTS, Facts, History, Report
-from kvstore.server.eviction.chunk_classes import MAX_CLASSES, MAX_GROUPS, ChunkClasses
+from kvstore.server.eviction.access_history import (
+    MAX_CLASSES,
+    MAX_GROUPS,
+    NO_INFO,
+    AccessHistory,
+    ChunkClasses,
+    InsertInfo,
+    RefreshReport,
+    SteadyClock,
+)
 
 CHUNK_TOKENS = 512
 
@@ -18,7 +26,9 @@ def rows(*numbers: int) -> NDArray[np.intp]:
     return np.array(numbers, np.intp)
 
 
-def prompt(history: History, *numbers: int, at_s: float = 0.0, facts: Facts = NO_FACTS) -> None:
+def prompt(
+    history: AccessHistory, *numbers: int, at_s: float = 0.0, facts: InsertInfo = NO_INFO
+) -> None:
     """Look a prompt up and store what is not known of it, as a store does."""
     known = [row for row in numbers if history.knows(row)]
     history.asked(rows(*known), len(numbers), at_s)
@@ -27,10 +37,10 @@ def prompt(history: History, *numbers: int, at_s: float = 0.0, facts: Facts = NO
 
 
 def test_the_first_sight_is_an_asking_and_storing_again_is_none() -> None:
-    history = History()
+    history = AccessHistory()
     prompt(history, 1, 2, at_s=5.0)
     assert (history.hits_of(1), history.last_s[1]) == (1, 5.0)
-    history.seen(1, NO_ROW, NO_FACTS, 7.0)
+    history.seen(1, NO_ROW, NO_INFO, 7.0)
     assert (history.hits_of(1), history.last_s[1]) == (1, 5.0)
     prompt(history, 1, 2, 3, at_s=9.0)
     assert [history.hits_of(row) for row in (1, 2, 3, 4, 9_999)] == [2, 2, 1, 0, 0]
@@ -38,9 +48,9 @@ def test_the_first_sight_is_an_asking_and_storing_again_is_none() -> None:
 
 
 def test_chunks_one_by_one_are_remembered_as_the_chain_would_be() -> None:
-    one, chain = History(), History()
-    facts = Facts(tokens_full=False, flops=7.0, group=3, reuse=2, prompt_chunks=4)
-    whole = Facts(flops=7.0, group=3, reuse=2, prompt_chunks=4)
+    one, chain = AccessHistory(), AccessHistory()
+    facts = InsertInfo(tokens_full=False, flops=7.0, group=3, reuse=2, prompt_chunks=4)
+    whole = InsertInfo(flops=7.0, group=3, reuse=2, prompt_chunks=4)
     chain.seen_chain(rows(1, 2, 3), NO_ROW, facts, 1.0)
     for row in (1, 2, 3):
         one.seen(row, row - 1, facts if row == 3 else whole, 1.0)
@@ -49,7 +59,7 @@ def test_chunks_one_by_one_are_remembered_as_the_chain_would_be() -> None:
 
 
 def test_a_count_of_askings_stops_and_does_not_turn_over() -> None:
-    history = History()
+    history = AccessHistory()
     for step in range(300):
         prompt(history, 1, at_s=float(step))
     assert history.hits_of(1) == 255
@@ -69,15 +79,15 @@ def test_a_count_of_askings_stops_and_does_not_turn_over() -> None:
 def test_a_prompt_that_begins_with_all_of_another_is_its_next_turn(
     second: tuple[int, ...], turn: int
 ) -> None:
-    history = History()
-    prompt(history, 1, 2, 3, 4, facts=Facts(tokens_full=False))
+    history = AccessHistory()
+    prompt(history, 1, 2, 3, 4, facts=InsertInfo(tokens_full=False))
     prompt(history, *second, at_s=1.0)
     assert {history.turns[row] for row in second} == {turn}
     assert {history.chunks[row] for row in second} == {len(second)}
 
 
 def test_a_prompt_of_one_chunk_is_nobodys_next_turn() -> None:
-    history = History()
+    history = AccessHistory()
     prompt(history, 1)
     prompt(history, 1, 2)
     assert history.turns[2] == 0
@@ -134,8 +144,8 @@ def test_groups_beyond_the_limit_are_one() -> None:
 
 
 def test_a_hint_changes_the_class_and_followers_hear_of_it_once() -> None:
-    history, heard = History(), []
-    history.followers.append(lambda changed: heard.append(changed.tolist()))
+    history, heard = AccessHistory(), []
+    history.on_hint.append(lambda changed: heard.append(changed.tolist()))
     prompt(history, 1, 2, 3)
     before = history.class_of(2)
     history.hint(rows(2, 3, 77), 1)
@@ -148,8 +158,8 @@ def test_a_hint_changes_the_class_and_followers_hear_of_it_once() -> None:
 
 
 def test_what_was_forgotten_is_met_as_new() -> None:
-    history = History()
-    prompt(history, 1, 2, facts=Facts(flops=5.0, group=2, reuse=2))
+    history = AccessHistory()
+    prompt(history, 1, 2, facts=InsertInfo(flops=5.0, group=2, reuse=2))
     prompt(history, 1, 2, at_s=10.0)
     history.forget(2)
     history.forget(2)
@@ -165,7 +175,7 @@ def test_what_was_forgotten_is_met_as_new() -> None:
 
 def test_everybody_known_waits_in_just_one_class_whatever_happened() -> None:
     draw = np.random.default_rng(3)
-    history = History()
+    history = AccessHistory()
     for step in range(600):
         numbers = draw.integers(1, 60, 6)
         match step % 4:
@@ -186,13 +196,13 @@ def test_everybody_known_waits_in_just_one_class_whatever_happened() -> None:
 
 
 def test_time_stands_still_while_a_clock_goes_back() -> None:
-    history = History()
+    history = AccessHistory()
     assert [history.time_s(now_s) for now_s in (5.0, 9.0, 2.0, 3.0, 4.5)] == [5, 9, 9, 10, 11.5]
 
 
 def test_watchers_are_told_what_was_asked_for_since_the_last_refresh() -> None:
-    history, reports = History(), list[Report]()
-    history.watchers.append(reports.append)
+    history, reports = AccessHistory(), list[RefreshReport]()
+    history.on_refresh.append(reports.append)
     for step in range(20):
         prompt(history, 1, 2 + step, at_s=40.0 * step)
     assert len(reports) == 2
@@ -208,11 +218,17 @@ def test_watchers_are_told_what_was_asked_for_since_the_last_refresh() -> None:
 )
 def test_facts_that_are_none_are_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(bad))):
-        Facts(**bad)  # type: ignore[arg-type]
+        InsertInfo(**bad)  # type: ignore[arg-type]
 
 
 def test_a_hint_or_a_chunk_of_no_size_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match="reuse"):
-        History().hint(rows(1), 7)
+        AccessHistory().hint(rows(1), 7)
     with pytest.raises(InvalidRequestError, match="chunk_tokens"):
-        History(0)
+        AccessHistory(0)
+
+
+def test_a_steady_clock_stands_while_the_callers_goes_back() -> None:
+    clock = SteadyClock()
+
+    assert [clock.time_s(at) for at in (5.0, 7.0, 1.0, 1.5, 2.0)] == [5.0, 7.0, 7.0, 7.5, 8.0]

@@ -22,7 +22,7 @@ LARGE_CHUNKS = ClientOptions("auto", chunk_tokens=1024, deadline_ms=DEADLINE_MS)
 """Of 8 MiB."""
 
 
-@pytest.fixture(params=["hit_density", "marconi", "discard_bit"])
+@pytest.fixture(params=["hit_density", "marconi", "discard_hint"])
 def server(request: pytest.FixtureRequest, make_server: ServerMaker) -> LocalServer:
     return make_server(*SMALL_CPU, "--policy", request.param, "--disk-write-budget", "1MiB")
 

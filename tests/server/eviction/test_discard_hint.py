@@ -1,4 +1,4 @@
-"""Order tests of DiscardBitEviction, by hand and against the plainest model there is."""
+"""Order tests of DiscardHintEviction, by hand and against the plainest model there is."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing_extensions import override
 
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import NO_FACTS, Facts, History
-from kvstore.server.eviction.discard_hint import DiscardBitEviction
+from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
+from kvstore.server.eviction.discard_hint import DiscardHintEviction
 from kvstore.server.eviction.lru import LruEviction
 
 
-def knowing(discarded: str, kept: str = "") -> DiscardBitEviction:
-    history = History()
+def knowing(discarded: str, kept: str = "") -> DiscardHintEviction:
+    history = AccessHistory()
     for name in "123456":
         reuse = 1 if name in discarded else 2 if name in kept else 0
-        history.seen(int(name), NO_ROW, Facts(reuse=reuse), 0.0)
-    return DiscardBitEviction(history)
+        history.seen(int(name), NO_ROW, InsertInfo(reuse=reuse), 0.0)
+    return DiscardHintEviction(history)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_a_keep_hint_is_as_good_as_none() -> None:
 
 
 def test_a_hint_that_comes_later_is_followed_and_so_is_the_next() -> None:
-    history = History()
-    policy = DiscardBitEviction(history)
+    history = AccessHistory()
+    policy = DiscardHintEviction(history)
     for chunk in (1, 2, 3, 4):
-        history.seen(chunk, NO_ROW, NO_FACTS, 0.0)
+        history.seen(chunk, NO_ROW, NO_INFO, 0.0)
     play(policy, "1 2 3 4")
     history.hint(np.array([3]), 1)
     assert everyone(policy) == [3, 1, 2, 4]
@@ -72,7 +72,7 @@ def test_a_hint_that_comes_later_is_followed_and_so_is_the_next() -> None:
 
 
 class PlainDiscard(PlainLeaves):
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: AccessHistory) -> None:
         super().__init__()
         self.history = history
 
@@ -84,13 +84,13 @@ class PlainDiscard(PlainLeaves):
 @pytest.mark.parametrize("seed", range(20))
 def test_any_schedule_agrees_with_the_plain_model(seed: int) -> None:
     draw = random.Random(seed)
-    history = History()
-    policy, model = DiscardBitEviction(history), PlainDiscard(history)
+    history = AccessHistory()
+    policy, model = DiscardHintEviction(history), PlainDiscard(history)
     for _ in range(200):
         number = draw.randrange(24)
         match draw.randrange(5):
             case 0 | 1:
-                history.seen(row(number), above(number), Facts(reuse=draw.randrange(3)), 0.0)
+                history.seen(row(number), above(number), InsertInfo(reuse=draw.randrange(3)), 0.0)
                 policy.insert(row(number), above(number), 100, 0.0)
                 model.insert(row(number), above(number), 100)
             case 2:
@@ -106,7 +106,7 @@ def test_any_schedule_agrees_with_the_plain_model(seed: int) -> None:
         assert list(policy.victims(keep_none, 0.0)) == model.victims((), 99)
 
 
-def hits(policy: LruEviction | DiscardBitEviction, history: History, wrong: float) -> int:
+def hits(policy: LruEviction | DiscardHintEviction, history: AccessHistory, wrong: float) -> int:
     """Half of 20 prompts come again and again, the others once; hints are wrong so often."""
     draw = random.Random(3)
     replay = BlockReplay(policy, history, 12)
@@ -114,13 +114,13 @@ def hits(policy: LruEviction | DiscardBitEviction, history: History, wrong: floa
         again = draw.random() < 0.5
         block = draw.randrange(10) if again else 100 + number
         is_wrong = draw.random() < wrong
-        replay.request([block], 1, float(number), Facts(reuse=2 if again != is_wrong else 1))
+        replay.request([block], 1, float(number), InsertInfo(reuse=2 if again != is_wrong else 1))
     return replay.hit_blocks
 
 
 def test_right_hints_are_worth_much_and_wrong_ones_cost_as_much() -> None:
     """It is not robust, and says so."""
-    lru = hits(LruEviction(), History(), 0.0)
-    right, wrong = History(), History()
-    assert hits(DiscardBitEviction(right), right, 0.0) > 1.3 * lru
-    assert hits(DiscardBitEviction(wrong), wrong, 1.0) < 0.3 * lru
+    lru = hits(LruEviction(), AccessHistory(), 0.0)
+    right, wrong = AccessHistory(), AccessHistory()
+    assert hits(DiscardHintEviction(right), right, 0.0) > 1.3 * lru
+    assert hits(DiscardHintEviction(wrong), wrong, 1.0) < 0.3 * lru

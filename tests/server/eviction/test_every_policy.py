@@ -7,7 +7,7 @@ from contracts.policy import PolicyContract
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.registry import POLICIES, make_policy
 
@@ -19,11 +19,11 @@ class NamedPolicyContract(PolicyContract):
 
     @override
     def make_policy(self) -> EvictionPolicy:
-        return make_policy(self.name, History())
+        return make_policy(self.name, AccessHistory())
 
     @override
-    def make_pair(self) -> tuple[EvictionPolicy, History]:
-        history = History()
+    def make_pair(self) -> tuple[EvictionPolicy, AccessHistory]:
+        history = AccessHistory()
         return make_policy(self.name, history), history
 
 
@@ -32,7 +32,7 @@ class TestMarconi(NamedPolicyContract):
 
 
 class TestDiscardBit(NamedPolicyContract):
-    name = "discard_bit"
+    name = "discard_hint"
 
 
 class TestLearned(NamedPolicyContract):
@@ -54,5 +54,5 @@ def test_every_policy_that_has_a_name_is_held_to_the_contract() -> None:
 
 
 def test_a_name_that_is_no_policys_is_refused_with_those_that_are() -> None:
-    with pytest.raises(InvalidRequestError, match="discard_bit"):
-        make_policy("best", History())
+    with pytest.raises(InvalidRequestError, match="discard_hint"):
+        make_policy("best", AccessHistory())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from array import array
 from collections.abc import Callable
 from itertools import islice
 
@@ -13,15 +14,18 @@ from contracts.policy import above, everyone, keep_none, row, rows
 from numpy.typing import NDArray
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import NO_FACTS, Facts, History, Report
+from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo, RefreshReport
 from kvstore.server.eviction.hit_density import (
     BUDGET,
     CAP_S,
     WARM_REQUESTS,
+    ClassRanking,
     HitDensityEviction,
-    RegretGuard,
+    LruSafeguard,
+    Rank,
 )
 from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.queues import ClassQueues
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 
 
@@ -29,12 +33,17 @@ class Tier:
     """A policy that has learnt what the test says, and a history that tells it of events."""
 
     def __init__(self, *, clock: Callable[[], float] | None = None):
-        self.history = History()
+        self.history = AccessHistory()
         self.policy = HitDensityEviction(self.history, clock=clock)
-        self.policy._guard.prefers_lru = False
+        self.policy._guard.is_active = False
 
     def store(
-        self, chunk: int, parent: int, at_s: float, facts: Facts = NO_FACTS, size_bytes: int = 100
+        self,
+        chunk: int,
+        parent: int,
+        at_s: float,
+        facts: InsertInfo = NO_INFO,
+        size_bytes: int = 100,
     ) -> None:
         self.history.seen(chunk, parent, facts, at_s)
         self.policy.insert(chunk, parent, size_bytes, at_s)
@@ -73,10 +82,10 @@ def test_of_one_class_the_oldest_and_the_newest_are_candidates() -> None:
     assert tier.victims(30.5) == [3, 1, 2]
 
 
-def test_a_bared_parent_goes_by_its_own_class_and_use() -> None:
+def test_an_exposed_parent_goes_by_its_own_class_and_use() -> None:
     tier = Tier()
     tier.store(1, NO_ROW, 1.0)
-    tier.store(2, 1, 1.0, Facts(tokens_full=False))
+    tier.store(2, 1, 1.0, InsertInfo(tokens_full=False))
     tier.store(3, NO_ROW, 2.0)
     tier.promise(2, 0.1)
     tier.promise(3, 0.5)
@@ -87,11 +96,11 @@ def test_a_bared_parent_goes_by_its_own_class_and_use() -> None:
     assert tier.victims(1e4) == [1, 3]
 
 
-def test_a_bared_parent_that_is_the_newest_of_its_class_is_a_candidate() -> None:
+def test_an_exposed_parent_that_is_the_newest_of_its_class_is_a_candidate() -> None:
     tier = Tier()
     tier.store(1, NO_ROW, 1.0)
     tier.store(2, NO_ROW, 30.0)
-    tier.store(3, 2, 30.0, Facts(tokens_full=False))
+    tier.store(3, 2, 30.0, InsertInfo(tokens_full=False))
     tier.promise(1, *[0.2] * 10, 0.9)  # what has waited for long is the best to keep
     tier.promise(3, 0.1)
     assert tier.victims(31.0) == [3, 2, 1]
@@ -107,7 +116,7 @@ def test_the_smaller_of_two_that_promise_the_same_stays() -> None:
 def test_an_end_of_few_tokens_is_worth_what_a_whole_chunk_is_by_byte() -> None:
     tier = Tier()
     tier.store(1, NO_ROW, 1.0, size_bytes=400)
-    tier.store(2, 1, 1.0, Facts(tokens_full=False), size_bytes=10)
+    tier.store(2, 1, 1.0, InsertInfo(tokens_full=False), size_bytes=10)
     assert tier.policy._worth[2] == tier.policy._worth[1]
 
 
@@ -153,12 +162,12 @@ def _leaves(policy: HitDensityEviction) -> set[int]:
 @pytest.mark.parametrize("seed", range(10))
 def test_what_has_learnt_nothing_evicts_as_lru_does(seed: int) -> None:
     draw = random.Random(seed)
-    history = History()
+    history = AccessHistory()
     policy, lru = HitDensityEviction(history), LruEviction()
     for step in range(200):
         number, at_s = draw.randrange(24), float(step)
         if draw.random() < 0.5:
-            history.seen(row(number), above(number), NO_FACTS, at_s)
+            history.seen(row(number), above(number), NO_INFO, at_s)
             for each in (policy, lru):
                 each.insert(row(number), above(number), 100, at_s)
         elif draw.random() < 0.8:
@@ -203,48 +212,48 @@ def test_a_clock_within_the_cap_changes_nothing() -> None:
 
 def report(
     ages_s: list[float], chunks: int, requests: int = 10
-) -> tuple[Report, NDArray[np.bool_]]:
-    known = Report(np.zeros(len(ages_s), np.intp), np.array(ages_s), chunks, requests, 0.0)
+) -> tuple[RefreshReport, NDArray[np.bool_]]:
+    known = RefreshReport(np.zeros(len(ages_s), np.intp), np.array(ages_s), chunks, requests, 0.0)
     return known, np.ones(len(ages_s), np.bool_)
 
 
 def test_nothing_is_done_otherwise_than_lru_until_there_was_something_to_learn_from() -> None:
-    guard = RegretGuard()
+    guard = LruSafeguard()
     for _ in range(WARM_REQUESTS // 10 - 1):
         guard.judge(*report([], 100))
-        assert guard.prefers_lru
+        assert guard.is_active
     guard.judge(*report([], 100))
-    assert not guard.prefers_lru
+    assert not guard.is_active
 
 
 def test_who_falls_behind_lru_does_as_lru_until_the_budget_has_grown() -> None:
-    guard = RegretGuard()
+    guard = LruSafeguard()
     guard.lru_age_s = 50.0
     guard.judge(*report([], 1000, WARM_REQUESTS))
     share = round(1000 * BUDGET)
     guard.judge(*report([1.0] * 2 * share + [90.0] * 40, 1000))
-    assert not guard.prefers_lru  # all of the budget of two thousand, and no more
+    assert not guard.is_active  # all of the budget of two thousand, and no more
     guard.judge(*report([1.0] * 6 * share, 1000))
-    assert guard.prefers_lru
+    assert guard.is_active
     for _ in range(4):
         guard.judge(*report([], 1000))
-        assert guard.prefers_lru
+        assert guard.is_active
     guard.judge(*report([], 1000))
-    assert not guard.prefers_lru  # eight shares of eight thousand
+    assert not guard.is_active  # eight shares of eight thousand
 
 
 def test_who_hits_more_than_lru_is_let_be() -> None:
-    guard = RegretGuard()
+    guard = LruSafeguard()
     guard.lru_age_s = 50.0
     guard.judge(*report([], 1000, WARM_REQUESTS))
     for _ in range(20):
         guard.hits += 60
         guard.judge(*report([1.0] * 50 + [90.0] * 40, 1000))
-    assert not guard.prefers_lru
+    assert not guard.is_active
 
 
 def test_old_losses_are_forgotten_by_half() -> None:
-    guard = RegretGuard()
+    guard = LruSafeguard()
     guard.judge(*report([1.0] * 1000, 1000, WARM_REQUESTS))
     guard.judge(*report([1.0] * 4000, 4000))
     before = guard._behind
@@ -260,12 +269,12 @@ def test_memory_of_history_and_policy_is_within_200_bytes_a_chunk() -> None:
     tracemalloc.start()
     try:
         start = tracemalloc.get_traced_memory()[0]
-        history = History()
+        history = AccessHistory()
         policy = HitDensityEviction(history)
         fixed = tracemalloc.get_traced_memory()[0] - start
         for first in range(1, count, 20):
             chain = np.arange(first, first + 20)
-            history.seen_chain(chain, NO_ROW, NO_FACTS, first / 1000)
+            history.seen_chain(chain, NO_ROW, NO_INFO, first / 1000)
             policy.insert_chain(chain, NO_ROW, 100, first / 1000)
         history.table.settle(count / 1000)
         grown = tracemalloc.get_traced_memory()[0] - start - fixed
@@ -289,3 +298,85 @@ def test_the_first_victims_cost_no_look_at_the_others() -> None:
 
     assert len(list(islice(tier.policy.victims(keep, 5_000.0), 3))) == 3
     assert looks == 3
+
+
+_ROWS, _KINDS = 60, 5
+
+
+class Ends:
+    """Rows in queues, used at random times, and their ranks."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.history = AccessHistory()
+        self.history.reach(_ROWS)
+        self.history.table.values[:] = np.random.default_rng(seed).random((1024, AGE_BINS))
+        self.used = array("Q", bytes(8 * (_ROWS + 1)))
+        self.worth = array("f", [0.0, *(1.0 + row % 3 for row in range(1, _ROWS + 1))])
+        self.queues = ClassQueues(self.used, _KINDS)
+        self.queues.extend(_ROWS)
+        self.queued: dict[int, int] = {}
+        self.now_s = 0.0
+        self.tick = 0
+        self.ranks = self.fresh()
+
+    def fresh(self) -> ClassRanking:
+        return ClassRanking(self.history, self.queues, self.used, self.worth)
+
+    def step(self) -> None:
+        """Something happens to one row, or time goes on."""
+        self.now_s += self.draw.choice((0.0, 0.0, 0.3, 7.0))
+        row = self.draw.randrange(1, _ROWS + 1)
+        if row in self.queued:
+            self.queues.remove(row)
+        if row in self.queued and self.draw.random() < 0.5:
+            del self.queued[row]
+            return
+        kind = self.queued[row] = self.draw.randrange(_KINDS)
+        if self.used[row] and self.draw.random() < 0.3:
+            self.queues.place(row, kind)  # as one that was exposed, by its own last use
+            return
+        self.tick += 1
+        self.used[row] = self.tick
+        self.history.last_s[row] = self.now_s
+        self.queues.append(row, kind)
+
+    def all(self, ranks: ClassRanking) -> list[Rank]:
+        """Take everything there is, which is ranked again by the next ``bring_up``."""
+        ranks.bring_up(self.now_s)
+        found = []
+        while ranks.least() is not None:
+            found.append(ranks.take())
+        return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_kept_up_to_date_are_those_of_ranking_all(seed: int) -> None:
+    ends = Ends(seed)
+    for at in range(400):
+        ends.step()
+        if at == 200:
+            ends.history.table.values *= 0.5
+            ends.history.table.version += 1
+        if at % 3 == 0:
+            found = ends.all(ends.ranks)
+            assert found == sorted(found) == ends.all(ends.fresh())
+
+
+def test_an_end_that_was_taken_counts_again_once_ranks_are_brought_up() -> None:
+    ends = Ends(1)
+    for _ in range(20):
+        ends.step()
+    before = ends.all(ends.ranks)
+    assert before
+    assert ends.all(ends.ranks) == before
+
+
+def test_what_is_stale_takes_no_more_than_a_few_times_what_counts() -> None:
+    ends = Ends(2)
+    ends.ranks.bring_up(0.0)
+    for _ in range(5_000):
+        ends.step()
+        ends.ranks.bring_up(ends.now_s)
+    assert len(ends.ranks._ranks) < 600
+    assert len(ends.ranks._due) < 600

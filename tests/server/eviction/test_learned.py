@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -11,14 +12,24 @@ import numpy as np
 import pytest
 from contracts.plain_leaves import play
 from contracts.policy import above, everyone, keep_none, row, rows
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.learned import BUDGET_S, LearnedEviction
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
+from kvstore.server.eviction.learned import (
+    BUDGET_S,
+    FEATURES,
+    MAX_STUMPS,
+    WEIGHTS,
+    Features,
+    LearnedEviction,
+    Stump,
+    StumpScorer,
+)
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.eviction.scorer import FEATURES, Features
 
 
 class BySize:
@@ -44,14 +55,14 @@ def fill(policy: LruEviction, count: int, size_of: Callable[[int], int]) -> None
 
 
 def test_the_least_scores_of_the_oldest_leaves_go_first() -> None:
-    policy = LearnedEviction(History(), BySize(), candidates=16)
+    policy = LearnedEviction(AccessHistory(), BySize(), candidates=16)
     fill(policy, 40, lambda chunk: 1000 - chunk)
     # Of 1 to 16 the quarter with the least, then 1 to 12 and the next four are looked at.
     assert list(islice(policy.victims(keep_none, 0.0), 8)) == [16, 15, 14, 13, 20, 19, 18, 17]
 
 
 def test_of_equal_scores_the_oldest_goes_first() -> None:
-    policy = LearnedEviction(History(), BySize(), candidates=16)
+    policy = LearnedEviction(AccessHistory(), BySize(), candidates=16)
     fill(policy, 20, lambda chunk: 100)
     policy.touch(np.array([1, 2]), 0.0)
     assert everyone(policy) == [*range(3, 21), 2, 1]
@@ -59,7 +70,7 @@ def test_of_equal_scores_the_oldest_goes_first() -> None:
 
 def test_a_chunk_that_is_kept_is_no_candidate() -> None:
     scorer = BySize()
-    policy = LearnedEviction(History(), scorer, candidates=16)
+    policy = LearnedEviction(AccessHistory(), scorer, candidates=16)
     fill(policy, 40, lambda chunk: chunk)
     assert next(policy.victims(lambda chunk: chunk < 20, 0.0)) == 20
     assert scorer.asked[0][:, 1].tolist() == list(range(20, 36))
@@ -86,28 +97,28 @@ def schedule(policies: list[LruEviction], seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_scorer_that_is_too_slow_is_not_heard_and_lru_decides(seed: int) -> None:
     scorer = BySize(takes_s=2 * BUDGET_S)
-    policy = LearnedEviction(History(), scorer, clock=scorer.clock)
+    policy = LearnedEviction(AccessHistory(), scorer, clock=scorer.clock)
     schedule([LruEviction(), policy], seed)
     assert policy.fallbacks == len(scorer.asked) > 50
 
 
 def test_a_scorer_that_keeps_its_time_is_heard() -> None:
     scorer = BySize(takes_s=0.9 * BUDGET_S)
-    policy = LearnedEviction(History(), scorer, clock=scorer.clock)
+    policy = LearnedEviction(AccessHistory(), scorer, clock=scorer.clock)
     fill(policy, 20, lambda chunk: 1000 - chunk)
     assert next(policy.victims(keep_none, 0.0)) == 20
     assert policy.fallbacks == 0
 
 
 def test_without_a_clock_no_time_is_too_long() -> None:
-    policy = LearnedEviction(History(), BySize(takes_s=1e9))
+    policy = LearnedEviction(AccessHistory(), BySize(takes_s=1e9))
     fill(policy, 20, lambda chunk: 1000 - chunk)
     assert next(policy.victims(keep_none, 0.0)) == 20
 
 
 def test_one_that_gets_slow_on_the_way_leaves_the_rest_to_lru() -> None:
     scorer = BySize()
-    policy = LearnedEviction(History(), scorer, clock=scorer.clock, candidates=16)
+    policy = LearnedEviction(AccessHistory(), scorer, clock=scorer.clock, candidates=16)
     fill(policy, 30, lambda chunk: 1000 - chunk)
     victims = policy.victims(keep_none, 0.0)
     assert list(islice(victims, 4)) == [16, 15, 14, 13]
@@ -117,17 +128,17 @@ def test_one_that_gets_slow_on_the_way_leaves_the_rest_to_lru() -> None:
 
 
 def test_a_chain_is_named_from_its_end_whatever_the_scores_are() -> None:
-    policy = LearnedEviction(History(), BySize())
+    policy = LearnedEviction(AccessHistory(), BySize())
     for chunk in range(1, 9):
         policy.insert(chunk, chunk - 1, 100 * chunk, 0.0)
     assert everyone(policy) == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 def test_features_are_those_of_the_uses_there_were() -> None:
-    history = History()
+    history = AccessHistory()
     policy = LearnedEviction(history, BySize(), ttl_left_s=lambda chunk: 60.0 * chunk)
     for chunk, flops in ((1, 1e9), (2, 3e9)):
-        history.seen(chunk, NO_ROW, Facts(flops=flops), 100.0)
+        history.seen(chunk, NO_ROW, InsertInfo(flops=flops), 100.0)
         policy.insert(chunk, NO_ROW, 4096, 100.0)
     for now_s in (110.0, 130.0):
         policy.touch(np.array([1]), now_s)
@@ -137,7 +148,7 @@ def test_features_are_those_of_the_uses_there_were() -> None:
 
 
 def test_a_clock_that_goes_back_makes_no_ages_below_zero() -> None:
-    policy = LearnedEviction(History(), BySize())
+    policy = LearnedEviction(AccessHistory(), BySize())
     policy.insert(1, NO_ROW, 100, 1000.0)
     policy.touch(np.array([1]), 10.0)
     assert policy.features([1], -5.0).min() >= 0.0
@@ -147,13 +158,13 @@ def test_a_clock_that_goes_back_makes_no_ages_below_zero() -> None:
 def test_uses_are_remembered_over_an_eviction_but_not_for_another_chunk(
     *, is_another: bool
 ) -> None:
-    history = History()
+    history = AccessHistory()
     policy = LearnedEviction(history, BySize())
-    history.seen(1, NO_ROW, Facts(), 0.0)
+    history.seen(1, NO_ROW, InsertInfo(), 0.0)
     play(policy, "1 t1 -1")
     if is_another:
         history.forget(1)
-        history.seen(1, NO_ROW, Facts(), 50.0)
+        history.seen(1, NO_ROW, InsertInfo(), 50.0)
     else:
         history.asked(np.array([1]), 1, 50.0)
     policy.insert(1, NO_ROW, 100, 50.0)
@@ -164,4 +175,71 @@ def test_uses_are_remembered_over_an_eviction_but_not_for_another_chunk(
 @pytest.mark.parametrize("candidates", [15, 65])
 def test_the_number_of_candidates_has_limits(candidates: int) -> None:
     with pytest.raises(InvalidRequestError, match="candidates"):
-        LearnedEviction(History(), candidates=candidates)
+        LearnedEviction(AccessHistory(), candidates=candidates)
+
+
+NUMBERS = st.floats(-1e12, 1e12, allow_nan=False)
+STUMPS = st.builds(Stump, st.integers(0, 5), NUMBERS, NUMBERS, NUMBERS)
+
+
+def test_a_score_is_the_sum_of_what_each_stump_says() -> None:
+    scorer = StumpScorer([Stump(0, 10.0, 1.0, -2.0), Stump(2, 1.0, 0.0, 4.0)])
+    features = np.zeros((4, len(FEATURES)))
+    features[:, 0] = [10.0, 10.5, 3.0, math.inf]
+    features[:, 2] = [1.0, 1.0, 2.0, 2.0]
+    assert scorer.score(features).tolist() == [1.0, -2.0, 5.0, 2.0]
+
+
+@given(st.lists(STUMPS, min_size=1, max_size=5))
+def test_weights_come_back_from_their_text(stumps: list[Stump]) -> None:
+    scorer = StumpScorer(stumps)
+    again = StumpScorer.from_json(scorer.to_json())
+    assert again.stumps == scorer.stumps
+    assert again.to_json() == scorer.to_json()
+
+
+def test_the_weights_that_are_shipped_can_be_read_and_tell_chunks_apart() -> None:
+    scorer = StumpScorer.from_json(WEIGHTS)
+    assert scorer.to_json().strip() == WEIGHTS.strip()
+    features = np.full((2, len(FEATURES)), 1.0)
+    features[:, 0] = [20.0, 20.0]
+    features[:, 2] = [1.0, 5.0]
+    once, often = scorer.score(features)
+    assert once < often
+
+
+def changed(**fields: object) -> str:
+    return json.dumps({**json.loads(WEIGHTS), **fields})
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "weights"),
+        ("[1]", "weights"),
+        ("[" * 100_000, "weights"),
+        (changed(version=2), "version"),
+        (changed(features=["age_s"]), "features"),
+        (changed(stumps=[[0, 1.0, 2.0, 3.0]]), "sha256"),
+        (changed(sha256=None), "sha256"),
+    ],
+)
+def test_weights_that_are_not_as_they_were_written_are_refused(text: str, what: str) -> None:
+    with pytest.raises(InvalidRequestError, match=what):
+        StumpScorer.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "stump", [(6, 0.0, 0.0, 0.0), (-1, 0.0, 0.0, 0.0), (0, math.nan, 0.0, 0.0), (0, 0, 0, math.inf)]
+)
+def test_a_stump_that_asks_for_nothing_there_is_is_refused(
+    stump: tuple[int, float, float, float],
+) -> None:
+    with pytest.raises(InvalidRequestError):
+        Stump(*stump)
+
+
+@pytest.mark.parametrize("count", [0, MAX_STUMPS + 1])
+def test_the_number_of_stumps_has_a_limit(count: int) -> None:
+    with pytest.raises(InvalidRequestError, match="stumps"):
+        StumpScorer([Stump(0, 0.0, 0.0, 0.0)] * count)

@@ -65,7 +65,7 @@ def test_the_end_of_a_chain_counts_as_older_than_its_beginning() -> None:
     assert everyone(policy) == [6, 5, 4, 3, 2, 1]
 
 
-def test_a_chunk_that_is_bared_late_takes_its_place_by_its_use() -> None:
+def test_a_chunk_that_is_exposed_late_takes_its_place_by_its_use() -> None:
     """1 was used alone between 3 and 4, then lost its child: neither oldest nor newest."""
     policy = play("1 2<1 3 t1 4 5 -2")
     assert everyone(policy) == [3, 1, 4, 5]

@@ -14,14 +14,17 @@ from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.alpha_tuner import AlphaTuner, TunerTerms
-from kvstore.server.eviction.flop_density import LEAST_DENSITY, MOST_DENSITY
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import (
     EFFICIENCIES,
+    LEAST_DENSITY,
+    MOST_DENSITY,
+    AlphaTuner,
+    FlopDensity,
     MarconiEviction,
     ScoredEviction,
+    TunerTerms,
     efficiency_class,
 )
 
@@ -92,11 +95,11 @@ def test_queues_by_class_name_whom_the_score_of_every_candidate_does(
 @pytest.mark.parametrize("seed", range(3))
 def test_without_alpha_it_is_lru(seed: int) -> None:
     draw = random.Random(seed)
-    history = History()
+    history = AccessHistory()
     policy, lru = MarconiEviction(history, 0.0), LruEviction()
     for _ in range(300):
         number = draw.randrange(50)
-        history.seen(row(number), above(number), Facts(flops=1e9 * draw.randrange(5)), 0.0)
+        history.seen(row(number), above(number), InsertInfo(flops=1e9 * draw.randrange(5)), 0.0)
         for one in (policy, lru):
             one.insert(row(number), above(number), 100, 0.0)
             one.touch(rows([number // 2, number // 3]), 0.0)
@@ -106,10 +109,10 @@ def test_without_alpha_it_is_lru(seed: int) -> None:
 def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -> None:
     places = []
     for alpha in (0.0, 0.05, 0.2, 2.0):
-        history = History()
+        history = AccessHistory()
         policy = MarconiEviction(history, alpha)
         for chunk in range(1, 30):
-            history.seen(chunk, NO_ROW, Facts(flops=9e9 if chunk == 1 else 1e9), 0.0)
+            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0)
             policy.insert(chunk, NO_ROW, 100, 0.0)
         places.append(everyone(policy).index(1))
     assert places == sorted(set(places))
@@ -120,7 +123,7 @@ def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -
 @pytest.mark.parametrize("alpha", [-0.1, float("nan"), float("inf")])
 def test_an_alpha_that_is_no_weight_is_refused(alpha: float) -> None:
     with pytest.raises(InvalidRequestError, match="alpha"):
-        MarconiEviction(History(), alpha)
+        MarconiEviction(AccessHistory(), alpha)
 
 
 def test_every_density_has_the_class_that_is_nearest() -> None:
@@ -270,7 +273,7 @@ def test_terms_that_cannot_be_followed_are_refused(wrong: dict[str, object]) -> 
 
 def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
     """Chunks of many flops come again after a while, those of few never do."""
-    history = History()
+    history = AccessHistory()
     terms = TunerTerms(alphas=(0.0, 1.0), slice_chunks=10_000)
     policy = MarconiEviction(history, None, terms)
     here: dict[int, None] = {}
@@ -281,7 +284,7 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
         known = np.array([chunk] if chunk in here else [], np.intp)
         policy.touch(known, 0.0)
         if not len(known):
-            history.seen(chunk, NO_ROW, Facts(flops=9e9 if dear else 1e9), 0.0)
+            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if dear else 1e9), 0.0)
             while len(here) >= 8:
                 victim = next(policy.victims(keep_none, 0.0))
                 policy.remove(victim)
@@ -291,3 +294,48 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
         if number == 30:
             assert policy.alpha == 0.0
     assert policy.alpha == 1.0
+
+
+def test_a_density_is_a_multiple_of_the_mean_so_far() -> None:
+    history = AccessHistory()
+    for number, flops in ((1, 1e9), (2, 3e9), (3, 2e9)):
+        history.seen(number, NO_ROW, InsertInfo(flops=flops), 0.0)
+    density = FlopDensity(history)
+    assert density.of(1, 100) == 1.0
+    assert density.of(2, 100) == 1.5
+    assert density.of(3, 200) == pytest.approx(1e7 / (5e7 / 3))
+
+
+def test_what_is_not_known_counts_as_the_mean_and_changes_nothing() -> None:
+    history = AccessHistory()
+    history.seen(1, NO_ROW, InsertInfo(), 0.0)
+    history.seen(2, NO_ROW, InsertInfo(flops=500.0), 0.0)
+    density = FlopDensity(history)
+    assert density.of(1, 100) == density.of(99, 100) == density.of(2, 0) == 1.0
+    assert density.of(2, 100) == 1.0
+
+
+def test_a_number_that_cannot_be_is_held_within_bounds() -> None:
+    history = AccessHistory()
+    for number, flops in ((1, 1e9), (2, 1e300), (3, 2.0)):
+        history.seen(number, NO_ROW, InsertInfo(flops=flops), 0.0)
+    density = FlopDensity(history)
+    for _ in range(200):
+        density.of(1, 100)
+    assert density.of(2, 100) == MOST_DENSITY
+    assert density.of(3, 100) == LEAST_DENSITY
+
+
+@pytest.mark.parametrize("flops", [1e308, 1.0, 5e-324])
+def test_a_lie_about_one_chunk_does_not_last(flops: float) -> None:
+    history = AccessHistory()
+    history.seen(1, NO_ROW, InsertInfo(flops=flops), 0.0)
+    history.seen(2, NO_ROW, InsertInfo(flops=1e9), 0.0)
+    density = FlopDensity(history)
+    assert LEAST_DENSITY <= density.of(1, 1) <= MOST_DENSITY
+    for _ in range(400_000):
+        density.of(2, 100)
+    assert density.of(2, 100) == pytest.approx(1.0, rel=0.01)
+    for _ in range(10):
+        assert LEAST_DENSITY <= density.of(1, 1 << 50) <= MOST_DENSITY
+    assert 0.2 < density.of(2, 100) < 5.0

@@ -1,14 +1,14 @@
-"""ClassQueues against lists that are sorted anew each time."""
+"""RowHeap against sorting, and the queues against lists."""
 
 from __future__ import annotations
 
 from array import array
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.server.eviction.queues import ClassQueues
+from kvstore.server.eviction.queues import ClassQueues, RowHeap
 
 _KINDS, _ROWS = 3, 40
 
@@ -96,3 +96,26 @@ def test_a_row_far_from_both_ends_waits_aside_and_comes_in_its_turn() -> None:
     assert queues.head(0) == 101
     queues.remove(101)
     assert list(queues.walk()) == list(range(51, 101))
+
+
+@given(
+    st.permutations(range(1, 30)),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 29)), max_size=80),
+)
+def test_rows_come_in_the_order_of_the_column_whatever_went_in_and_out(
+    ranks: list[int], events: list[tuple[bool, int]]
+) -> None:
+    order = array("Q", [0, *ranks])
+    heap, model = RowHeap(order), set[int]()
+    heap.extend(len(ranks))
+    for puts, row in events:
+        assert (row in heap) == (row in model)
+        if puts and row not in model:
+            heap.push(row)
+            model.add(row)
+        elif not puts and row in model:
+            heap.remove(row)
+            model.remove(row)
+        expected = sorted(model, key=order.__getitem__)
+        assert list(heap.sorted()) == expected
+        assert len(heap) == len(model)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import Facts, History
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.reuse_estimate import ReuseForecast, ReuseTable
 
 FIRST, SECOND = np.array([0], np.uint8), np.array([1], np.uint8)
@@ -77,14 +77,14 @@ def ask(forecast: ReuseForecast, rows: list[int], now_s: float) -> None:
     history.asked(known, len(rows), now_s)
     parent = rows[new - 1] if new else NO_ROW
     for row in rows[new:]:
-        facts = Facts(tokens_full=row != rows[-1])
+        facts = InsertInfo(tokens_full=row != rows[-1])
         history.seen(row, parent, facts, now_s)
         forecast.seen(row, parent, facts, now_s)
         parent = row
 
 
 def test_a_forecast_learns_that_prompts_are_continued_but_their_ends_are_not() -> None:
-    forecast = ReuseForecast(History())
+    forecast = ReuseForecast(AccessHistory())
     for at in range(200):
         body = [10 * at + 1, 10 * at + 2]
         ask(forecast, [*body, 10 * at + 3], 10.0 * at)
@@ -96,7 +96,7 @@ def test_a_forecast_learns_that_prompts_are_continued_but_their_ends_are_not() -
 
 
 def test_a_tier_that_keeps_chunks_for_long_makes_late_hits_count() -> None:
-    forecast = ReuseForecast(History())
+    forecast = ReuseForecast(AccessHistory())
     for at in range(100):
         ask(forecast, [2 * at + 1, 2 * at + 2], 10.0 * at)
         ask(forecast, [2 * at + 1, 2 * at + 1000], 10.0 * at + 500.0)
@@ -108,7 +108,7 @@ def test_a_tier_that_keeps_chunks_for_long_makes_late_hits_count() -> None:
 
 
 def test_rows_that_nothing_is_known_of_may_come() -> None:
-    forecast = ReuseForecast(History())
+    forecast = ReuseForecast(AccessHistory())
     forecast.asked(np.array([7, 99], np.intp), 2, 0.0)
     forecast.gave_up(7, 0.0)
     assert forecast.chance(7, 0.0) == 1.0
@@ -117,7 +117,7 @@ def test_rows_that_nothing_is_known_of_may_come() -> None:
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=5, unique=True), st.floats(-9, 9))))
 def test_clocks_that_jump_leave_chances(prompts: list[tuple[list[int], float]]) -> None:
-    forecast = ReuseForecast(History())
+    forecast = ReuseForecast(AccessHistory())
     for rows, now_s in prompts:
         ask(forecast, rows, now_s)
         assert all(0.0 <= forecast.chance(row, -now_s) <= 1.0 for row in range(10))

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.server.eviction.age_slots import AgeSlots
 from kvstore.server.eviction.reuse_statistics import (
     AGE_BINS,
     EDGES_S,
     WIDTHS_S,
+    AgeSlots,
     DensityTable,
     bins_of,
     gittins,

@@ -23,7 +23,6 @@ from kvstore.server.eviction.states.ranks import (
     LruRank,
     MarconiRank,
 )
-from kvstore.server.eviction.states.steady_clock import SteadyClock
 from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
@@ -226,12 +225,6 @@ def test_the_prior_gives_way_to_what_is_seen() -> None:
     rank.table.refresh(1e6, STATE_CLASSES)
 
     assert rank.table.values[0, 20] < before / 2
-
-
-def test_a_steady_clock_stands_while_the_callers_goes_back() -> None:
-    clock = SteadyClock()
-
-    assert [clock.time_s(at) for at in (5.0, 7.0, 1.0, 1.5, 2.0)] == [5.0, 7.0, 7.0, 7.5, 8.0]
 
 
 @pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, MarconiRank, HitDensityRank])

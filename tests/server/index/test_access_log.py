@@ -12,9 +12,9 @@ from contracts.policy import everyone, key, rows
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
-from kvstore.server.eviction.access_history import Facts, History
-from kvstore.server.eviction.miss_ratio_curve import LEAST_SAMPLED, WhatIf
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.quotas import LEAST_SAMPLED, MissRatioCurve
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.access_log import (
     MAX_CHAINS,
@@ -26,7 +26,7 @@ from kvstore.server.index.access_log import (
     StoredChain,
 )
 
-FULL = Facts()
+FULL = InsertInfo()
 
 
 class Listening(EvictionPolicy):
@@ -60,7 +60,7 @@ class Listening(EvictionPolicy):
         raise AssertionError
 
 
-def stored(row: int, parent: int, now_s: float = 1.0, facts: Facts | None = FULL) -> Stored:
+def stored(row: int, parent: int, now_s: float = 1.0, facts: InsertInfo | None = FULL) -> Stored:
     return Stored(0, row, parent, 100, facts, now_s)
 
 
@@ -70,7 +70,7 @@ def asked(numbers: list[int], now_s: float = 1.0) -> Asked:
 
 def heard(*events: Asked | Stored) -> list[object]:
     policy = Listening()
-    access_log = AccessLog(History(), [policy])
+    access_log = AccessLog(AccessHistory(), [policy])
     for event in events:
         access_log.note(event)
     assert policy.heard == []
@@ -98,7 +98,7 @@ def test_chunks_of_a_chain_that_came_together_are_told_together() -> None:
         stored(3, 1),
         stored(3, 2, 1.5),
         stored(3, 2, facts=None),
-        stored(3, 2, facts=Facts(reuse=1)),
+        stored(3, 2, facts=InsertInfo(reuse=1)),
         Stored(0, 3, 2, 101, FULL, 1.0),
     ],
     ids=["not its child", "later", "known before", "other facts", "another size"],
@@ -108,9 +108,9 @@ def test_what_does_not_continue_a_chain_is_told_alone(other: Stored) -> None:
 
 
 def test_the_end_of_a_prompt_is_the_last_of_its_run() -> None:
-    history = History()
+    history = AccessHistory()
     access_log = AccessLog(history, [Listening()])
-    end = Facts(tokens_full=False, flops=7.0)
+    end = InsertInfo(tokens_full=False, flops=7.0)
     for event in (stored(1, NO_ROW), stored(2, 1, facts=end), stored(3, 2)):
         access_log.note(event)
     access_log.apply_all()
@@ -124,7 +124,7 @@ def test_a_row_that_names_itself_as_its_parent_is_told_alone() -> None:
 
 def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
     policy = Listening()
-    access_log = AccessLog(History(), [policy])
+    access_log = AccessLog(AccessHistory(), [policy])
     for number in range(MAX_EVENTS + 10):
         access_log.note(stored(10 * number + 1, NO_ROW))
     assert (len(access_log), len(policy.heard)) == (MAX_EVENTS, 10)
@@ -132,7 +132,7 @@ def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
 
 def test_few_lookups_wait_as_each_may_take_long_to_tell() -> None:
     policy = Listening()
-    access_log = AccessLog(History(), [policy])
+    access_log = AccessLog(AccessHistory(), [policy])
     for number in range(MAX_LOOKUPS + 10):
         access_log.note(asked([number]))
     assert (len(access_log), len(policy.heard)) == (MAX_LOOKUPS, 10)
@@ -146,7 +146,7 @@ def test_few_lookups_wait_as_each_may_take_long_to_tell() -> None:
 
 @pytest.mark.parametrize("is_full", [True, False])
 def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
-    facts = Facts(tokens_full=is_full)
+    facts = InsertInfo(tokens_full=is_full)
     flops = [3.0, 0.0, 5.0]
     told = []
     for events in (
@@ -156,7 +156,7 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
             for row, parent, each in zip((1, 2, 3), (7, 1, 2), flops, strict=True)
         ],
     ):
-        history, policy = History(), Listening()
+        history, policy = AccessHistory(), Listening()
         access_log = AccessLog(history, [policy])
         for event in events:
             access_log.note(event)
@@ -168,14 +168,14 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
 
 def test_few_chains_wait() -> None:
     policy = Listening()
-    access_log = AccessLog(History(), [policy])
+    access_log = AccessLog(AccessHistory(), [policy])
     for number in range(MAX_CHAINS + 3):
         access_log.note(StoredChain(0, [10 * number + 1], NO_ROW, 100, FULL, [0.0], 1.0))
     assert (len(access_log), len(policy.heard)) == (MAX_CHAINS, 3)
 
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
-    history, policy = History(), Listening()
+    history, policy = AccessHistory(), Listening()
     history.seen(1, NO_ROW, FULL, 0.0)
     access_log = AccessLog(history, [policy])
     access_log.note(Asked(np.array([1]), [key(0)], 1.0, is_again=True))
@@ -184,13 +184,13 @@ def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
 
 
 def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
-    what_if = WhatIf(1_000)
-    access_log = AccessLog(History(), [Listening()], [what_if])
+    what_if = MissRatioCurve(1_000)
+    access_log = AccessLog(AccessHistory(), [Listening()], [what_if])
     access_log.note(stored(1, NO_ROW))
     for number in range(3 * LEAST_SAMPLED):
         access_log.note(asked([number % 5]))
     access_log.apply_all()
-    ratios = [point.hit_ratio for point in what_if.curve()]
+    ratios = [point.hit_ratio for point in what_if.points()]
     assert ratios[-1] is not None
     assert ratios[-1] > 0.9, "five chunks of a hundred bytes fit"
 
@@ -200,7 +200,7 @@ def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
 def test_who_settles_late_decides_as_who_settles_at_once(name: str, seed: int) -> None:
     def play(patience: int) -> list[int]:
         draw = random.Random(seed)
-        history = History()
+        history = AccessHistory()
         policy = make_policy(name, history)
         access_log = AccessLog(history, [policy])
         here: set[int] = set()
@@ -212,7 +212,9 @@ def test_who_settles_late_decides_as_who_settles_at_once(name: str, seed: int) -
             access_log.note(Asked(found, [key(row) for row in chain], float(second)))
             for at in range(known, len(chain)):
                 parent = chain[at - 1] if at else NO_ROW
-                access_log.note(Stored(0, chain[at], parent, 100, Facts(flops=at), float(second)))
+                access_log.note(
+                    Stored(0, chain[at], parent, 100, InsertInfo(flops=at), float(second))
+                )
                 here.add(chain[at])
             if len(access_log) > patience:
                 access_log.apply_all()

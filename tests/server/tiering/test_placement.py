@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms, PrefillModel
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.security.sessions import Session
@@ -49,7 +49,7 @@ def make_core(
     exclusive: bool = False,
     disk: SimDisk | None = None,
 ) -> Core:
-    history = History()
+    history = AccessHistory()
     metadata = ChunkMetadata(history, forecast=ReuseForecast(history))
     return Core(
         [disk or SimDisk(DISK_BYTES, no_faults())],

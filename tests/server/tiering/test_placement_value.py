@@ -9,13 +9,13 @@ from simulation.clock import FakeClock
 from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, SimRedis, no_faults
 
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 
 
 def make_core(rule: str) -> Core:
-    history = History()
+    history = AccessHistory()
     return Core(
         [SimDisk(1 << 20, no_faults()), SimRedis(1 << 20, no_faults())],
         admissions={"disk": rule, "redis": rule},

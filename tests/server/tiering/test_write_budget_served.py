@@ -14,7 +14,7 @@ from simulation.universe import Version
 from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import PutOutcome
-from kvstore.server.eviction.access_history import History
+from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.settings.settings import load_config
@@ -26,7 +26,7 @@ A_DAY = 24 * 6 * FRAME
 
 
 def make_core(clock: FakeClock, rule: str, a_day: int = A_DAY) -> Core:
-    history = History()
+    history = AccessHistory()
     limits = StoreLimits(
         load_headroom_percent=0, write_through=False, write_budgets={"disk": a_day, "redis": 1}
     )
