@@ -27,7 +27,6 @@ from kvstore.server.telemetry.request_trace import RequestLog
 
 SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"]
 MESSAGE_SLACK_BYTES = 1 << 20
-REQUESTS_PER_WORKER = 8
 PENDING_CALLS = 64
 """Calls that gRPC keeps until Python takes them: it refuses some beyond, and all beyond twice as
 many, without the interpreter. Its own limit, 1,000, is more than Python takes within a deadline."""
@@ -37,8 +36,8 @@ OTHER_CONNECTIONS = 64
 HANDSHAKE_MS = 20_000
 """A connection that has not said what it is by then is closed; gRPC would wait 120 s."""
 
-HEALTH_WORKERS = 2
-"""Threads of the health service that has a port of its own."""
+HEALTH_CALLS = 16
+"""At once, of the health service that has a port of its own."""
 HEALTH_CONNECTIONS = 64
 
 
@@ -143,16 +142,15 @@ def _open(
 
 
 def bind_health(
-    address: tuple[str, int], servicer: health.HealthServicer
+    address: tuple[str, int], servicer: health.HealthServicer, threads: futures.ThreadPoolExecutor
 ) -> tuple[grpc.Server, int]:
-    """Return a started server of *servicer* alone, in plain text, and its port.
+    """Return a started server of *servicer* alone, in plain text, on *threads*, and its port.
 
     Raises TierUnavailableError.
     """
-    workers = futures.ThreadPoolExecutor(HEALTH_WORKERS, thread_name_prefix="health")
     server = grpc.server(
-        workers,
-        maximum_concurrent_rpcs=REQUESTS_PER_WORKER * HEALTH_WORKERS,
+        threads,
+        maximum_concurrent_rpcs=HEALTH_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),

@@ -239,14 +239,14 @@ class LoadShedder(ServerInterceptor):
         # A reader of events keeps its thread; one more refuses the next reader.
         self._events = BoundedExecutor("rpc-events", EVENT_READERS + 1, EVENT_READERS, clock)
         self._executors = (self.reads, self._writes, self._events)
-        self._refusals = futures.ThreadPoolExecutor(1, thread_name_prefix="rpc-refuse")
+        self.refusals = futures.ThreadPoolExecutor(2, thread_name_prefix="rpc-refuse")
         self._counters = counters
         self._answers: dict[str, _Answers] = {}
         """By method, of those that there are."""
 
     def close(self) -> None:
         """Take no more calls; those at work are not waited for."""
-        for pool in (*self._executors, self._refusals):
+        for pool in (*self._executors, self.refusals):
             pool.shutdown(wait=False)
 
     def tick(self) -> None:
@@ -297,7 +297,7 @@ class LoadShedder(ServerInterceptor):
             executor,
             is_watched if handler.request_streaming else usual,
             is_watched,
-            fed_by_stream(handler, _on(self._refusals, refuse)),
+            fed_by_stream(handler, _on(self.refusals, refuse)),
         )
 
     def _executor(self, name: str) -> BoundedExecutor:
