@@ -18,10 +18,10 @@ from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, Op, host_id
-from kvstore.server.api.grpc_server import SERVICE, bind, bind_health, servicer_of
-from kvstore.server.api.health import Health
-from kvstore.server.api.load_shedding import Overload
-from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.api.access_check import AuthInterceptor
+from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
+from kvstore.server.api.interceptors import RequestScope
+from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
@@ -64,6 +64,51 @@ logger = structlog.get_logger(__name__)
 Clock = Callable[[], float]
 
 
+class Maintenance:
+    """One thread that runs each job when it is due. *clock* returns monotonic seconds.
+
+    An error of a job is logged and stops neither it nor the others.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._jobs: list[tuple[float, Callable[[], object]]] = []
+        self._due: list[float] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
+
+    def every(self, seconds: float, *jobs: Callable[[], object]) -> None:
+        """Run each of *jobs* every *seconds*, from now on. Called before ``start``."""
+        for job in jobs:
+            self._jobs.append((seconds, job))
+            self._due.append(self._clock() + seconds)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, behind the job that runs. Idempotent."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def run_due(self) -> None:
+        """Run what is due."""
+        for at, (seconds, job) in enumerate(self._jobs):
+            if self._due[at] > self._clock():
+                continue
+            try:
+                job()
+            except Exception:
+                logger.exception("maintenance failed", job=getattr(job, "__qualname__", str(job)))
+            self._due[at] = self._clock() + seconds
+
+    def _run(self) -> None:
+        while not self._stopping.wait(max(0.0, min(self._due) - self._clock())):
+            self.run_due()
+
+
 class Node:
     """One server: tiers, store, data plane and gRPC. ``port`` is the one it got.
 
@@ -100,13 +145,13 @@ class Node:
         self.trust.doorkeeper.times = self.counters.times
         self._closers.append(self.trust.close)
         self.store.catalog.limit_leases(self.trust.lease_terms)
-        self._overload = overload = Overload(config.workers, self.counters, clock)
-        self._closers.append(overload.close)
+        self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
+        self._closers.append(shedder.close)
         scope = self._open_tracing()
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
-        gatekeeper = self.trust.gatekeeper
-        self._grpc, self.port = bind(config, overload, gatekeeper, scope, self._taken)
+        auth = AuthInterceptor(self.trust.authenticator, self.trust.doorkeeper)
+        self._grpc, self.port = bind(config, shedder, auth, scope, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -132,10 +177,8 @@ class Node:
         self._http = self._open_http()
         self.http_port = self._http.port if self._http is not None else None
         self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("ticker", self._tick), ("learner", self._learn))
-        ]
+        self._learner = threading.Thread(target=self._learn, name="learner", daemon=True)
+        self._maintenance = self._open_maintenance()
 
     def _serve(self, checks: Checks, identity: Identity) -> None:
         """Have gRPC and the Unix socket answer calls, once they are started."""
@@ -258,7 +301,7 @@ class Node:
         address = self._config.health_address
         if address is None:
             return None
-        server, port = bind_health(address, self._health)
+        server, port = bind_health(address, self._health, self._shedder.refusals)
         self._closers.append(lambda: server.stop(None).wait())
         return port
 
@@ -278,8 +321,8 @@ class Node:
         """Begin to serve."""
         self._is_started = True
         self._grpc.start()
-        for thread in self._threads:
-            thread.start()
+        self._maintenance.start()
+        self._learner.start()
         self._scrub.start()
         if self.directory is not None:
             self.directory.start()
@@ -303,20 +346,23 @@ class Node:
         is_publishing = is_bulk_alive and self.events.is_alive()
         return self.store.is_alive() and is_publishing and (plane is None or plane.is_alive())
 
-    def _tick(self) -> None:
-        while not self._stopping.wait(TICK_S):
-            self.store.tick()
-            self.counters.add("expired_sessions", self.sessions.expire())
-            self.counters.add("revoked_sessions", self.trust.tick())
-            self.events.tick()
-            if self._http is not None:
-                self._http.tick()
-            self._overload.tick()
-            if self.sessions.is_draining:  # over the RPC
-                self._set_health(serving=False)
-            if not self.is_alive():
-                logger.error("a worker died; health fails until the restart")
-                self._set_health(serving=False)
+    def _open_maintenance(self) -> Maintenance:
+        maintenance = Maintenance(self._clock)
+        parts = (self.store, self.events, self._shedder, self.data_plane, self._http)
+        ticks = [part.tick for part in parts if part is not None]
+        maintenance.every(TICK_S, *ticks, self._expire_sessions, self._check_health)
+        return maintenance
+
+    def _expire_sessions(self) -> None:
+        self.counters.add("expired_sessions", self.sessions.expire())
+        self.counters.add("revoked_sessions", self.trust.tick())
+
+    def _check_health(self) -> None:
+        if self.sessions.is_draining:  # over the RPC
+            self._set_health(serving=False)
+        if not self.is_alive():
+            logger.error("a worker died; health fails until the restart")
+            self._set_health(serving=False)
 
     def _learn(self) -> None:
         """Tell the policies what happened, so that no request has to wait for that."""
@@ -333,9 +379,9 @@ class Node:
         deadline = self._clock() + grace_s
         self.store.drain(deadline)
         self._stopping.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+        self._maintenance.stop()
+        if self._learner.is_alive():
+            self._learner.join()
         self.events.end()
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.data_plane is not None:

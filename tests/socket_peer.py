@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from kvstore.proto import shm
 from kvstore.proto.calls import MAX_PACKET_BYTES, Answer, pack_call, unpack_answer
 from kvstore.proto.shm import Op, Reply, Request
+from kvstore.server.api.unix_server import DataPlane
 from kvstore.server.security.authorization import Door
 
 STAGING_BYTES = 1 << 16
@@ -167,3 +168,21 @@ def joined(path: str, terms: Terms) -> Peer:
     peer = Peer(path)
     assert peer.join(terms) is Reply.ok
     return peer
+
+
+@contextlib.contextmanager
+def ticking(plane: DataPlane) -> Iterator[None]:
+    """Call ``tick`` of *plane* again and again, as a node does, inside ``with``."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(0.01):
+            plane.tick()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

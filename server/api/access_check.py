@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 
-class Call:
+class AuthenticatedContext:
     """gRPC's context of a call, and who calls; all else it passes on."""
 
     __slots__ = ("_context", "principal", "request", "session")
@@ -40,10 +40,10 @@ class Call:
 
 def principal_of(context: object) -> Principal:
     """Return who calls; who calls without gRPC has been asked before."""
-    return context.principal if isinstance(context, Call) else ANYBODY
+    return context.principal if isinstance(context, AuthenticatedContext) else ANYBODY
 
 
-class Gatekeeper(HandlerInterceptor):
+class AuthInterceptor(HandlerInterceptor):
     """Lets calls through that the authenticator knows and the doorkeeper admits.
 
     Health is asked of nobody. Belongs behind the ErrorInterceptor, which sends what is raised here.
@@ -81,11 +81,11 @@ class Gatekeeper(HandlerInterceptor):
 
     @contextmanager
     def _calling(self, method: str, context: grpc.ServicerContext) -> Iterator[Any]:
-        call: Call | None = None
+        call: AuthenticatedContext | None = None
         outcome = "cancelled"
         started = self._doorkeeper.clock()
         try:
-            call = Call(context, self._who(context))
+            call = AuthenticatedContext(context, self._who(context))
             yield call
             outcome = "OK"
         except KVStoreError as error:
@@ -107,7 +107,9 @@ class Gatekeeper(HandlerInterceptor):
         proofs: Any = context.auth_context()  # its stubs say bytes, where it has lists of them
         return self._authenticator.principal_of(metadata, proofs)
 
-    def _admitted(self, call: Call, method: str, request: Any, *, asks_once: bool) -> Any:
+    def _admitted(
+        self, call: AuthenticatedContext, method: str, request: Any, *, asks_once: bool
+    ) -> Any:
         if asks_once:
             call.request = request
             call.session = self._doorkeeper.admit(call.principal, method, request)
@@ -115,7 +117,9 @@ class Gatekeeper(HandlerInterceptor):
         check_role(call.principal, method, None)
         return self._each_admitted(call, method, request)
 
-    def _each_admitted(self, call: Call, method: str, requests: Iterator[Any]) -> Iterator[Any]:
+    def _each_admitted(
+        self, call: AuthenticatedContext, method: str, requests: Iterator[Any]
+    ) -> Iterator[Any]:
         """Yield the messages of a stream; one that names another session is checked anew.
 
         The stream is one request, of the tenant that its first message is about.

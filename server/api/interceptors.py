@@ -1,10 +1,10 @@
-"""Cross-cutting behaviour of every RPC: the one place where exceptions become statuses."""
+"""What surrounds every RPC: its request id, its span, and its errors, which become statuses."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
@@ -16,6 +16,8 @@ from kvstore.proto.wire import ERROR_NAME
 from kvstore.server.telemetry.request_ids import RequestId
 
 if TYPE_CHECKING:
+    from kvstore.server.telemetry.tracing import Tracing
+
     Handler = grpc.RpcMethodHandler[Any, Any]
     ServerInterceptor = grpc.ServerInterceptor[Any, Any]
 else:  # grpc's classes are generic in its stubs only
@@ -26,6 +28,8 @@ MAX_MESSAGE_CHARS = 600
 
 T = TypeVar("T")
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
+Scope = Callable[[Any, grpc.ServicerContext], AbstractContextManager[object]]
+"""From a message, or what yields them, and the context to what is done around the call."""
 
 logger = structlog.get_logger(__name__)
 
@@ -54,6 +58,19 @@ class ErrorInterceptor(HandlerInterceptor):
     def around(self, handler: Handler, method: str) -> Handler:
         streams = handler.response_streaming
         return answered_by(handler, guarded(behavior_of(handler), method, streams=streams))
+
+
+class RequestScope(HandlerInterceptor):
+    """Gives each call its request id, and a span if *tracing*. Belongs before whatever logs."""
+
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
+
+    @override
+    def around(self, handler: Handler, method: str) -> Handler:
+        scope = _named if self._tracing is None else self._tracing.scope_of(method)
+        around = _around_stream if handler.response_streaming else _around_unary
+        return answered_by(handler, around(behavior_of(handler), scope))
 
 
 def behavior_of(handler: Handler) -> Behavior:
@@ -152,3 +169,23 @@ def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoRe
         name, status, message = "KVStoreError", "CANCELLED", "the client went away"
     context.set_trailing_metadata(((ERROR_NAME, name),))
     context.abort(grpc.StatusCode[status], message)
+
+
+def _named(request: Any, context: grpc.ServicerContext) -> RequestId:
+    return RequestId(context.invocation_metadata)
+
+
+def _around_unary(behavior: Behavior, scope: Scope) -> Behavior:
+    def scoped(request: Any, context: grpc.ServicerContext) -> Any:
+        with scope(request, context):
+            return behavior(request, context)
+
+    return scoped
+
+
+def _around_stream(behavior: Behavior, scope: Scope) -> Behavior:
+    def scoped(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        with scope(request, context):
+            yield from behavior(request, context)
+
+    return scoped

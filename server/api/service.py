@@ -26,8 +26,7 @@ from kvstore.proto.text import check_text
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
 from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.get_stream import REACH, GetStream
-from kvstore.server.api.layered_put import LayeredPutStream
-from kvstore.server.api.put_stream import PutStream
+from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import DataPlane
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
 from kvstore.server.index.results import Leasing

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import select
+import socket
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from kvstore.proto.kvstore_pb2_grpc import KVStoreServicer
     from kvstore.server.telemetry.tracing import Tracing
 
+SEND_WITHIN_S = 5
 _NO_CONTEXT: Any = None
 """The service's methods take gRPC's context and do not look at it."""
 
@@ -99,3 +102,29 @@ class LocalCalls:
             for message in messages:
                 yield from pack_answer(message, more=True)
         yield from pack_answer(None)
+
+
+def send_packets(
+    connection: socket.socket, packets: Iterable[Packet], clock: Callable[[], float]
+) -> bool:
+    """Send *packets*; False once the peer let us wait SEND_WITHIN_S in all."""
+    left_s = float(SEND_WITHIN_S)
+    for packet in packets:
+        while True:
+            try:
+                connection.send(packet)
+            except BlockingIOError:
+                started = clock()
+                if left_s <= 0 or not can_send(connection, left_s):
+                    return False
+                left_s -= clock() - started
+            else:
+                break
+    return True
+
+
+def can_send(connection: socket.socket, within_s: float) -> bool:
+    """Wait until *connection* takes more; whether it does."""
+    poll = select.poll()  # not select(), which takes no descriptor above 1023
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(1000 * within_s))

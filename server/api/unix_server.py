@@ -1,4 +1,4 @@
-"""The data plane of one host: descriptors and calls over a Unix socket."""
+"""The data plane of one host: descriptors and calls over a Unix socket of this user alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import mmap
 import os
 import select
 import socket
+import stat
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,15 +29,14 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.server.api.unix_listener import can_send, is_trusted, listen
+from kvstore.server.api.unix_calls import send_packets
 from kvstore.server.security.authorization import Door
 from kvstore.server.security.roles import check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 from kvstore.server.tiering.written_pages import WrittenPages
 
 CONNECTIONS_PER_SESSION = 16
-SEND_WITHIN_S = 5
-_POLL_S = 0.5
+_ACCEPT_AGAIN_S = 0.5
 _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
 _THREAD_AGAIN_S = 10.0
@@ -44,7 +44,9 @@ _STAGING_DESCRIPTORS = 2
 """Of a session's memory: the map has one of its own."""
 _IN_A_ROW = 16
 """Messages of one peer before others have their turn."""
-
+_BACKLOG = 128
+_UID_MAP = Path("/proc/self/uid_map")
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _METHODS = {shm.Op.slab: "Slab", shm.Op.extent: "Extent", shm.Op.ring: "Ring"}
 """What roles and the audit log call an operation; all others are ways to attach."""
 _ATTACH = "Attach"
@@ -100,13 +102,11 @@ class _Staging(NamedTuple):
 class DataPlane:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
-    *door* has written down what was given and refused.
-
-    Several threads wait for messages side by side: whoever gets one answers it, so that no
-    call is handed from thread to thread. The end of the connection that brought a session's
-    memory closes the session; connections that joined it are for calls only, answered in order.
-    *clock* returns monotonic seconds. Raises InvalidRequestError when another server listens on
-    *path*.
+    *door* records what was given and refused. Several threads wait for messages side by side:
+    the one that gets a message answers it, so that no call is handed to another thread. The end of
+    the connection that brought a session's memory closes the session; connections that joined it
+    are for calls only, answered in order. ``tick`` is called a few times a second; *clock* returns
+    monotonic seconds. Raises InvalidRequestError when another server listens on *path*.
     """
 
     def __init__(
@@ -136,16 +136,14 @@ class DataPlane:
         self._wake_out, self._wake_in = os.pipe()
         self._poll.register(self._wake_out, select.EPOLLIN)
         self._closed = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="dataplane-keeper", daemon=True)
         self._threads: list[threading.Thread] = []
         """Those that serve; one is started when no other waits for messages."""
         self._begun = self._waiting = 0
-        self._users = 2
+        self._users = 1
         """Who still uses the poll: the threads, and whoever closes the plane."""
         self._no_thread_until_s = 0.0
         """Before that no more are started: the system gave none."""
         self._begin_thread()
-        self._keeper.start()
 
     def _begin_thread(self) -> None:
         """Start another thread, up to the limit, unless the plane is closing."""
@@ -205,7 +203,7 @@ class DataPlane:
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
-        return all(thread.is_alive() for thread in (self._keeper, *self._threads))
+        return all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
         """Stop serving, hang up on every peer and remove the socket. Idempotent.
@@ -217,7 +215,7 @@ class DataPlane:
         self._closed.set()
         os.write(self._wake_in, b".")
         deadline = self._clock() + _END_WITHIN_S
-        for thread in (self._keeper, *self._threads):
+        for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
         for peer in list(self._peers.values()):
             if self._claim(peer):
@@ -256,14 +254,6 @@ class DataPlane:
         finally:
             self._let_go()
 
-    def _keep(self) -> None:
-        """Keep out who does not say who they are."""
-        try:
-            while not self._closed.wait(_POLL_S):
-                self._drop_idlers()
-        finally:
-            self._let_go()
-
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
@@ -272,7 +262,7 @@ class DataPlane:
         except OSError as error:
             logger.warning("data plane cannot accept", reason=str(error))
             connection = None
-            self._closed.wait(_POLL_S)  # out of descriptors: some may be closed meanwhile
+            self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: some may be closed meanwhile
         with suppress(OSError, ValueError):  # closing
             self._poll.modify(self._listener, select.EPOLLIN | select.EPOLLONESHOT)
         if connection is not None:
@@ -308,8 +298,11 @@ class DataPlane:
         used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)
         return used + descriptors <= self._limits.max_descriptors
 
-    def _drop_idlers(self) -> None:
-        """Hang up on peers that never said who they are, and on those whose session ended."""
+    def tick(self) -> None:
+        """Hang up on peers that never said who they are, and on those whose session ended.
+
+        Called a few times a second.
+        """
         oldest = self._clock() - _ATTACH_WITHIN_S
         for peer in list(self._peers.values()):
             is_silent = peer.session is None and peer.since < oldest
@@ -395,23 +388,7 @@ class DataPlane:
         if self._answer is None:
             raise InvalidRequestError("op", request.op, "this server takes no calls here")
         with closing(self._answer(peer.session, request, body)) as packets:
-            return self._send(peer.connection, packets)
-
-    def _send(self, connection: socket.socket, packets: Iterable[Packet]) -> bool:
-        """Send *packets*; False once the peer let us wait SEND_WITHIN_S in all."""
-        left_s = float(SEND_WITHIN_S)
-        for packet in packets:
-            while True:
-                try:
-                    connection.send(packet)
-                except BlockingIOError:
-                    started = self._clock()
-                    if left_s <= 0 or not can_send(connection, left_s):
-                        return False
-                    left_s -= self._clock() - started
-                else:
-                    break
-        return True
+            return send_packets(peer.connection, packets, self._clock)
 
     def _obey(self, peer: _Peer, request: shm.Request, descriptors: list[int]) -> None:
         if request.op in (shm.Op.slab, shm.Op.extent):
@@ -533,3 +510,90 @@ def _proven(peer: _Peer, request: shm.Request) -> Session:
     if not session.roles & {"read", "write"}:
         raise PermissionDeniedError("Attach: this session may neither read nor write")
     return session
+
+
+# --- the socket
+
+
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether the peer runs as this server's user, or as root."""
+    return shm.peer_ids(connection)[1] in (os.geteuid(), 0)
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a listening SOCK_SEQPACKET socket at *path*, for this user only.
+
+    Raises InvalidRequestError when the path cannot be used or another server listens there.
+    """
+    _make_folder(path.parent)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        if os.path.lexists(path):
+            if not path.is_socket():
+                raise InvalidRequestError(
+                    "socket_path",
+                    str(path),
+                    "something else is there; choose another with --socket",
+                )
+            _refuse_second_server(path)
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except (OSError, InvalidRequestError) as error:
+        listener.close()
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(
+            "socket_path", str(path), f"{error.strerror or error}; choose another with --socket"
+        ) from None
+    return listener
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the socket's folder, or refuse one in which others could swap the socket."""
+    try:
+        missing = [one for one in folder.parents if not one.exists()]
+        for one in (*reversed(missing), folder):
+            one.mkdir(mode=0o700, exist_ok=True)
+        real, owners = folder.resolve(), _trusted_owners()
+        folders = {real, *real.parents, *folder.parents}
+        swappable = [one for one in folders if _is_swappable(one, owners)]
+    except OSError as error:
+        raise InvalidRequestError(
+            "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
+        ) from None
+    if swappable:
+        fix = f"others could swap the socket in {max(swappable)}: chmod go-w, or give --socket"
+        raise InvalidRequestError("socket_path", str(folder), fix)
+
+
+def _is_swappable(folder: Path, owners: set[int]) -> bool:
+    """Whether others than *owners* can put something else in the place of an entry."""
+    found = folder.stat()
+    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return bool(is_open) or found.st_uid not in owners
+
+
+def _trusted_owners() -> set[int]:
+    """Return this user and root, under the number that stands for it in this user namespace."""
+    root = 0
+    ranges = [line.split() for line in _UID_MAP.read_text().splitlines()]
+    if ranges and all(int(first) for first, *_ in ranges):  # root has no number here
+        root = int(_OVERFLOW_UID.read_text())
+    return {os.geteuid(), root}
+
+
+def _refuse_second_server(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return  # left behind by a server that was killed
+        except BlockingIOError:
+            pass  # so many wait there already that we would have to
+    raise InvalidRequestError(
+        "socket_path", str(path), "another server listens there; stop it or choose --socket"
+    )

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.server.api.access_check import Gatekeeper
 from kvstore.server.security.api_keys import ApiKeys, parse_keys
 from kvstore.server.security.audit_log import AuditLog
 from kvstore.server.security.authenticator import Authenticator
@@ -56,7 +55,6 @@ class Trust:
         self.doorkeeper = Doorkeeper(
             sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
         )
-        self.gatekeeper = Gatekeeper(self.authenticator, self.doorkeeper)
         self._sessions = sessions
 
     def tick(self) -> int:

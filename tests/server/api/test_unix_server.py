@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
-from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging
+from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging, ticking
 
 from kvstore.client.staging import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb
@@ -406,7 +406,8 @@ def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_le
     peer = Peer(str(plane.path))
     assert peer.ask(b"hello") is Reply.invalid
     clock.now = unix_server._ATTACH_WITHIN_S + 1
-    assert peer.is_hung_up()
+    with ticking(plane):
+        assert peer.is_hung_up()
     peer.close()
     plane.close()
 
