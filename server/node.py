@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,7 +22,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, Op, host_id
 from kvstore.server.api.access_check import AuthInterceptor
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import RequestScope
+from kvstore.server.api.interceptors import ErrorInterceptor
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
@@ -58,6 +60,7 @@ if TYPE_CHECKING:  # their files load an HTTP server, and torch
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
 MAX_STAGING_BYTES = 1 << 30
+_new_id = partial(SystemRandom().randrange, 1, 1 << 64)
 
 logger = structlog.get_logger(__name__)
 
@@ -147,11 +150,11 @@ class Node:
         self.store.catalog.limit_leases(self.trust.lease_terms)
         self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
         self._closers.append(shedder.close)
-        scope = self._open_tracing()
+        errors = self._open_tracing()
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
         auth = AuthInterceptor(self.trust.authenticator, self.trust.doorkeeper)
-        self._grpc, self.port = bind(config, shedder, auth, scope, self._taken)
+        self._grpc, self.port = bind(config, shedder, auth, errors, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -201,14 +204,14 @@ class Node:
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
 
-    def _open_tracing(self) -> RequestScope:
+    def _open_tracing(self) -> ErrorInterceptor:
         tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)
         self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
             for slot in self.store.tiers.slots.values():
                 slot.tracing = tracing
-        return RequestScope(tracing)
+        return ErrorInterceptor(tracing)
 
     def _open_keeper(self) -> HistoryKeeper | None:
         if "disk" not in self._config.tiers:
@@ -408,7 +411,3 @@ def tenant_salts(config: Settings) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
     secret = config.read_secret()
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")
-
-
-def _new_id() -> int:
-    return int.from_bytes(os.urandom(8), "little") or 1

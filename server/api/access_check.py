@@ -11,11 +11,10 @@ import grpc
 from typing_extensions import override
 
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.api.interceptors import Behavior, HandlerInterceptor, answered_by, behavior_of
+from kvstore.server.api.interceptors import HandlerInterceptor, answered_by, behavior_of
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import Doorkeeper
+from kvstore.server.security.authorization import OPEN, SERVICES, Doorkeeper, check_role
 from kvstore.server.security.principal import ANYBODY, Principal
-from kvstore.server.security.roles import OPEN, SERVICES, check_role
 from kvstore.server.security.sessions import Session
 
 if TYPE_CHECKING:
@@ -25,14 +24,16 @@ if TYPE_CHECKING:
 class AuthenticatedContext:
     """gRPC's context of a call, and who calls; all else it passes on."""
 
-    __slots__ = ("_context", "principal", "request", "session")
+    __slots__ = ("_context", "frames", "principal", "request", "session")
 
-    def __init__(self, context: grpc.ServicerContext, principal: Principal) -> None:
+    def __init__(self, context: grpc.ServicerContext, principal: Principal, request: Any) -> None:
         self._context = context
         self.principal = principal
         self.session: Session | None = None
-        self.request: Any = None
-        """Of a stream, how many frames it began."""
+        self.request: Any = request
+        """The message of the call, or what yields those that are admitted."""
+        self.frames: int | None = None
+        """How many frames a stream began; None where the call has one message."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -59,63 +60,48 @@ class AuthInterceptor(HandlerInterceptor):
         service = method.strip("/").rpartition("/")[0]
         if SERVICES.get(service) == OPEN:
             return handler
-        guard = self._guard_stream if handler.response_streaming else self._guard_unary
-        asks_once = not handler.request_streaming
-        return answered_by(handler, guard(behavior_of(handler), method, asks_once=asks_once))
+        behavior, streams = behavior_of(handler), handler.request_streaming
 
-    def _guard_unary(self, behavior: Behavior, method: str, *, asks_once: bool) -> Behavior:
-        def guarded(request: Any, context: grpc.ServicerContext) -> Any:
-            with self._calling(method, context) as call:
-                return behavior(self._admitted(call, method, request, asks_once=asks_once), call)
+        def answered(request: Any, context: grpc.ServicerContext) -> Any:
+            with self._calling(method, request, context, streams=streams) as call:
+                return behavior(call.request, call)
 
-        return guarded
+        def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._calling(method, request, context, streams=streams) as call:
+                yield from behavior(call.request, call)
 
-    def _guard_stream(self, behavior: Behavior, method: str, *, asks_once: bool) -> Behavior:
-        def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._calling(method, context) as call:
-                yield from behavior(
-                    self._admitted(call, method, request, asks_once=asks_once), call
-                )
-
-        return guarded
+        return answered_by(handler, streamed if handler.response_streaming else answered)
 
     @contextmanager
-    def _calling(self, method: str, context: grpc.ServicerContext) -> Iterator[Any]:
-        call: AuthenticatedContext | None = None
-        outcome = "cancelled"
-        started = self._doorkeeper.clock()
+    def _calling(
+        self, method: str, request: Any, context: grpc.ServicerContext, *, streams: bool
+    ) -> Iterator[Any]:
+        """Yield the context of a call that is admitted, and record what became of it."""
+        authorizer, call, outcome = self._doorkeeper, None, "cancelled"
+        started = authorizer.clock()
         try:
-            call = AuthenticatedContext(context, self._who(context))
+            principal = ANYBODY
+            if not self._authenticator.is_open:
+                metadata: Any = context.invocation_metadata() or ()
+                proofs: Any = context.auth_context()  # its stubs say bytes, where it has lists
+                principal = self._authenticator.principal_of(metadata, proofs)
+            call = AuthenticatedContext(context, principal, request)
+            if streams:
+                call.request, call.frames = self._each_admitted(call, method, request), 0
+            else:
+                call.session = authorizer.admit(principal, method, request)
             yield call
             outcome = "OK"
         except KVStoreError as error:
             outcome = type(error).__name__
             raise
         finally:
-            self._doorkeeper.times.note(method, self._doorkeeper.clock() - started)
+            authorizer.times.note(method, authorizer.clock() - started)
             if call is None:
-                self._doorkeeper.note(None, method, outcome, peer=context.peer)
+                authorizer.note(None, method, outcome, peer=context.peer)
             else:
-                self._doorkeeper.note(
-                    call.principal, method, outcome, call.session, call.request, context.peer
-                )
-
-    def _who(self, context: grpc.ServicerContext) -> Principal:
-        if self._authenticator.is_open:
-            return ANYBODY
-        metadata: Any = context.invocation_metadata() or ()
-        proofs: Any = context.auth_context()  # its stubs say bytes, where it has lists of them
-        return self._authenticator.principal_of(metadata, proofs)
-
-    def _admitted(
-        self, call: AuthenticatedContext, method: str, request: Any, *, asks_once: bool
-    ) -> Any:
-        if asks_once:
-            call.request = request
-            call.session = self._doorkeeper.admit(call.principal, method, request)
-            return request
-        check_role(call.principal, method, None)
-        return self._each_admitted(call, method, request)
+                about = call.request if call.frames is None else call.frames
+                authorizer.note(call.principal, method, outcome, call.session, about, context.peer)
 
     def _each_admitted(
         self, call: AuthenticatedContext, method: str, requests: Iterator[Any]
@@ -124,12 +110,13 @@ class AuthInterceptor(HandlerInterceptor):
 
         The stream is one request, of the tenant that its first message is about.
         """
+        check_role(call.principal, method, None)
         first = next(requests, None)
         call.session = self._doorkeeper.admit(call.principal, method, first)
-        last = getattr(first, "session_id", 0)
+        last, call.frames = getattr(first, "session_id", 0), 0
         for request in () if first is None else chain((first,), requests):
             # The first message of a frame says how long it is.
-            call.request = (call.request or 0) + bool(getattr(request, "frame_bytes", 0))
+            call.frames += bool(getattr(request, "frame_bytes", 0))
             session_id = getattr(request, "session_id", 0)
             if session_id != last:
                 call.session = self._doorkeeper.session_of(call.principal, method, request)

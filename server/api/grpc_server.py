@@ -15,7 +15,7 @@ from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.api.access_check import AuthInterceptor
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.interceptors import ErrorInterceptor, RequestScope
+from kvstore.server.api.interceptors import ErrorInterceptor
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls
@@ -86,7 +86,7 @@ def bind(
     config: Settings,
     shedder: LoadShedder,
     auth: AuthInterceptor,
-    scope: RequestScope,
+    errors: ErrorInterceptor,
     taken: int,
 ) -> tuple[grpc.Server, int]:
     """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
@@ -97,7 +97,7 @@ def bind(
     connections = most_connections(config.max_sessions, taken)
     server = grpc.server(
         shedder.reads,
-        interceptors=[shedder, scope, ErrorInterceptor(), auth],
+        interceptors=[shedder, errors, auth],
         maximum_concurrent_rpcs=shedder.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),

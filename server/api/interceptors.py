@@ -52,25 +52,20 @@ class HandlerInterceptor(ServerInterceptor):
 
 
 class ErrorInterceptor(HandlerInterceptor):
-    """Send KVStoreErrors with their status and class name, anything else as INTERNAL."""
+    """Send KVStoreErrors with their status and class name, anything else as INTERNAL.
 
-    @override
-    def around(self, handler: Handler, method: str) -> Handler:
-        streams = handler.response_streaming
-        return answered_by(handler, guarded(behavior_of(handler), method, streams=streams))
-
-
-class RequestScope(HandlerInterceptor):
-    """Gives each call its request id, and a span if *tracing*. Belongs before whatever logs."""
+    Each call has its request id meanwhile, and a span where there is *tracing*.
+    """
 
     def __init__(self, tracing: Tracing | None = None) -> None:
         self._tracing = tracing
 
     @override
     def around(self, handler: Handler, method: str) -> Handler:
-        scope = _named if self._tracing is None else self._tracing.scope_of(method)
-        around = _around_stream if handler.response_streaming else _around_unary
-        return answered_by(handler, around(behavior_of(handler), scope))
+        scope = None if self._tracing is None else self._tracing.scope_of(method)
+        streams = handler.response_streaming
+        behavior = guarded(behavior_of(handler), method, streams=streams, scope=scope)
+        return answered_by(handler, behavior)
 
 
 def behavior_of(handler: Handler) -> Behavior:
@@ -100,29 +95,29 @@ def _shape(handler: Handler) -> str:
     return "_".join("stream" if streams else "unary" for streams in kinds)
 
 
-def guarded(behavior: Behavior, method: str, *, streams: bool) -> Behavior:
-    """Return *behavior* with its errors sent as statuses; *streams*: it yields messages."""
-    return _guard_stream(behavior, method) if streams else _guard_unary(behavior, method)
+def guarded(
+    behavior: Behavior, method: str, *, streams: bool, scope: Scope | None = None
+) -> Behavior:
+    """Return *behavior* with its errors sent as statuses; *streams*: it yields messages.
 
+    Without a *scope* of its own each call has its request id.
+    """
 
-def _guard_unary(behavior: Behavior, method: str) -> Behavior:
-    def guarded(request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return behavior(request, context)
-        except Exception as error:  # noqa: BLE001
-            _abort(context, error, method)
+    def answered(request: Any, context: grpc.ServicerContext) -> Any:
+        with scope(request, context) if scope else RequestId(context.invocation_metadata):
+            try:
+                return behavior(request, context)
+            except Exception as error:  # noqa: BLE001
+                _abort(context, error, method)
 
-    return guarded
+    def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        with scope(request, context) if scope else RequestId(context.invocation_metadata):
+            try:
+                yield from behavior(request, context)
+            except Exception as error:  # noqa: BLE001
+                _abort(context, error, method)
 
-
-def _guard_stream(behavior: Behavior, method: str) -> Behavior:
-    def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
-            yield from behavior(request, context)
-        except Exception as error:  # noqa: BLE001
-            _abort(context, error, method)
-
-    return guarded
+    return streamed if streams else answered
 
 
 def told(
@@ -169,23 +164,3 @@ def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoRe
         name, status, message = "KVStoreError", "CANCELLED", "the client went away"
     context.set_trailing_metadata(((ERROR_NAME, name),))
     context.abort(grpc.StatusCode[status], message)
-
-
-def _named(request: Any, context: grpc.ServicerContext) -> RequestId:
-    return RequestId(context.invocation_metadata)
-
-
-def _around_unary(behavior: Behavior, scope: Scope) -> Behavior:
-    def scoped(request: Any, context: grpc.ServicerContext) -> Any:
-        with scope(request, context):
-            return behavior(request, context)
-
-    return scoped
-
-
-def _around_stream(behavior: Behavior, scope: Scope) -> Behavior:
-    def scoped(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        with scope(request, context):
-            yield from behavior(request, context)
-
-    return scoped

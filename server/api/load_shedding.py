@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import grpc
@@ -71,25 +72,25 @@ class StallGuard:
 
     def only(self, messages: Iterator[T], context: grpc.ServicerContext) -> T:
         """Return the one message of a call. Raises InvalidRequestError when there is none."""
-        message = self._next(messages, context)
+        message = next(self.each(messages, context), None)
         if message is None:
             raise InvalidRequestError("message", None, "send one with the call")
         return message
 
     def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
         """Yield the messages of a call."""
-        while (message := self._next(messages, context)) is not None:
-            yield message
-
-    def _next(self, messages: Iterator[T], context: grpc.ServicerContext) -> T | None:
-        with self._lock:
-            self._last = number = self._last + 1
-            self._waiting[number] = self._clock(), context
-        try:
-            return next(messages, None)
-        finally:
+        while True:
             with self._lock:
-                self._waiting.pop(number, None)
+                self._last = number = self._last + 1
+                self._waiting[number] = self._clock(), context
+            try:
+                message = next(messages, None)
+            finally:
+                with self._lock:
+                    self._waiting.pop(number, None)
+            if message is None:
+                return
+            yield message
 
     def tick(self) -> int:
         """End the calls that were waited for too long; return how many."""
@@ -280,18 +281,16 @@ class LoadShedder(ServerInterceptor):
         if not handler.request_streaming:
             receive = guarded(executor.stall_guard.only, method, streams=False)
 
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        def answer(
+            request: Any, context: grpc.ServicerContext, receive: Behavior | None = None
+        ) -> Any:
             executor.note_message()
             left_s = context.time_remaining()
             if left_s is not None and left_s < LEAST_LEFT_S:
                 return expire(request, context)
-            return inner(request, context)
+            return inner(request if receive is None else receive(request, context), context)
 
-        def watched(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-            executor.note_message()
-            return answer(receive(requests, context), context)
-
-        is_watched = fed_by_stream(handler, _on(executor, watched))
+        is_watched = fed_by_stream(handler, _on(executor, partial(answer, receive=receive)))
         usual = answered_by(handler, _on(executor, answer))
         return _Answers(
             executor,

@@ -66,18 +66,18 @@ class PutStream:
                 session = self._sessions.get(message.session_id)
                 if not is_open:
                     is_open = True
-                    self.open_for(message)
+                    self.open(
+                        durable=message.durable,
+                        deadline_ms=message.deadline_ms,
+                        hints=hints_from_message(message.hints),
+                    )
                 self.take(session, message.frame_bytes, as_bytes(message.data))
             return self.finish()
 
-    def open_for(self, first: pb.PutRequest) -> None:
-        """Begin with the first message of a stream. Raises as ``open``."""
-        hints = hints_from_message(first.hints)
-        self.open(durable=first.durable, deadline_ms=first.deadline_ms, hints=hints)
-
     def open(self, *, durable: bool, deadline_ms: int, hints: Hints = NO_HINTS) -> None:
         """Begin. Raises InvalidRequestError for what this server cannot promise."""
-        self._checks.durable(durable, is_possible=self._store.can_be_durable)
+        if durable:
+            self._checks.durable(durable, is_possible=self._store.can_be_durable)
         self._durable, self._deadline_ms, self.hints = durable, deadline_ms, hints
         self.deadline = self._checks.deadline(deadline_ms)
 
@@ -148,7 +148,7 @@ class PutStream:
                 "frame", self._incoming.received_bytes, "the stream ended inside it"
             )
         self._commit_held(is_last=True)
-        return self.hardened(self._keys, self._results)
+        return self.hardened(self._keys, self._results) if self._durable else self._results
 
     def hardened(self, keys: Sequence[ChunkKey], results: list[PutResult]) -> list[PutResult]:
         """Return *results* once what was stored is durable, where that was asked for."""
@@ -235,7 +235,11 @@ class LayeredPutStream:
                 session = self._sessions.get(message.session_id)
                 if not is_open:
                     is_open = True
-                    self._stream.open_for(message)
+                    self._stream.open(
+                        durable=message.durable,
+                        deadline_ms=message.deadline_ms,
+                        hints=hints_from_message(message.hints),
+                    )
                 if message.frame == len(self._frames):
                     self._begin(session, message)
                 else:

@@ -1,16 +1,17 @@
-"""The Doorkeeper: may this caller do this, on this session, now? The same for every way in."""
+"""May this caller do this, on this session, now? Roles and the Doorkeeper, for every way in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server.security.audit_log import AuditLog, Event
+from kvstore.server.security.pools import PREFIX
 from kvstore.server.security.principal import Principal
 from kvstore.server.security.rate_limit import RateLimit
 from kvstore.server.security.rate_limits import TenantLimits
-from kvstore.server.security.roles import METHODS, check_role, check_session_role
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.telemetry.flows import CallTimes
 
@@ -21,6 +22,60 @@ REFUSALS_PER_S = 20
 
 _QUIET = frozenset({"Heartbeat", "Status", "Quota"})
 _DIGEST_BYTES = 16
+
+
+ANY = "any"
+OPEN = "open"
+"""Asked of nobody: what a probe of the machine's own wants to know."""
+
+METHODS: Mapping[str, str] = {
+    "OpenSession": ANY,
+    "Heartbeat": ANY,
+    "CloseSession": ANY,
+    "OpenPeer": "peer",
+    "Lookup": "read",
+    "Plan": "read",
+    "Get": "read",
+    "Release": "read",
+    "LendPeer": "read",
+    "Resolve": "read",
+    "ReportReuse": "write",
+    "Put": "write",
+    "Reserve": "write",
+    "Commit": "write",
+    "Abort": "write",
+    "PutDevice": "write",
+    "Promise": "write",
+    "Weigh": "write",
+    "Pin": "write",
+    "Unpin": "write",
+    "Delete": "write",
+    "Clear": "write",
+    "Stat": "read",
+    "List": "read",
+    "Status": ANY,
+    "Quota": ANY,
+    "SetQuota": "admin",
+    "Drain": "admin",
+    "Scrub": "admin",
+    "Trace": "admin",
+    "Explain": "read",
+    "Events": "read",
+    "Spaces": "read",
+    # Of the Unix socket alone.
+    "Slab": "read",
+    "Extent": "read",
+    "Ring": "write",
+}
+"""The role that each method of kvstore.v1 needs. What of Status and Quota is not the caller's own
+is for admins; so are Explain and Events without a session, and Clear and Spaces of a tenant that
+is named."""
+
+SERVICES: Mapping[str, str] = {
+    "grpc.health.v1.Health": OPEN,
+    "grpc.reflection.v1alpha.ServerReflection": "admin",
+}
+"""The same for all methods of the other services."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +201,46 @@ def _chunks_in(request: Any) -> int:
         return request
     digests = getattr(request, "digests", b"")
     return len(digests) // _DIGEST_BYTES if isinstance(digests, bytes) else 0
+
+
+def role_for(method: str, request: Any = None, tenant: str = "") -> str:
+    """Return the role that the call *method*, ``/service/name`` or a name of ours, needs.
+
+    *tenant* is the caller's: *request* may name it as its own.
+
+    Raises PermissionDeniedError for one that has no row.
+    """
+    service, _, name = method.strip("/").rpartition("/")
+    role = SERVICES.get(service) or METHODS.get(name)
+    if role is None:
+        raise PermissionDeniedError(f"{name}: no role may call this")
+    if request is None or name not in _OF_OTHERS:
+        return role
+    return "admin" if _OF_OTHERS[name](request, tenant) else role
+
+
+_OF_OTHERS: Mapping[str, Callable[[Any, str], bool]] = {
+    "Explain": lambda request, tenant: not request.session_id,
+    "Events": lambda request, tenant: not request.session_id,
+    "Clear": lambda request, tenant: request.tenant not in ("", tenant),
+    "Spaces": lambda request, tenant: (
+        request.tenant not in ("", tenant) and not request.tenant.startswith(PREFIX)
+    ),
+}
+"""Whether a request is about more than its caller's own, or a pool it may be let into."""
+
+
+def check_session_role(roles: Collection[str], method: str) -> None:
+    """Raise PermissionDeniedError unless a session with *roles* may call *method*."""
+    role = role_for(method)
+    if role != ANY and role not in roles:
+        name = method.rpartition("/")[2]
+        raise PermissionDeniedError(f"{name}: this session may not {role}")
+
+
+def check_role(principal: Principal, method: str, request: Any = None) -> None:
+    """Raise PermissionDeniedError unless *principal* may call *method*."""
+    role = role_for(method, request, principal.tenant)
+    if role not in (ANY, OPEN) and role not in principal.roles:
+        name = method.rpartition("/")[2]
+        raise PermissionDeniedError(f"{name}: {principal.name} has not the role {role!r}")
