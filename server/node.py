@@ -20,9 +20,8 @@ from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, Op, host_id
-from kvstore.server.api.access_check import AuthInterceptor
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import ErrorInterceptor
+from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
@@ -147,7 +146,7 @@ class Node:
         self.trust = Trust(config, self.sessions, clock)
         self.trust.doorkeeper.times = self.counters.times
         self._closers.append(self.trust.close)
-        self.store.catalog.limit_leases(self.trust.lease_terms)
+        self.store.catalog.limit_leases(self.trust.doorkeeper.lease_terms)
         self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
         self._closers.append(shedder.close)
         errors = self._open_tracing()

@@ -13,7 +13,7 @@ from kvstore.proto import wire
 from kvstore.proto.blend_wire import gate_to_message
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
-from kvstore.server.api.access_check import principal_of
+from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import chunk_stat, fidelity, fitting, tier_status
 from kvstore.server.index.model_registry import ModelNamespace

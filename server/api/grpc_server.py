@@ -12,10 +12,9 @@ from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.server.api.access_check import AuthInterceptor
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.interceptors import ErrorInterceptor
+from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls

@@ -24,8 +24,8 @@ from kvstore.proto.places import Reach
 from kvstore.proto.shm import pid_namespace
 from kvstore.proto.text import check_text
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
-from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.get_stream import REACH, GetStream
+from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import DataPlane
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
@@ -228,8 +228,9 @@ class DataCalls:
         reach = REACH[request.via] if self._data_plane is not None else None
         if reach is not None and "write" not in session.roles:
             reach = reach - {Reach.file}  # an open file can be opened again for writing
-        self._checks.ranges(request.ranges, len(keys))
-        skipped = self._checks.skipped(request, len(keys))
+        if request.ranges:
+            self._checks.ranges(request.ranges, len(keys))
+        skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)
         stream = GetStream(self._store, session, self._stamp, lease_id, deadline, least)
         if request.ranges:

@@ -124,19 +124,18 @@ class Doorkeeper:
         QuotaExceededError.
         """
         check_role(principal, method, request)
-        session = self.session_of(principal, method, request)
-        if session is None:
-            self._limits.take_request(principal.tenant)
-        return session
-
-    def session_of(self, principal: Principal, method: str, request: Any) -> Session | None:
-        """Return the session of one message of a call; None when it names none."""
         session_id = getattr(request, "session_id", 0)
         if not session_id or method.endswith("CloseSession"):  # which looks itself: gone is fine
+            self._limits.take_request(principal.tenant)
             return None
         session = self._sessions.owned(session_id, principal)
         self.admit_on(session, method)
         return session
+
+    def lease_terms(self, session_id: int) -> tuple[str, int]:
+        """Return a session's tenant and how many leases that may have; 0: no limit."""
+        owner = self._sessions.owner_of(session_id)
+        return (owner.tenant, self._limits.of(owner.tenant).leases) if owner else ("", 0)
 
     def admit_on(self, session: Session, method: str) -> None:
         """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""

@@ -67,11 +67,6 @@ class Trust:
         self.authenticator.refresh()
         return self._sessions.close_unless(self.authenticator.holds)
 
-    def lease_terms(self, session_id: int) -> tuple[str, int]:
-        """Return a session's tenant and how many leases that may have; 0: no limit."""
-        owner = self._sessions.owner_of(session_id)
-        return (owner.tenant, self.limits.of(owner.tenant).leases) if owner else ("", 0)
-
     def close(self) -> None:
         """Write down what waits. Idempotent."""
         if self.audit is not None:
