@@ -144,15 +144,15 @@ class Node:
         self.sessions.on_open += [models.note, self.store.begin_session]
         self.sessions.on_close.append(self.store.end_session)
         self.trust = Trust(config, self.sessions, clock)
-        self.trust.doorkeeper.times = self.counters.times
+        self.trust.authorizer.times = self.counters.times
         self._closers.append(self.trust.close)
-        self.store.catalog.limit_leases(self.trust.doorkeeper.lease_terms)
+        self.store.catalog.limit_leases(self.trust.authorizer.lease_terms)
         self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
         self._closers.append(shedder.close)
         errors = self._open_tracing()
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
-        auth = AuthInterceptor(self.trust.authenticator, self.trust.doorkeeper)
+        auth = AuthInterceptor(self.trust.authenticator, self.trust.authorizer)
         self._grpc, self.port = bind(config, shedder, auth, errors, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
@@ -194,7 +194,7 @@ class Node:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
             learn = self.store.catalog.drain_some
-            calls = LocalCalls(service, self.trust.doorkeeper, learn)
+            calls = LocalCalls(service, self.trust.authorizer, learn)
             calls.tracing = self._tracing
             self.data_plane.answer_calls(calls.answer)
         self._health = Health()
@@ -245,7 +245,7 @@ class Node:
             share_of(SOCKET_SHARE, self._taken, most),
         )
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        door = self.trust.doorkeeper.door
+        door = self.trust.authorizer.door
         try:
             plane = DataPlane(path, self.sessions, files, self._clock, limits, door)
         except InvalidRequestError as error:
@@ -287,7 +287,7 @@ class Node:
 
         service = BulkService(self.store, self.sessions, checks, desk_limits(config))
         service.tracing = self._tracing
-        door, most = self.trust.doorkeeper.door, share_of(BULK_SHARE, self._taken, MAX_STREAMS)
+        door, most = self.trust.authorizer.door, share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, where = open_streams(config, service, self.sessions, door, self._clock, most)
         self._closers.append(self.bulk.close)
         return where

@@ -15,7 +15,7 @@ from typing_extensions import override
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.wire import ERROR_NAME
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import OPEN, SERVICES, Doorkeeper, check_role
+from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, check_role
 from kvstore.server.security.principal import ANYBODY, Principal
 from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.request_ids import RequestId
@@ -97,15 +97,15 @@ def principal_of(context: object) -> Principal:
 
 
 class AuthInterceptor(HandlerInterceptor):
-    """Lets calls through that the authenticator knows and the doorkeeper admits.
+    """Lets calls through that the authenticator knows and the authorizer admits.
 
     Health is asked of nobody. Belongs behind the ErrorInterceptor, which sends what is raised here.
     What it returns for a method is good for all of its calls.
     """
 
-    def __init__(self, authenticator: Authenticator, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, authenticator: Authenticator, authorizer: Authorizer) -> None:
         self._authenticator = authenticator
-        self._doorkeeper = doorkeeper
+        self._authorizer = authorizer
 
     @override
     def around(self, handler: Handler, method: str) -> Handler:
@@ -129,7 +129,7 @@ class AuthInterceptor(HandlerInterceptor):
         self, method: str, request: Any, context: grpc.ServicerContext, *, streams: bool
     ) -> Iterator[Any]:
         """Yield the context of a call that is admitted, and record what became of it."""
-        authorizer, call, outcome = self._doorkeeper, None, "cancelled"
+        authorizer, call, outcome = self._authorizer, None, "cancelled"
         started = authorizer.clock()
         try:
             principal = ANYBODY
@@ -164,14 +164,14 @@ class AuthInterceptor(HandlerInterceptor):
         """
         check_role(call.principal, method, None)
         first = next(requests, None)
-        call.session = self._doorkeeper.admit(call.principal, method, first)
+        call.session = self._authorizer.admit(call.principal, method, first)
         last, call.frames = getattr(first, "session_id", 0), 0
         for request in () if first is None else chain((first,), requests):
             # The first message of a frame says how long it is.
             call.frames += bool(getattr(request, "frame_bytes", 0))
             session_id = getattr(request, "session_id", 0)
             if session_id != last:
-                call.session = self._doorkeeper.admit(call.principal, method, request)
+                call.session = self._authorizer.admit(call.principal, method, request)
                 last = session_id
             yield request
 

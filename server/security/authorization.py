@@ -1,4 +1,4 @@
-"""May this caller do this, on this session, now? Roles and the Doorkeeper, for every way in."""
+"""May this caller do this, on this session, now? Roles and the Authorizer, for every way in."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Door:
     note: Callable[[Session | None, str, str, int, str], None]
 
 
-class Doorkeeper:
+class Authorizer:
     """Checks roles, rates and whose session it is, and has calls written down. Thread-safe."""
 
     def __init__(

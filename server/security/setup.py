@@ -9,7 +9,7 @@ from functools import partial
 from kvstore.server.security.api_keys import ApiKeys, parse_keys
 from kvstore.server.security.audit_log import AuditLog
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import Doorkeeper
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
 from kvstore.server.security.pools import Standings
 from kvstore.server.security.rate_limits import TenantLimits
@@ -52,7 +52,7 @@ class Trust:
         self.standings = Standings(config.shared_pools or SharedPools())
         path = config.audit_log
         self.audit = AuditLog(path, config.audit_bytes, time.time) if path is not None else None
-        self.doorkeeper = Doorkeeper(
+        self.authorizer = Authorizer(
             sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
         )
         self._sessions = sessions
