@@ -29,8 +29,8 @@ _NO_CONTEXT: Any = None
 class LocalCalls:
     """Runs a call against *service* and packs what it answers, errors included.
 
-    *authorizer* checks the session's roles and rate, and records what became of the call. *after_lookup* is
-    called once the answer to a lookup is on its way.
+    *authorizer* checks the session's roles and rate, and records what became of the call.
+    *after_lookup* is called once the answer to a lookup is on its way.
     """
 
     def __init__(
