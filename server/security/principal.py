@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.settings.rule_list import TENANT_FIX, TENANT_NAME
+from kvstore.server.settings.values import TENANT_FIX, TENANT_NAME
 from kvstore.tiers.base import DEFAULT_TENANT
 
 ROLES = frozenset({"read", "write", "admin", "peer"})

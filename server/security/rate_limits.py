@@ -9,12 +9,7 @@ from threading import Lock
 
 from kvstore.proto.errors import InvalidRequestError, QuotaExceededError
 from kvstore.server.security.rate_limit import RateLimit
-
-EVERY_OTHER = "*"
-"""In the settings: the limits of each tenant that is not named."""
-MAX_LIMIT = 1 << 40
-BUCKETS = 4096
-"""Tenants whose rate is watched; one that was not heard of longest may begin with a full bucket."""
+from kvstore.server.settings.values import BUCKETS, EVERY_OTHER, MAX_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,7 @@ class TenantLimits:
             if bucket is None:
                 bucket = self._buckets[tenant] = RateLimit(rate, self._clock)
             self._buckets.move_to_end(tenant)
-            while len(self._buckets) > BUCKETS:
+            while len(self._buckets) > BUCKETS:  # which may begin with a full bucket again
                 self._buckets.popitem(last=False)
         if bucket.take() is None:
             raise QuotaExceededError("requests_per_s", rate, f"tenant {tenant!r}")
