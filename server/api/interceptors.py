@@ -13,7 +13,7 @@ import structlog
 from typing_extensions import override
 
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.wire import ERROR_NAME
+from kvstore.proto.messages import ERROR_NAME
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, check_role
 from kvstore.server.security.principal import ANYBODY, Principal

@@ -18,9 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
-from kvstore.proto import shm
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.calls import MAX_PACKET_BYTES, Packet
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -28,6 +26,19 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     TierUnavailableError,
     UnauthenticatedError,
+)
+from kvstore.proto.unix_socket import (
+    HEADER_BYTES,
+    MAX_PACKET_BYTES,
+    STAGING_SEALS,
+    Op,
+    Packet,
+    Reply,
+    Request,
+    map_sealed,
+    pack_greeting,
+    pack_reply,
+    peer_ids,
 )
 from kvstore.server.api.unix_calls import send_packets
 from kvstore.server.security.authorization import Door, check_session_role
@@ -46,7 +57,7 @@ _IN_A_ROW = 16
 _BACKLOG = 128
 _UID_MAP = Path("/proc/self/uid_map")
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
-_METHODS = {shm.Op.slab: "Slab", shm.Op.extent: "Extent", shm.Op.ring: "Ring"}
+_METHODS = {Op.slab: "Slab", Op.extent: "Extent", Op.ring: "Ring"}
 """What roles and the audit log call an operation; all others are ways to attach."""
 _ATTACH = "Attach"
 _ORIGIN = "unix"
@@ -59,10 +70,10 @@ SlabFile = Callable[[int, str], tuple[int, int]]
 Raises KVStoreError.
 """
 
-TakeRing = Callable[[Session, shm.Request, Bytes], None]
+TakeRing = Callable[[Session, Request, Bytes], None]
 """Given a session, what it says of its ring, and what it exported. Raises KVStoreError."""
 
-Answer = Callable[[Session, shm.Request, bytes], Generator[Packet, None, None]]
+Answer = Callable[[Session, Request, bytes], Generator[Packet, None, None]]
 """A call's session, head and message to the packets of its answer, errors among them."""
 
 
@@ -91,7 +102,7 @@ class _Peer:
     """A thread serves it: nobody else may close its connection."""
 
 
-class _Staging(NamedTuple):
+class Staging(NamedTuple):
     """A session's memory, and what of it was written."""
 
     memory: Bytes
@@ -112,7 +123,7 @@ class DataPlane:
         self,
         path: Path,
         sessions: SessionTable,
-        files: Mapping[shm.Op, SlabFile],
+        files: Mapping[Op, SlabFile],
         clock: Callable[[], float],
         limits: PlaneLimits,
         door: Door,
@@ -126,7 +137,7 @@ class DataPlane:
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
-        self._staging: dict[int, _Staging] = {}
+        self._staging: dict[int, Staging] = {}
         # Guards the two above, for dictionary operations only.
         self._lock = threading.Lock()
         self._listener = listen(path)
@@ -181,11 +192,8 @@ class DataPlane:
         """Have *answer* answer calls; until then they are refused."""
         self._answer = answer
 
-    def staging(self, session_id: int) -> Bytes:
+    def staging(self, session_id: int) -> Staging:
         """Return the session's staging memory. Raises InvalidRequestError if it brought none."""
-        return self._staging_of(session_id).memory
-
-    def _staging_of(self, session_id: int) -> _Staging:
         staging = self._staging.get(session_id)
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
@@ -196,7 +204,7 @@ class DataPlane:
 
         Reading it would allocate it, and the server would pay. What lies outside has no bytes.
         """
-        memory, written = self._staging_of(session_id)
+        memory, written = self.staging(session_id)
         if offset + size_bytes <= len(memory) and not written.has(offset, size_bytes):
             raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
 
@@ -254,13 +262,13 @@ class DataPlane:
             self._let_go()
 
     def _accept(self) -> None:
+        connection: socket.socket | None = None
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            connection = None  # who connected is gone again
+            pass  # the peer is gone again
         except OSError as error:
             logger.warning("data plane cannot accept", reason=str(error))
-            connection = None
             self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: some may be closed meanwhile
         with suppress(OSError, ValueError):  # closing
             self._poll.modify(self._listener, select.EPOLLIN | select.EPOLLONESHOT)
@@ -269,23 +277,22 @@ class DataPlane:
 
     def _take_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        is_welcome = is_trusted(connection)
-        if not is_welcome:
+        if not is_trusted(connection):
             self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
+            connection.close()
+            return
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
             has_room = strangers < self._limits.max_sessions and self._has_room(1)
-            if is_welcome and has_room:
+            if has_room:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        if not is_welcome or not has_room:
+        if not has_room:
             connection.close()
-            if is_welcome:
-                logger.warning(
-                    "data plane hung up on a connection: it has as many as it may",
-                    descriptors=self._limits.max_descriptors,
-                    unknown=strangers,
-                    fix="raise ulimit -n, or --max-sessions",
-                )
+            logger.warning(
+                "data plane hung up on a connection: it has as many as it may",
+                descriptors=self._limits.max_descriptors, unknown=strangers,
+                fix="raise ulimit -n, or --max-sessions",
+            )  # fmt: skip
             return
         try:
             self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
@@ -352,18 +359,18 @@ class DataPlane:
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
-        request: shm.Request | None = None
+        request: Request | None = None
         try:
             if not message:
                 return False
-            request = shm.Request.unpack(message[: shm.MESSAGE_BYTES])
-            body = message[shm.MESSAGE_BYTES :]
+            request = Request.unpack(message[:HEADER_BYTES])
+            body = message[HEADER_BYTES:]
             if len(message) > MAX_PACKET_BYTES or flags & socket.MSG_TRUNC:
                 raise InvalidRequestError("message", len(message), f"at most {MAX_PACKET_BYTES}")
-            if request.op is shm.Op.call:
+            if request.op is Op.call:
                 return self._take_call(peer, request, body)
             if body:
-                raise InvalidRequestError("message", len(message), f"send {shm.MESSAGE_BYTES}")
+                raise InvalidRequestError("message", len(message), f"send {HEADER_BYTES}")
             self._obey(peer, request, descriptors)
         except KVStoreError as error:
             self._refuse(peer, request, error)
@@ -372,16 +379,16 @@ class DataPlane:
                 os.close(descriptor)
         return True
 
-    def _refuse(self, peer: _Peer, request: shm.Request | None, error: KVStoreError) -> None:
+    def _refuse(self, peer: _Peer, request: Request | None, error: KVStoreError) -> None:
         logger.info("data plane refused", reason=str(error))
         if request is not None:  # or else it is noise, which nobody wants written down
             method = _METHODS.get(request.op, _ATTACH)
             self._door.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
-        reply = shm.Reply.denied if is_denied else shm.Reply.invalid
-        peer.connection.send(shm.pack_reply(reply))
+        reply = Reply.denied if is_denied else Reply.invalid
+        peer.connection.send(pack_reply(reply))
 
-    def _take_call(self, peer: _Peer, request: shm.Request, body: bytes) -> bool:
+    def _take_call(self, peer: _Peer, request: Request, body: bytes) -> bool:
         if peer.session is None:
             raise UnauthenticatedError("attach or join before calling")
         if self._answer is None:
@@ -389,30 +396,30 @@ class DataPlane:
         with closing(self._answer(peer.session, request, body)) as packets:
             return send_packets(peer.connection, packets, self._clock)
 
-    def _obey(self, peer: _Peer, request: shm.Request, descriptors: list[int]) -> None:
-        if request.op in (shm.Op.slab, shm.Op.extent):
+    def _obey(self, peer: _Peer, request: Request, descriptors: list[int]) -> None:
+        if request.op in (Op.slab, Op.extent):
             self._send_file(peer, request)
             return
-        if request.op in (shm.Op.attach, shm.Op.ring) and len(descriptors) != 1:
+        if request.op in (Op.attach, Op.ring) and len(descriptors) != 1:
             raise InvalidRequestError(request.op.name, len(descriptors), "bring one memfd")
-        if request.op is shm.Op.ring:
+        if request.op is Op.ring:
             self._ring(peer, request, descriptors[0])
         elif peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
-        elif request.op is shm.Op.hello:
+        elif request.op is Op.hello:
             peer.challenge = challenge = self._sessions.challenge(request.arg, request.token)
-            proven = challenge.proof(shm.Op.hello)
-            peer.connection.send(shm.pack_greeting(challenge.nonces[1], proven))
+            proven = challenge.proof(Op.hello)
+            peer.connection.send(pack_greeting(challenge.nonces[1], proven))
             return
-        elif request.op is shm.Op.attach:
+        elif request.op is Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
             self._join(peer, request)
-        peer.connection.send(shm.pack_reply(shm.Reply.ok))
+        peer.connection.send(pack_reply(Reply.ok))
 
-    def _send_file(self, peer: _Peer, request: shm.Request) -> None:
+    def _send_file(self, peer: _Peer, request: Request) -> None:
         session = self._admitted(peer, request.op)
-        if request.op is shm.Op.extent and "write" not in session.roles:
+        if request.op is Op.extent and "write" not in session.roles:
             # As the server's user it can open the file anew through /proc, for writing too.
             raise PermissionDeniedError("Extent: this session may not write, and gets copies")
         file = self._files.get(request.op)
@@ -423,13 +430,13 @@ class DataPlane:
         except OSError as error:  # out of descriptors, say: no reason to end the session
             raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
-            reply = shm.pack_reply(shm.Reply.ok, size_bytes)
+            reply = pack_reply(Reply.ok, size_bytes)
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
         self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
-    def _admitted(self, peer: _Peer, op: shm.Op) -> Session:
+    def _admitted(self, peer: _Peer, op: Op) -> Session:
         """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
         session = peer.session
         if session is None or session.is_closed:
@@ -438,9 +445,9 @@ class DataPlane:
         check_session_role(session.roles, _METHODS[op])
         return session
 
-    def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
+    def _attach(self, peer: _Peer, request: Request, descriptor: int) -> None:
         most_bytes = self._limits.max_staging_bytes
-        memory = shm.map_sealed(descriptor, most_bytes, shm.STAGING_SEALS)
+        memory = map_sealed(descriptor, most_bytes, STAGING_SEALS)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
         session = _proven(peer, request)
@@ -451,34 +458,33 @@ class DataPlane:
                 most = self._limits.max_descriptors
                 raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
             written = WrittenPages(os.dup(descriptor), len(memory))
-            self._staging[session.session_id] = _Staging(np.frombuffer(memory, np.uint8), written)
+            self._staging[session.session_id] = Staging(np.frombuffer(memory, np.uint8), written)
             peer.session, peer.staging_map = session, memory
             session.is_attached = True
 
-    def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
+    def _ring(self, peer: _Peer, request: Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
         if peer.staging_map is None:
             raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
-        exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
+        exported = map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
         self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
-    def _join(self, peer: _Peer, request: shm.Request) -> None:
+    def _join(self, peer: _Peer, request: Request) -> None:
         session = _proven(peer, request)
         with self._lock:
             if session.session_id not in self._staging:
                 raise InvalidRequestError("join", session.session_id, "attach first")
             joined = sum(other.session is session for other in self._peers.values())
             if joined >= CONNECTIONS_PER_SESSION:
-                raise QuotaExceededError(
-                    "connections_per_session", CONNECTIONS_PER_SESSION, session.client
-                )
+                most = CONNECTIONS_PER_SESSION
+                raise QuotaExceededError("connections_per_session", most, session.client)
             peer.session = session
 
     def _hang_up(self, peer: _Peer) -> None:
-        staging: _Staging | None = None
+        staging: Staging | None = None
         with self._lock:
             if self._peers.pop(peer.connection.fileno(), None) is None:
                 return
@@ -494,7 +500,7 @@ class DataPlane:
             self._sessions.close(peer.session.session_id)
 
 
-def _proven(peer: _Peer, request: shm.Request) -> Session:
+def _proven(peer: _Peer, request: Request) -> Session:
     """Return the session of the peer's hello, once: its next proof needs another.
 
     Raises UnauthenticatedError, and PermissionDeniedError for who has no use for memory: another
@@ -516,7 +522,7 @@ def _proven(peer: _Peer, request: shm.Request) -> Session:
 
 def is_trusted(connection: socket.socket) -> bool:
     """Whether the peer runs as this server's user, or as root."""
-    return shm.peer_ids(connection)[1] in (os.geteuid(), 0)
+    return peer_ids(connection)[1] in (os.geteuid(), 0)
 
 
 def listen(path: Path) -> socket.socket:
@@ -529,11 +535,8 @@ def listen(path: Path) -> socket.socket:
     try:
         if os.path.lexists(path):
             if not path.is_socket():
-                raise InvalidRequestError(
-                    "socket_path",
-                    str(path),
-                    "something else is there; choose another with --socket",
-                )
+                fix = "something else is there; choose another with --socket"
+                raise InvalidRequestError("socket_path", str(path), fix)
             _refuse_second_server(path)
             path.unlink()
         listener.bind(str(path))
@@ -593,6 +596,5 @@ def _refuse_second_server(path: Path) -> None:
             return  # left behind by a server that was killed
         except BlockingIOError:
             pass  # so many wait there already that we would have to
-    raise InvalidRequestError(
-        "socket_path", str(path), "another server listens there; stop it or choose --socket"
-    )
+    fix = "another server listens there; stop it or choose --socket"
+    raise InvalidRequestError("socket_path", str(path), fix)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvstore.proto import bulk
+from kvstore.proto.bulk import is_genuine
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -29,8 +30,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.guest_token import is_genuine
-from kvstore.proto.stream_wire import StreamWire, word_bytes, word_of
+from kvstore.proto.framing import StreamWire, word_bytes, word_of
 from kvstore.server.api.interceptors import known_errors
 from kvstore.server.bulk.tcp_requests import (
     METHODS,

@@ -46,7 +46,7 @@ def open_streams(
     host, port = parse_endpoint(config.bulk)
     tls = None
     if not is_loopback(host):
-        from kvstore.proto.stream_tls import make_tls
+        from kvstore.proto.tls import make_tls
 
         tls = make_tls()
     listener, address = listen(host, port)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.framing import StreamWire
 
 FIRST_PART_BYTES = 1 << 16
 """Of a frame for a client: it learns from that where the rest goes, which is not copied then."""

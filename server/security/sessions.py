@@ -13,7 +13,6 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.keys import namespace, representation_digest
-from kvstore.proto.shm import NONCE_BYTES, Op, proof
 from kvstore.proto.types import (
     DIGEST_BYTES,
     DType,
@@ -23,6 +22,7 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
+from kvstore.proto.unix_socket import NONCE_BYTES, Op, proof
 from kvstore.server.security.principal import ANYBODY, ROLES, Principal
 from kvstore.tiers.base import DEFAULT_TENANT
 

@@ -22,19 +22,21 @@ from socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.calls import (
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
+from kvstore.proto.types import ChunkKey
+from kvstore.proto.unix_socket import (
     MAX_PACKET_BYTES,
     METHODS,
     Answer,
+    Op,
     Packet,
+    Reply,
+    Request,
     pack_answer,
     pack_call,
     parse_answer,
     unpack_answer,
 )
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
-from kvstore.proto.shm import Op, Reply, Request
-from kvstore.proto.types import ChunkKey
 from kvstore.server.api import unix_calls, unix_server
 from kvstore.server.api.unix_calls import LocalCalls, can_send
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
@@ -281,7 +283,7 @@ def test_end_of_a_joined_connection_does_not_end_the_session(
         assert eventually(lambda: len(plane._peers) == 1)
     assert len(server.node.sessions) == 1
     assert_works(host, terms)
-    assert len(plane.staging(terms.session_id)) > 0
+    assert len(plane.staging(terms.session_id).memory) > 0
 
 
 @pytest.mark.parametrize("how", ["the attaching connection ends", "CloseSession"])
