@@ -17,9 +17,10 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.reservations import PutOptions
+from kvstore.server.store.parallel_writes import PartTicket
+from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import AnyTicket, PutResult, PutTicket
+from kvstore.server.store.writes import AnyTicket
 
 
 @dataclass(slots=True)
@@ -28,7 +29,6 @@ class _Incoming:
 
     ticket: AnyTicket | None
     frame_bytes: int
-    room: Bytes | None = None
     check: FrameVerifier | None = None
     """None: it is checked when it is whole."""
     received_bytes: int = 0
@@ -121,7 +121,8 @@ class PutStream:
         stop = incoming.received_bytes + size_bytes
         if not size_bytes or stop > incoming.frame_bytes:
             raise InvalidFrameError("data", stop, f"the frame has {incoming.frame_bytes} bytes")
-        return None if incoming.room is None else incoming.room[incoming.received_bytes : stop]
+        room = None if incoming.ticket is None else incoming.ticket.room
+        return None if room is None else room[incoming.received_bytes : stop]
 
     def landed(self, size_bytes: int) -> None:
         """Take note that so many bytes more are in their ``room``, and check them while in cache.
@@ -138,7 +139,7 @@ class PutStream:
         self._incoming = None
         if incoming.ticket is not None:
             self._held = incoming
-            if not self._store.writes.may_lose_state(incoming.ticket):
+            if isinstance(incoming.ticket, PartTicket) or incoming.ticket.kept_layout is None:
                 self._commit_held(is_last=False)
 
     def finish(self) -> list[PutResult]:
@@ -193,10 +194,10 @@ class PutStream:
             self._incoming = _Incoming(None, frame_bytes)
         else:
             # Ours: the end of the session must not free what we write into.
-            room = self._store.writes.view(begun)
-            is_whole = isinstance(begun, PutTicket)
-            check = FrameVerifier(room, info.key, header.header_bytes) if is_whole else None
-            self._incoming = _Incoming(begun, frame_bytes, room, check)
+            check = None
+            if isinstance(begun, PutTicket) and begun.room is not None:
+                check = FrameVerifier(begun.room, info.key, header.header_bytes)
+            self._incoming = _Incoming(begun, frame_bytes, check)
 
 
 @dataclass(slots=True)
@@ -263,7 +264,8 @@ class LayeredPutStream:
             return
         # Ours: the end of the session must not free what we write into.
         self._frames.append(_LayeredFrame(None, begun, header))
-        view = self._store.writes.view(begun)
+        view = begun.room
+        assert view is not None
         end = header.header_bytes
         for row in header.segments:  # what no segment covers, and no checksum
             view[end : int(row["offset"])] = 0
@@ -281,9 +283,8 @@ class LayeredPutStream:
         if stop > frame.header.frame_bytes:
             raise InvalidFrameError("data", stop, f"the frame has {frame.header.frame_bytes} bytes")
         frame.is_whole = is_header
-        if frame.ticket is not None:
-            view: Bytes = self._store.writes.view(frame.ticket)
-            copy_bytes(view[start:stop], as_bytes(message.data))
+        if frame.ticket is not None and frame.ticket.room is not None:
+            copy_bytes(frame.ticket.room[start:stop], as_bytes(message.data))
 
     def _finish(self) -> list[PutResult]:
         for number, frame in enumerate(self._frames):
