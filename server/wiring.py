@@ -60,8 +60,8 @@ def build_store(
     policies = Policies(config, capacities, time.perf_counter)
     slots = [_slot(config, tier, policies, clock, models) for tier in tiers]
     for tier in tiers:
-        if tier.trouble:
-            logger.warning("tier is down at start", tier=tier.name, reason=tier.trouble)
+        if tier.write_error:
+            logger.warning("tier is down at start", tier=tier.name, reason=tier.write_error)
     counters.add("dropped_rows", sum(slot.tier.dropped_rows for slot in slots))
     queues = {"store-cpu": 1} if "gpu" in config.tiers else {}
     queues[QUEUE] = 1

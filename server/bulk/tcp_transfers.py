@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
-from kvstore.proto.framing import StreamWire
+from kvstore.proto.framing import FramedSocket
 
 FIRST_PART_BYTES = 1 << 16
 """Of a frame for a client: it learns from that where the rest goes, which is not copied then."""
@@ -37,7 +37,7 @@ class StreamWork:
 
     def __init__(
         self,
-        wire: StreamWire,
+        wire: FramedSocket,
         word: bulk.Get,
         deadline: float,
         pause: Callable[[], None] = _at_once,
@@ -54,7 +54,7 @@ class StreamWork:
         # Of what is asked for by layers or ranges the reader knows where it goes.
         is_whole = not word.flags & (bulk.LAYER_MAJOR | bulk.RANGES)
         self._has_short_part = is_for_client and is_whole
-        wire.patience(bulk.SILENCE_S, deadline)
+        wire.set_timeout(bulk.SILENCE_S, deadline)
 
     def offer(self, piece: Piece) -> bool:
         """Send *piece*; False when it did not come to its end, or the reader wants no more.
@@ -83,7 +83,7 @@ class StreamWork:
         return True
 
     def _is_cancelled(self) -> bool:
-        """Whether the reader said that it wants no more. Raises as ``StreamWire.receive``."""
+        """Whether the reader said that it wants no more. Raises as ``FramedSocket.receive``."""
         if not self._wire.has_more():
             return False
         word, _ = self._wire.receive()

@@ -104,7 +104,7 @@ class TierSlot:
     @property
     def reason(self) -> str:
         """Why it is left alone, or takes nothing; empty while it serves."""
-        return self.breaker.reason or self.tier.trouble
+        return self.breaker.reason or self.tier.write_error
 
     def read_verified(
         self,
@@ -217,7 +217,7 @@ class Tiers:
             cast("CpuTier", cpu.tier),
             gpu,
             cast("GpuTier", gpu.tier) if gpu else None,
-            next((s for s in local if s.tier.shows_files and not s.encoder.needs_assets), None),
+            next((s for s in local if s.tier.shares_files and not s.encoder.needs_assets), None),
             next((s for s in slots if s.name == PEER_TIER), None),
             (cpu, *(slot for slot in slots if slot is not cpu)),
             lower,
