@@ -41,9 +41,9 @@ from kvstore.proto.unix_socket import (
     peer_ids,
 )
 from kvstore.server.api.unix_calls import send_packets
+from kvstore.server.api.written_pages import WrittenPages
 from kvstore.server.security.authorization import Door, check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
-from kvstore.server.tiering.written_pages import WrittenPages
 
 CONNECTIONS_PER_SESSION = 16
 _ACCEPT_AGAIN_S = 0.5

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.eviction.quotas import PolicyReport
-from kvstore.server.index.model_registry import ModelNamespace
+from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.results import UsedPrefix
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import SlotStatus, Store
