@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha import reflection
 import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
+from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
@@ -100,10 +100,12 @@ class Maintenance:
         for at, (seconds, job) in enumerate(self._jobs):
             if self._due[at] > self._clock():
                 continue
+            name = getattr(job, "__qualname__", "job")
             try:
-                job()
-            except Exception:
-                logger.exception("maintenance failed", job=getattr(job, "__qualname__", str(job)))
+                with known_errors(name):
+                    job()
+            except KVStoreError as error:
+                logger.error("maintenance failed", job=name, reason=str(error))
             self._due[at] = self._clock() + seconds
 
     def _run(self) -> None:
