@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.eviction.quotas import PolicyReport
@@ -17,6 +17,9 @@ from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import SlotStatus, Store
 from kvstore.server.telemetry.flows import Finds, Times
 from kvstore.server.telemetry.metrics import Counters
+
+if TYPE_CHECKING:  # its file loads redis
+    from kvstore.server.cluster.directory import Directory
 
 LOOK_EVERY_S = 5.0
 LOOKS_KEPT = 121
@@ -105,6 +108,8 @@ class Subject:
     counters: Counters
     version: str
     clock: Callable[[], float]
+    directory: Directory | None = None
+    """Of the nodes and what they hold in memory, where there is one."""
 
 
 class Viewer:
@@ -170,7 +175,7 @@ class Viewer:
         return self._prefixes
 
     def _nodes(self) -> list[NodeRow]:
-        directory = self._subject.store.directory
+        directory = self._subject.directory
         if directory is None:
             return []
         report = directory.report()

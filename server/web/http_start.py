@@ -38,7 +38,8 @@ class HttpPort:
         assert config.http_address is not None
         store, sessions = subject.store, subject.sessions
         tiers = [slot.name for slot in store.tiers.slots.values()]
-        metrics = MetricsText(subject.counters, lambda: gauges(store, len(sessions)), tiers)
+        levels = lambda: gauges(store, len(sessions), subject.directory)  # noqa: E731
+        metrics = MetricsText(subject.counters, levels, tiers)
         self._viewer = viewer = Viewer(subject)
         dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
 

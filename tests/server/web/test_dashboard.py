@@ -502,22 +502,13 @@ def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
     me, other = (SimpleNamespace(node_id=n, grpc_address=f"{n}:7420") for n in ("a", "<b>"))
     viewer = Viewer(
         Subject(
-            SimpleNamespace(directory=_directory(me, other), **_of(served)),  # type: ignore[arg-type]
-            served.node.sessions, served.node.counters, "1", time.monotonic,
+            served.node.store, served.node.sessions, served.node.counters, "1", time.monotonic,
+            _directory(me, other),
         )
     )  # fmt: skip
     shown = sections_of(viewer.view())["nodes"]
     assert "this one" in shown
     assert "&lt;b&gt;:7420" in shown
-
-
-def _of(served: LocalServer) -> dict[str, Any]:
-    core = served.node.store
-    return {
-        "catalog": core.catalog,
-        "slot_statuses": core.slot_statuses,
-        "spaces": core.spaces,
-    }
 
 
 def _directory(me: Any, other: Any) -> Any:
