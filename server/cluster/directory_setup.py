@@ -33,10 +33,14 @@ def open_directory(
     from kvstore.tiers.redis_client import RedisClient
 
     url = config.redis_access(config.redis_url)
-    link = RedisClient("redis", url, config.redis_timeout_ms, config.redis_connections)
+    link = RedisClient("redis", url, config.redis_timeout_ms, config.limits.redis_connections)
     me = _address(config, incarnation, grpc_port, bulk_address)
-    breaker = Breaker("node directory", config.breaker_failures, config.breaker_retry_ms, clock)
-    terms = DirectoryTerms(config.redis_prefix, config.directory_ttl_ms, config.directory_chunks)
+    breaker = Breaker(
+        "node directory", config.limits.breaker_failures, config.limits.breaker_retry_ms, clock
+    )
+    terms = DirectoryTerms(
+        config.redis_prefix, config.limits.directory_ttl_ms, config.limits.directory_chunks
+    )
     return Directory(link, me, terms, counters, breaker, clock)
 
 

@@ -48,9 +48,9 @@ def with_peers(
         access.check(address)
     terms = PeersTerms(
         config.peer_addresses,
-        config.peer_timeout_ms,
-        config.breaker_failures,
-        config.breaker_retry_ms,
+        config.limits.peer_timeout_ms,
+        config.limits.breaker_failures,
+        config.limits.breaker_retry_ms,
     )
     tier = PeerTier(Peers(terms, access.dial, counters, clock), counters, clock)
     first_shared = next((at for at, one in enumerate(tiers) if one.shared), len(tiers))
@@ -59,7 +59,9 @@ def with_peers(
 
 def desk_limits(config: Settings) -> DeskLimits:
     """Return what other servers may have of this one."""
-    return DeskLimits(config.peer_requests, config.peer_bytes, config.max_batch_chunks)
+    return DeskLimits(
+        config.limits.peer_requests, config.limits.peer_bytes, config.limits.max_batch_chunks
+    )
 
 
 def ready_peers(
