@@ -13,10 +13,8 @@ from typing_extensions import override
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.api.interceptors import Behavior, HandlerInterceptor, answered_by, behavior_of
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import Doorkeeper
-from kvstore.server.security.principal import ANYBODY, Principal
-from kvstore.server.security.roles import OPEN, SERVICES, check_role
-from kvstore.server.security.sessions import Session
+from kvstore.server.security.authorization import OPEN, SERVICES, Doorkeeper, check_role
+from kvstore.server.security.sessions import ANYBODY, Principal, Session
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]

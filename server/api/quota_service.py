@@ -8,8 +8,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.quotas import Quota
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.security.principal import check_tenant
 from kvstore.server.security.rate_limits import TenantLimits
+from kvstore.server.security.sessions import check_tenant
 
 
 class QuotaDesk:

@@ -29,8 +29,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.server.api.unix_listener import can_send, is_trusted, listen
-from kvstore.server.security.authorization import Door
-from kvstore.server.security.roles import check_session_role
+from kvstore.server.security.authorization import Door, check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 from kvstore.server.tiering.written_pages import WrittenPages
 

@@ -16,6 +16,7 @@ from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GET_BYTES
 from kvstore.server.tiering.moves import Moves
 
@@ -27,6 +28,11 @@ class DeskLimits:
     requests: int = 8
     under_way_bytes: int = 8 * GET_BYTES
     max_batch_chunks: int = 4096
+
+    @classmethod
+    def of(cls, config: Settings) -> DeskLimits:
+        """Return what other servers may have of this one."""
+        return cls(config.peer_requests, config.peer_bytes, config.max_batch_chunks)
 
 
 class PeerDesk:

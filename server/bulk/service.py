@@ -24,7 +24,7 @@ from kvstore.server.store.store import Store
 from kvstore.server.store.writes import PutResult
 
 if TYPE_CHECKING:
-    from kvstore.server.bulk.tcp_puts import StreamPut
+    from kvstore.server.bulk.tcp_transfers import StreamPut
     from kvstore.server.telemetry.tracing import Tracing
 
 

@@ -19,8 +19,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.stream_wire import StreamWire
 from kvstore.server.bulk.service import BulkService
-from kvstore.server.bulk.tcp_puts import StreamPut
-from kvstore.server.bulk.tcp_transfers import StreamWork
+from kvstore.server.bulk.tcp_transfers import StreamPut, StreamWork
 from kvstore.server.security.authorization import Door
 from kvstore.server.security.sessions import Session, SessionTable
 

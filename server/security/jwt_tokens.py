@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
 from kvstore.proto.text import check_text
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
 
 LEEWAY_S = 5
 MIN_HMAC_BYTES = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvstore.proto.errors import PermissionDeniedError
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.rules import SharedPools
 
 PREFIX = "pool:"

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import override
 
-from kvstore.server.security.principal import check_tenant
 from kvstore.server.security.rate_limits import BUCKETS, EVERY_OTHER, MAX_LIMIT, Limits
+from kvstore.server.security.sessions import check_tenant
 from kvstore.server.settings.rule_list import RuleList
 
 Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]

@@ -15,8 +15,7 @@ from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.index.results import UsedPrefix
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import SlotStatus, Store
-from kvstore.server.telemetry.flows import Finds, Times
-from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.telemetry.metrics import Counters, Finds, Times
 
 LOOK_EVERY_S = 5.0
 LOOKS_KEPT = 121

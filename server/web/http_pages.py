@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,12 +18,18 @@ from starlette.routing import Route
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, UnauthenticatedError
 from kvstore.server.security.authenticator import CERTIFICATE as X509
 from kvstore.server.security.authenticator import SCHEME, Authenticator
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback
 from kvstore.server.web.dashboard import Dashboard
 from kvstore.server.web.dashboard_page import MEDIA, PAGE_TITLE, page, sections_as_json
-from kvstore.server.web.http_server import CERTIFICATE
-from kvstore.server.web.metrics_text import CONTENT_TYPE, MetricsText
+from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
+from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
+
+if TYPE_CHECKING:
+    from kvstore.server.security.setup import Trust
+    from kvstore.server.web.dashboard_view import Subject
+
 
 MAX_READERS = 16
 """Pages that are kept up to date at once; a further one is answered 503 and stays as it was."""
@@ -181,3 +189,51 @@ def _is_local(request: Request) -> bool:
     """Whether the connection does not leave this machine, by the kernel's word."""
     ends = request.client, request.scope.get("server")
     return all(end is not None and is_loopback(end[0]) for end in ends)
+
+
+METHOD = "Dashboard"
+"""What a page that was refused is called in the audit log."""
+
+
+class HttpPort:
+    """The metrics and the dashboard, served from birth to ``close``. ``tick`` now and then.
+
+    Raises InvalidRequestError for an address that cannot be had.
+    """
+
+    def __init__(self, config: Settings, subject: Subject, trust: Trust) -> None:
+        from kvstore.server.web.dashboard_page import sections_of
+        from kvstore.server.web.dashboard_view import Viewer
+
+        assert config.http_address is not None
+        store, sessions = subject.store, subject.sessions
+        tiers = [slot.name for slot in store.moves.slots.values()]
+        metrics = MetricsText(subject.counters, lambda: gauges(store, len(sessions)), tiers)
+        self._viewer = viewer = Viewer(subject)
+        dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
+
+        def on_refused(who: Principal | None, outcome: str, peer: str) -> None:
+            trust.doorkeeper.note(who, METHOD, outcome, peer=lambda: peer)
+
+        pages = Pages(metrics, dashboard, trust.authenticator, exposure_of(config), on_refused)
+        tls = None
+        if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
+            tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._server: HttpServer = HttpServer(config.http_address, pages.app, tls)
+        self.port = self._server.port
+        self.close: Callable[[], None] = self._server.close
+
+    def tick(self) -> None:
+        """Keep count over time; take in a certificate that was replaced."""
+        self._viewer.tick()
+        self._server.tick()
+
+
+def exposure_of(config: Settings) -> Exposure:
+    """Return what of the port is for other hosts."""
+
+    is_guarded = config.http_tls and config.asks_who_calls
+    return Exposure(
+        shows_dashboard=config.insecure or is_guarded,
+        asks_for_metrics=not (config.open_pages or config.insecure),
+    )

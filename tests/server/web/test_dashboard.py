@@ -26,25 +26,24 @@ from trust_world import World
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.settings.settings import load_config
-from kvstore.server.telemetry.flows import (
+from kvstore.server.telemetry.metrics import (
     BOUNDS_S,
     MAX_TENANTS,
     OTHERS,
     CallTimes,
+    Counters,
     FindTally,
     Flows,
 )
-from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web import http_server
 from kvstore.server.web.dashboard import EVERY_S, Dashboard
 from kvstore.server.web.dashboard_charts import trend_chart, what_if_chart
 from kvstore.server.web.dashboard_page import MAX_PAGE_BYTES, MEDIA, sections_of
 from kvstore.server.web.dashboard_view import Subject, Viewer
-from kvstore.server.web.http_pages import MAX_READERS, Exposure, Pages
+from kvstore.server.web.gauges import MetricsText
+from kvstore.server.web.http_pages import MAX_READERS, METHOD, Exposure, Pages, exposure_of
 from kvstore.server.web.http_server import MAX_CONNECTIONS, HttpServer
-from kvstore.server.web.http_start import METHOD, exposure_of
 from kvstore.server.web.markup import Html, bar, table, tag, text
-from kvstore.server.web.metrics_text import MetricsText
 
 WAIT_S = 20.0
 
