@@ -35,7 +35,7 @@ from kvstore.server.store.lookup import Lookup
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -58,7 +58,7 @@ class Control:
         self.catalog = Catalog(policies, leases, 1, time.monotonic)
         queues = {f"ask-{name}": 0 for name in self.names}
         work_queue = WorkQueue(queues, 16, time.monotonic)
-        moves = Moves(slots, self.catalog, work_queue, Counters(), time.monotonic, 1000)
+        moves = Moves(Tiers.of(slots), self.catalog, work_queue, Counters(), time.monotonic, 1000)
         self._lookup = Lookup(moves, 30_000)
         sessions = SessionTable(1, 60_000, lambda _: b"salt", time.monotonic, os.urandom)
         self._session: Session = sessions.open(TINY, "bench")

@@ -168,7 +168,7 @@ class Node:
         self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
-            for slot in self.store.moves.slots.values():
+            for slot in self.store.tiers.slots.values():
                 slot.tracing = tracing
         return RequestScope(tracing)
 
@@ -219,7 +219,7 @@ class Node:
         return plane
 
     def _open_device_puts(self) -> DevicePuts | None:
-        if self.store.moves.gpu_tier is None or self.data_plane is None:
+        if self.store.tiers.gpu_tier is None or self.data_plane is None:
             return None
         from kvstore.server.store.device_puts import open_device_puts
 
@@ -232,10 +232,10 @@ class Node:
 
     def _slab_file(self, slab_id: int, tenant: str) -> tuple[int, int]:
         moves = self.store.moves
-        if slab_id == ARENA_SLAB and moves.gpu_tier is not None:
-            arena = moves.gpu_tier.arena_file()
+        if slab_id == ARENA_SLAB and moves.tiers.gpu_tier is not None:
+            arena = moves.tiers.gpu_tier.arena_file()
             return arena, os.fstat(arena).st_size
-        return moves.cpu_tier.slab_file(slab_id, tenant), moves.cpu_tier.slab_bytes
+        return moves.tiers.cpu_tier.slab_file(slab_id, tenant), moves.tiers.cpu_tier.slab_bytes
 
     def _open_bulk(self, checks: Checks) -> BulkAt | tuple[()]:
         config = self._config
@@ -254,7 +254,7 @@ class Node:
         return where
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
-        slot = self.store.moves.filed
+        slot = self.store.tiers.file_backed
         if slot is None:
             raise InvalidRequestError("extent", extent, "this server has no disk tier")
         descriptor = slot.tier.extent_file(extent, tenant)

@@ -23,7 +23,7 @@ from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.codec_choice import QUEUE
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec, lossless_codec
-from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.server.wiring_policies import Policies
 from kvstore.server.wiring_tiers import open_tiers
@@ -77,8 +77,7 @@ def build_store(
     work_queue = WorkQueue(queues, config.mover_queue, clock, batch_parallelism(), expect)
     closers.append(work_queue.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
-    moves = Moves(slots, catalog, work_queue, counters, clock, move_timeout_ms)
-    moves.importance = models.importance
+    moves = Moves(Tiers.of(slots), catalog, work_queue, counters, clock, move_timeout_ms)
     limits = StoreLimits(
         lease_ttl_ms=config.lease_ttl_ms,
         max_reservations_per_session=config.max_reservations_per_session,
@@ -90,7 +89,9 @@ def build_store(
         state_admission=config.state_admission,
         write_budgets=config.write_budgets,
     )
-    return Store(moves, limits, new_id)
+    store = Store(moves, limits, new_id)
+    store.importance = models.importance
+    return store
 
 
 def _slot(

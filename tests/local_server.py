@@ -148,7 +148,7 @@ class LocalServer:
         moves = self.node.store.moves
         for key in keys:
             if moves.catalog.cast_out("cpu", key, even_if_held=False):
-                moves.delete_from(moves.cpu, key)
+                moves.eviction.delete_from(moves.tiers.cpu, key)
 
     def stop(self) -> bool:
         """Stop the server, leaving clients alone. Idempotent; return whether it was clean."""

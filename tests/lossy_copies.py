@@ -28,6 +28,6 @@ def leave_on_disk(
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        moves.delete_from(moves.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
         exact = [*catalog.holders(key, Fidelity.exact)]
         assert exact == ([exact_on] if exact_on else []), "the codec kept it without loss"

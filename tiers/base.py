@@ -7,7 +7,7 @@ encodes, never calls another tier. The store asks the policy and moves the bytes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -230,6 +230,21 @@ class Tier(ABC):
     def tenant_of(self, key: ChunkKey) -> str:
         """Return whom a sealed chunk was reserved for, as far as the tier keeps that."""
         return DEFAULT_TENANT
+
+    def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
+        """Return the estimated seconds to read *key* of *size_bytes*.
+
+        None where all chunks of a size take as long, or nothing is known of this one.
+        """
+        return None
+
+    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> PeerPlace | None:
+        """Return at which of *peers*, numbers of servers, a reader finds *key* itself."""
+        return None
+
+    def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
+        """Return the numbers of the servers where readers may read some of *keys* themselves."""
+        return set()
 
     def note_corrupt(self, key: ChunkKey) -> None:  # noqa: B027 - mostly nobody is to blame
         """Take note that what was read of *key* was not its frame."""

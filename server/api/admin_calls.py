@@ -45,7 +45,7 @@ class KeepCalls:
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
-        slots = self._store.moves.slots
+        slots = self._store.moves.tiers.slots
         if request.tier and request.tier not in slots:
             raise InvalidRequestError("tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)

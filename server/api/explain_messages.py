@@ -33,7 +33,7 @@ class ExplainDesk:
         self._checks = checks
         self._clock: Callable[[], float] = checks.clock
         self._explainer = Explainer(
-            store.catalog, moves.sources, moves.outcomes, moves.clock,
+            store.catalog, moves.tiers.sources, moves.catalog.outcomes, moves.clock,
             store.states, store.spaces,
         )  # fmt: skip
         self._log = MissLog(checks.clock)

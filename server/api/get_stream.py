@@ -109,7 +109,8 @@ class GetStream:
         """Yield the chunks from *first* on; what is there without a load is told together."""
         reads, least = self.store.reads, self.least
         there: list[ReadResult] = []
-        lenders = self.store.moves.lenders(keys[first:])
+        remote = self.store.tiers.remote
+        lenders = remote.tier.lenders(keys[first:]) if remote is not None else set()
         for one in reads.get(self.session, keys[first:], self.deadline, reach, least, peers):
             result = replace(one, index=one.index + first)
             if result.place is None:

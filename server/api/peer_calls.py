@@ -54,7 +54,7 @@ class PeerCalls:
 
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
-        slot = self._store.moves.peers
+        slot = self._store.moves.tiers.remote
         return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
 
     def LendPeer(
@@ -62,7 +62,7 @@ class PeerCalls:
     ) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
-        slot = self._store.moves.peers
+        slot = self._store.moves.tiers.remote
         peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
         if peer is None:
             raise InvalidRequestError("number", request.number, "of no server that is known")

@@ -117,7 +117,7 @@ class KVStoreService(
         session = self._sessions.open(
             representation, client, standing.tenant, caller, standing.roles, request.process
         )
-        plane, gpu = self._data_plane, self._store.moves.gpu_tier
+        plane, gpu = self._data_plane, self._store.moves.tiers.gpu_tier
         return pb.OpenSessionResponse(
             server=self._stamp,
             session_id=session.session_id,
@@ -250,7 +250,7 @@ class KVStoreService(
         """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
         if any(sources):  # what is there of the others may be of too low fidelity
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
-        return self._store.moves.cpu_tier.place_rows(keys[: len(sources)])
+        return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
     @override
     def Release(

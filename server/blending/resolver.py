@@ -73,10 +73,10 @@ class Blending:
         moves.catalog.listeners.append(self.contents)
         self._catalog = moves.catalog
         self._counters = moves.counters
-        self._sources = moves.sources
+        self._sources = moves.tiers.sources
         self._lookup = lookup
         self._lease_ttl_ms = lease_ttl_ms
-        self.tier_names = tuple(slot.name for slot in moves.sources)
+        self.tier_names = tuple(slot.name for slot in moves.tiers.sources)
 
     # --- resolve
 

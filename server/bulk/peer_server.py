@@ -40,7 +40,7 @@ class PeerDesk:
 
     def __init__(self, moves: Moves, limits: DeskLimits) -> None:
         self._catalog = moves.catalog
-        self._cpu = moves.cpu_tier
+        self._cpu = moves.tiers.cpu_tier
         self._counters = moves.counters
         self._limits = limits
         self._lock = threading.Lock()  # guards the two below

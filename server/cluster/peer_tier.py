@@ -159,6 +159,7 @@ class PeerTier(Tier):
                 self._heard.move_to_end(key)
         return due
 
+    @override
     def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
         """Return how long the fastest peer that has *key* takes to send it; None without one."""
         offer = self._offer(key)
@@ -176,18 +177,20 @@ class PeerTier(Tier):
         """Return the numbers of all whom readers may ask."""
         return [peer.number for peer in self.peers.known() if peer.is_up]
 
+    @override
     def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
         """Return the numbers of those who have some of *keys*, and whom readers may ask."""
         offers = filter(None, map(self._offer, keys))
         peers = {peer for offer in offers for peer in offer.peers}
         return {peer.number for peer in peers if peer.is_up}
 
-    def peer_place(self, key: ChunkKey, numbers: Collection[int]) -> PeerPlace | None:
-        """Return from whom of *numbers* a reader gets *key* fastest; None from none of them."""
+    @override
+    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> PeerPlace | None:
+        """Return from whom of *peers* a reader gets *key* fastest; None from none of them."""
         offer = self._offer(key)
         if offer is None:
             return None
-        lent = [peer for peer in offer.peers if peer.number in numbers and peer.is_up]
+        lent = [peer for peer in offer.peers if peer.number in peers and peer.is_up]
         size_bytes = offer.info.size_bytes
         peer = min(lent, key=lambda one: one.speed.load_s(size_bytes), default=None)
         return None if peer is None else PeerPlace(peer.number, size_bytes)

@@ -68,7 +68,7 @@ def ready_peers(
     if config.asks_directory and directory is None:
         fix = "they are found in the Redis: add --directory and --redis, or name their addresses"
         raise InvalidRequestError("peers", DIRECTORY, fix)
-    slot = store.moves.peers
+    slot = store.tiers.remote
     if slot is None:
         return lambda: None
     peers = cast("PeerTier", slot.tier).peers

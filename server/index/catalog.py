@@ -23,6 +23,7 @@ from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.index.results import LeaseTerms, PrefixMatch
 from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
+from kvstore.server.telemetry.outcomes import Outcomes
 
 QUIET_S = 0.004
 """Requests have paused when none came for so long."""
@@ -55,6 +56,8 @@ class Catalog:
         self.eviction = EvictionState(self.state)
         self.queries = CatalogQueries(self.state, self.in_flight)
         self.listeners: list[CatalogListener] = []
+        self.outcomes = Outcomes(clock)
+        """What became of chunks that are not here."""
         self._orphans: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
         """Copies that were forgotten and that their tier has not freed yet."""
 

@@ -25,7 +25,7 @@ class BlendKeeper:
         content_limit: int,
         clock: Callable[[], float],
     ) -> None:
-        slots = store.moves.slots
+        slots = store.tiers.slots
         kept = [slots["cpu"]] + ([slots["disk"]] if folder is not None else [])
         self._gates = GateKeeper(store.blends.gates, folder) if folder is not None else None
         self._variants: VariantKeeper | None = None

@@ -78,7 +78,7 @@ def _tenant_of(store: Store, space: Namespace) -> str | None:
         return known.tenant
     for key in store.catalog.queries.keys_from(space):
         for name in store.catalog.holders(key):
-            tier = store.moves.slots[name].tier
+            tier = store.tiers.slots[name].tier
             if not tier.shared:
                 return tier.tenant_of(key)
     return None

@@ -81,11 +81,11 @@ class DevicePuts:
 
     def __init__(self, store: Store, kernels: FrameKernels) -> None:
         moves = store.moves
-        assert moves.gpu is not None
-        assert moves.gpu_tier is not None
+        assert moves.tiers.gpu is not None
+        assert moves.tiers.gpu_tier is not None
         self._store = store
         self._reservations = store.reservations
-        self._slot, self._tier = moves.gpu, moves.gpu_tier
+        self._slot, self._tier = moves.tiers.gpu, moves.tiers.gpu_tier
         self._clock = moves.clock
         self._kernels = kernels
         self._stream = self._tier.device.stream()
@@ -264,7 +264,7 @@ def open_device_puts(store: Store) -> DevicePuts | None:
     """Return what takes puts on the device of the gpu tier; None, after a warning, where the
     kernels that sum them cannot be had.
     """
-    tier = store.moves.gpu_tier
+    tier = store.tiers.gpu_tier
     assert tier is not None
     try:
         return DevicePuts(store, open_kernels(tier.memory.device))

@@ -119,11 +119,11 @@ class LayerwiseRead:
         """Start what brings the header of *key* in reach; None when nothing can."""
         moves = self._moves
         copies = moves.catalog.copies(key)
-        for slot in moves.sources:
+        for slot in moves.tiers.sources:
             copy = copies.get(slot.name)
             if copy is None or copy.fidelity < self._least or slot.breaker.is_open:
                 continue
-            if slot is moves.cpu:
+            if slot is moves.tiers.cpu:
                 return _Opening(slot.name, None, None)
             if not (slot.tier.reads_parts and StreamingLoad.is_possible(copy)):
                 ticket = moves.load(key, slot, self._session.tenant)
@@ -142,7 +142,7 @@ class LayerwiseRead:
             if load.header.layout.segment_count != len(self._order):
                 return None
             return _Source(index, opening.tier, load.header, load.frame, load)
-        frame = self._moves.cpu_tier.peek(key)
+        frame = self._moves.tiers.cpu_tier.peek(key)
         header = None if frame is None else parse_header(frame)
         if frame is None or header is None or header.fidelity < self._least:
             return None
@@ -193,6 +193,6 @@ class LayerwiseRead:
         try:
             return cut_rows(header, segment, data, source.kept)
         except ChunkCorruptError:
-            slot = source.load.source if source.load is not None else self._moves.cpu
-            self._moves.drop_corrupt(slot, header.key)
+            slot = source.load.source if source.load is not None else self._moves.tiers.cpu
+            self._moves.eviction.drop_corrupt(slot, header.key)
             return None

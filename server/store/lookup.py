@@ -97,14 +97,14 @@ class Lookup:
         self._counters = moves.counters
         self._work_queue = moves.work_queue
         self._lease_ttl_ms = lease_ttl_ms
-        self._sources = moves.sources
+        self._sources = moves.tiers.sources
         self._moves = moves
         self._prefetch = prefetch or Prefetch(moves, 0)
-        lower = moves.lower_slots()
+        lower = moves.tiers.lower
         self._watching = [s for s in lower if moves.placement.admits_on_lookup(s)]
-        self._names = tuple(slot.name for slot in moves.sources)
-        self.shared = [slot for slot in moves.lower_slots() if slot.tier.shared]
-        self._peers = moves.peers
+        self._names = tuple(slot.name for slot in moves.tiers.sources)
+        self.shared = [slot for slot in moves.tiers.lower if slot.tier.shared]
+        self._peers = moves.tiers.remote
         self._asking = threading.BoundedSemaphore(ASKING)
         self._negative = NegativeCache(moves.clock)
         self.states: StateAdmission | None = None
@@ -366,8 +366,7 @@ class Lookup:
         if slot is self._peers:  # on whose word nothing of ours is changed
             return
         for info in others:
-            if self._catalog.is_less_complete(info.key, info.layout) and not self._moves.replace(
-                info
-            ):
+            is_old = self._catalog.is_less_complete(info.key, info.layout)
+            if is_old and not self._moves.eviction.replace(info):
                 continue
             self._catalog.note_sealed(slot.name, info)

@@ -64,13 +64,13 @@ class RangeRead:
         name, info = self._chosen(key)
         if info is None:
             return None
-        if name == self._moves.cpu.name and Reach.memory in reach:
-            held = self._moves.cpu_tier.locate(key)
+        if name == self._moves.tiers.cpu.name and Reach.memory in reach:
+            held = self._moves.tiers.cpu_tier.locate(key)
             if held is None:
                 return None
             where = (held.offset, held.size_bytes, held.generation)
             return name, Place(held.slab_id, Reach.memory, 0, *where)
-        filed = self._moves.filed
+        filed = self._moves.tiers.file_backed
         if filed is None or name != filed.name or Reach.file not in reach:
             return None
         lies = filed.tier.file_place(key)
@@ -85,8 +85,8 @@ class RangeRead:
         if info is None:
             yield None
             return
-        if name == self._moves.cpu.name:
-            frame = self._moves.cpu_tier.peek(key)
+        if name == self._moves.tiers.cpu.name:
+            frame = self._moves.tiers.cpu_tier.peek(key)
             if frame is None:
                 yield None
             else:
@@ -98,7 +98,7 @@ class RangeRead:
             yield None
             return
         try:
-            yield self._read(self._moves.slots[name], info, cut)
+            yield self._read(self._moves.tiers.slots[name], info, cut)
         finally:
             self._reads.release_bypass(size_bytes)
 
@@ -106,7 +106,7 @@ class RangeRead:
         copies = {
             name: info
             for name, info in self._moves.catalog.copies(key).items()
-            if info.fidelity >= self._least and not self._moves.slots[name].breaker.is_open
+            if info.fidelity >= self._least and not self._moves.tiers.slots[name].breaker.is_open
         }
         order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
         name = min(order, key=order.__getitem__, default="")
@@ -137,7 +137,7 @@ class RangeRead:
             found = False  # others have put a frame of another size in its place
         if not found:
             moves.catalog.forget(slot.name, info.key)
-            moves.outcomes.note(info.key, Fate.lost, slot.name)
+            moves.catalog.outcomes.note(info.key, Fate.lost, slot.name)
             moves.counters.add("lost_chunks")
             return False
         size_bytes = sum(len(out) for _, out in ranges)

@@ -165,10 +165,10 @@ class Reads:
         that are there.
         """
         moves = self._moves
-        if moves.gpu is not None:
+        if moves.tiers.gpu is not None:
             return self._in_gpu(keys, least) if Reach.device in reach else np.empty(0, PLACE_ROW)
         in_cpu, *in_files = self._catalog.held(self.place_names(reach), keys, least)
-        rows = np.frombuffer(moves.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
+        rows = np.frombuffer(moves.tiers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
         rows["reach"][~in_cpu] = Reach.none
         held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
         rows = rows[: self._add_others(keys, rows, held, least, peers)]
@@ -177,7 +177,7 @@ class Reads:
 
     def _in_gpu(self, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[Any]:
         """Do what ``in_place`` does, of GPU memory alone."""
-        gpu, tier = self._moves.gpu, self._moves.gpu_tier
+        gpu, tier = self._moves.tiers.gpu, self._moves.tiers.gpu_tier
         assert gpu is not None
         assert tier is not None
         (held,) = self._catalog.held([gpu.name], keys, least)
@@ -194,9 +194,9 @@ class Reads:
 
         That of a device is the first, that of peers the last.
         """
-        gpu = self._moves.gpu if Reach.device in reach else None
-        filed = self._moves.filed if Reach.file in reach else None
-        there = (gpu, self._moves.cpu, filed, self._moves.peers if peers else None)
+        gpu = self._moves.tiers.gpu if Reach.device in reach else None
+        filed = self._moves.tiers.file_backed if Reach.file in reach else None
+        there = (gpu, self._moves.tiers.cpu, filed, self._moves.tiers.remote if peers else None)
         return [slot.name for slot in there if slot is not None]
 
     def _add_others(
@@ -210,7 +210,7 @@ class Reads:
         """Fill the *rows* of those *held* in files, and of what *peers* have, up to the first that
         is nowhere; return where that is.
         """
-        filed = self._moves.filed
+        filed = self._moves.tiers.file_backed
         for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
             place = None
             if filed is not None and held[index] and not filed.breaker.is_open:
@@ -228,7 +228,7 @@ class Reads:
 
     def note_in_place(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
         """The reader of *keys* begins to read *rows*: what follows from reading files."""
-        filed, peers = self._moves.filed, self._moves.peers
+        filed, peers = self._moves.tiers.file_backed, self._moves.tiers.remote
         if peers is not None:
             for index in np.flatnonzero(rows["reach"] == Reach.peer).tolist():
                 self._promote_if_due(session, keys[index], peers.name)
@@ -242,11 +242,11 @@ class Reads:
 
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
         """Tell a medium that can use it what of the chain is read next, and wait for nothing."""
-        for slot in self._moves.slots.values():
+        for slot in self._moves.tiers.slots.values():
             if not slot.tier.reads_ahead or slot.breaker.is_open:
                 continue
             holders = ((key, self._catalog.holders(key)) for key in keys)
-            cpu = self._moves.cpu.name
+            cpu = self._moves.tiers.cpu.name
             ahead = [key for key, names in holders if slot.name in names and cpu not in names]
             if ahead:
                 work = partial(_prefetched, slot, ahead)
@@ -268,14 +268,14 @@ class Reads:
     def _near(self, reach: Collection[Reach]) -> list[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
         moves = self._moves
-        gpu = moves.gpu if Reach.device in reach else None
-        filed = moves.filed if Reach.file in reach else None
-        return [slot for slot in (gpu, moves.cpu, filed) if slot is not None]
+        gpu = moves.tiers.gpu if Reach.device in reach else None
+        filed = moves.tiers.file_backed if Reach.file in reach else None
+        return [slot for slot in (gpu, moves.tiers.cpu, filed) if slot is not None]
 
     def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
         """Copy a chunk up, in the background, when it is read a second time and worth its room."""
-        gpu = self._moves.gpu
-        elsewhere = (self._moves.filed, self._moves.peers)
+        gpu = self._moves.tiers.gpu
+        elsewhere = (self._moves.tiers.file_backed, self._moves.tiers.remote)
         source = next((slot for slot in elsewhere if slot and slot.name == name), None)
         wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
         if not (source or wants_gpu):
@@ -284,7 +284,7 @@ class Reads:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        placement, cpu = self._moves.placement, self._moves.cpu
+        placement, cpu = self._moves.placement, self._moves.tiers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
             self._promote_soon(key, session.tenant, name)
@@ -313,7 +313,7 @@ class Reads:
             self._due.clear()
         for key, (tenant, name) in due:
             if name in self._catalog.holders(key):
-                self._moves.load(key, self._moves.slots[name], tenant)
+                self._moves.load(key, self._moves.tiers.slots[name], tenant)
 
     def _load(
         self, session: Session, key: ChunkKey, near: _Near, holders: Sequence[str]
@@ -323,7 +323,7 @@ class Reads:
             if _is_in_place(slot, key, holders):
                 return slot.name, None
         for slot in self._moves.nearest(key, holders):
-            if self._moves.peer_place(slot, key, near.peers) is not None:
+            if slot.tier.peer_place(key, near.peers) is not None:
                 return slot.name, None
             ticket = self._moves.load(key, slot, session.tenant, claimed=True)
             near.claims.extend([ticket] if ticket else [])
@@ -337,7 +337,7 @@ class Reads:
 
         What is found damaged leaves CPU memory at once, and other tiers later.
         """
-        cpu = self._moves.cpu
+        cpu = self._moves.tiers.cpu
         first = next((slot for slot in near.slots if slot.name in holders), None)
         return self._in_cpu(index, key) if first is cpu else None
 
@@ -350,7 +350,7 @@ class Reads:
         near: _Near,
     ) -> ReadResult | None:
         # Each failed attempt removes or bars a copy, so this ends.
-        for _ in range(2 * len(self._moves.slots)):
+        for _ in range(2 * len(self._moves.tiers.slots)):
             holders = self._catalog.holders(key, near.least)
             name, ticket = self._load(session, key, near, holders)
             if ticket is None:
@@ -371,37 +371,37 @@ class Reads:
 
     def _is_barred(self, key: ChunkKey, least: Fidelity) -> bool:
         """Whether a copy of too low fidelity has the chunk's place in CPU memory."""
-        cpu = self._moves.cpu.name
+        cpu = self._moves.tiers.cpu.name
         holders = self._catalog.holders
         return cpu in holders(key) and cpu not in holders(key, least)
 
     def _in_place(
         self, index: int, key: ChunkKey, name: str, peers: Collection[int]
     ) -> ReadResult | None:
-        if name == self._moves.cpu.name:
+        if name == self._moves.tiers.cpu.name:
             return self._in_cpu(index, key)
-        slot = self._moves.slots[name]
-        gpu = self._moves.gpu_tier
+        slot = self._moves.tiers.slots[name]
+        gpu = self._moves.tiers.gpu_tier
         place: SlabPlace | FilePlace | PeerPlace | None
-        if slot is self._moves.peers:
-            place = self._moves.peer_place(slot, key, peers)
+        if slot is self._moves.tiers.remote:
+            place = slot.tier.peer_place(key, peers)
             self._counters.add("peer_lent_chunks", place is not None)
         else:
             place = gpu.locate(key) if gpu is slot.tier else slot.tier.file_place(key)
         return None if place is None else ReadResult(index, name, _NOT_HERE, place)
 
     def _in_cpu(self, index: int, key: ChunkKey) -> ReadResult | None:
-        cpu = self._moves.cpu_tier
+        cpu = self._moves.tiers.cpu_tier
         place, frame = cpu.locate(key), cpu.peek(key)
         if place is None or frame is None:
             return None
-        return ReadResult(index, self._moves.cpu.name, frame, place)
+        return ReadResult(index, self._moves.tiers.cpu.name, frame, place)
 
     def _read_bypass(
         self, index: int, key: ChunkKey, name: str, deadline: float
     ) -> ReadResult | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
-        slot = self._moves.slots[name]
+        slot = self._moves.tiers.slots[name]
         info = self._catalog.copies(key).get(name)
         if info is None or not self.reserve_bypass(info.size_bytes):
             return None

@@ -67,12 +67,12 @@ class Reservations:
         # Single operations on a dictionary: no lock.
         self._bare: dict[int, KVLayout] = {}
         self._catalog = moves.catalog
-        self._reserved = moves.reserved
-        shared = [slot for slot in moves.lower_slots() if slot.tier.shared]
+        self._reserved = moves.eviction.reserved
+        shared = [slot for slot in moves.tiers.lower if slot.tier.shared]
         self._refills = [Refill(moves, slot) for slot in shared]
         self.counters = moves.counters
         self.clock = moves.clock
-        cpu = moves.cpu_tier
+        cpu = moves.tiers.cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
 
@@ -96,7 +96,7 @@ class Reservations:
             return answer
         category = options.hints.category
         room = SpaceRequest(info, session.tenant, deadline, self._headroom_bytes, category)
-        reserved = self._reserve(self._moves.cpu, room)
+        reserved = self._reserve(self._moves.tiers.cpu, room)
         if isinstance(reserved, Reservation):
             partition = self._catalog.eviction.partition(info.key, session.tenant, category)
             self._reserved.note(reserved, partition)
@@ -122,7 +122,8 @@ class Reservations:
     def _begin(self, kept: ChunkInfo, hints: Hints, note: str = "") -> PutResult | None:
         """Make the chunk pending; or say why there is nothing to write."""
         key = kept.key
-        if self._catalog.is_less_complete(key, kept.layout) and not self._moves.replace(kept):
+        is_old = self._catalog.is_less_complete(key, kept.layout)
+        if is_old and not self._moves.eviction.replace(kept):
             return self._refused(key, "somebody reads it as it is, without its checkpoint")
         self._forget_hearsay(key)
         if not self._catalog.in_flight.begin(key):
@@ -136,7 +137,7 @@ class Reservations:
     def _reserve(self, slot: TierSlot, room: SpaceRequest) -> Reservation | PutResult:
         key = room.info.key
         try:
-            return self._moves.reserve_for_put(slot, room)
+            return self._moves.eviction.reserve_for_put(slot, room)
         except TierFullError as error:
             self._catalog.in_flight.end(key)
             return self._refused(key, str(error))
@@ -152,7 +153,7 @@ class Reservations:
 
     def _forget_hearsay(self, key: ChunkKey) -> None:
         """What only another server has in its memory may be put here all the same."""
-        peers = self._moves.peers
+        peers = self._moves.tiers.remote
         if peers is None or self._catalog.holders(key) != [peers.name]:
             return
         if self._catalog.cast_out(peers.name, key, even_if_held=False):
@@ -181,11 +182,11 @@ class Reservations:
 
     def record_refused(self, key: ChunkKey, reason: str) -> None:
         """Remember why a chunk was not taken, for who asks."""
-        self._moves.outcomes.note(key, Fate.refused, detail=reason)
+        self._moves.catalog.outcomes.note(key, Fate.refused, detail=reason)
 
     def record_invalid(self, key: ChunkKey, error: KVStoreError) -> None:
         """Remember why a frame that came was no good, for who asks."""
-        self._moves.outcomes.note(key, Fate.invalid, detail=str(error))
+        self._moves.catalog.outcomes.note(key, Fate.invalid, detail=str(error))
 
     def has(self, key: ChunkKey) -> bool:
         """Whether an exact copy of the chunk is there."""
@@ -193,13 +194,13 @@ class Reservations:
 
     def view(self, reservation: Reservation) -> Bytes:
         """Return the reserved memory."""
-        return self._moves.cpu_tier.view(reservation)
+        return self._moves.tiers.cpu_tier.view(reservation)
 
     def give_back(self, reservation: Reservation) -> None:
         """Free room that nothing comes into any more."""
         self.keep_state(reservation)
         self._reserved.forget(reservation)
-        self.give_back_on(self._moves.cpu, reservation)
+        self.give_back_on(self._moves.tiers.cpu, reservation)
 
     def give_back_on(self, slot: TierSlot, reservation: Reservation) -> None:
         """The same on *slot*."""
@@ -220,7 +221,7 @@ class Reservations:
                 self._catalog.in_flight.end(key)
                 return self._refused(key, str(error))
             reason = WITHOUT_STATE
-        return self.seal_on(self._moves.cpu, reservation, header, tenant, hints, reason)
+        return self.seal_on(self._moves.tiers.cpu, reservation, header, tenant, hints, reason)
 
     def seal_on(
         self,
@@ -246,7 +247,7 @@ class Reservations:
             return PutResult(PutOutcome.exists)
         self.counters.add("put_stored_chunks")
         self.counters.add("put_bytes", reservation.info.size_bytes)
-        self._moves.settle_quota(slot, key)
+        self._moves.eviction.settle_quota(slot, key)
         self._copy_through(key)
         return PutResult(PutOutcome.stored, reason)
 
@@ -254,7 +255,7 @@ class Reservations:
         self, reservation: Reservation, header: FrameHeader, layout: KVLayout, hints: Hints
     ) -> tuple[Reservation, FrameHeader]:
         """Put what is kept of a verified frame into room of its size; raise with neither left."""
-        cpu = self._moves.cpu_tier
+        cpu = self._moves.tiers.cpu_tier
         try:
             fresh, frame = trimmed(header, cpu.view(reservation), layout)
         finally:
@@ -263,7 +264,7 @@ class Reservations:
             fresh.info(), reservation.tenant, self.clock() + _TRIM_S, self._headroom_bytes,
             hints.category,
         )  # fmt: skip
-        smaller = self._moves.reserve_for_put(self._moves.cpu, room)
+        smaller = self._moves.eviction.reserve_for_put(self._moves.tiers.cpu, room)
         copy_bytes(cpu.view(smaller), frame)
         self.counters.add("put_states_left_out")
         return smaller, fresh
@@ -273,7 +274,7 @@ class Reservations:
             self.counters.add("ignored_pins", self._catalog.hint([key], hints))
 
     def _copy_through(self, key: ChunkKey) -> None:
-        for slot in self._moves.lower_slots():
+        for slot in self._moves.tiers.lower:
             if not self._moves.placement.admits(slot, key, Trigger.stored):
                 continue
             if slot.breaker.is_open or self._moves.copy_down(key, slot) is None:

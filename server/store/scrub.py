@@ -58,7 +58,7 @@ class Scrub:
     ) -> None:
         self._moves = moves
         self._counters = moves.counters
-        self._tiers = [name for name in tiers if name in moves.slots]
+        self._tiers = [name for name in tiers if name in moves.tiers.slots]
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._report = ScrubReport()
@@ -79,8 +79,8 @@ class Scrub:
         Raises InvalidRequestError for a tier that this server has not.
         """
         for name in tiers:
-            if name not in self._moves.slots:
-                fix = f"use some of {', '.join(self._moves.slots)}"
+            if name not in self._moves.tiers.slots:
+                fix = f"use some of {', '.join(self._moves.tiers.slots)}"
                 raise InvalidRequestError("tiers", name, fix)
         with self._changed:
             if self._report.is_running or self._asked is not None:
@@ -115,13 +115,13 @@ class Scrub:
         try:
             if info is None:
                 return Verdict.absent, 0
-            is_memory = slot is moves.cpu
-            frame = moves.cpu_tier.peek(key) if is_memory else moves.read_bypass(info, slot)
+            is_memory = slot is moves.tiers.cpu
+            frame = moves.tiers.cpu_tier.peek(key) if is_memory else moves.read_bypass(info, slot)
             if frame is None:
                 return Verdict.absent, 0
             if _is_sound(frame, key, representation):
                 return Verdict.sound, len(frame)
-            moves.drop_corrupt(slot, key)
+            moves.eviction.drop_corrupt(slot, key)
             return Verdict.damaged, len(frame)
         except ChunkCorruptError:
             return Verdict.damaged, 0 if info is None else info.size_bytes
@@ -139,13 +139,13 @@ class Scrub:
         damaged = 0
         for key in keys:
             for name in moves.catalog.holders(key):
-                verdict, _ = self.check(key, moves.slots[name], representation)
+                verdict, _ = self.check(key, moves.tiers.slots[name], representation)
                 damaged += verdict is Verdict.damaged
         return damaged
 
     def run_pass(self, tiers: Sequence[str], bytes_per_s: int) -> ScrubReport:
         """Check everything on *tiers* once, *bytes_per_s* at most; 0 for as fast as it goes."""
-        slots = [self._moves.slots[name] for name in tiers]
+        slots = [self._moves.tiers.slots[name] for name in tiers]
         plan = [(slot, [info.key for info in slot.tier.scan()]) for slot in slots]
         total = sum(len(keys) for _, keys in plan)
         with self._changed:

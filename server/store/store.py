@@ -17,6 +17,7 @@ from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
 from kvstore.server.index.chunk_metadata import PutInfo
+from kvstore.server.index.importance import ImportanceTable
 from kvstore.server.index.model_registry import ModelRegistry
 from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
@@ -32,7 +33,6 @@ from kvstore.server.store.writes import PutResult, Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.placement import Placement
 from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -83,6 +83,9 @@ class Store:
 
     def __init__(self, moves: Moves, limits: StoreLimits, new_id: Callable[[], int]) -> None:
         self.moves = moves
+        self.tiers = moves.tiers
+        self.importance = ImportanceTable()
+        """Which tokens of chunks matter; who encodes is given the same one."""
         self.catalog = moves.catalog
         self.counters = moves.counters
         self.spaces = ModelRegistry()
@@ -91,7 +94,7 @@ class Store:
         self.writes = Writes(
             self.reservations,
             ParallelWrites(
-                self.reservations, PartialChunkLimits.of(moves.cpu_tier, limits.unfinished_s)
+                self.reservations, PartialChunkLimits.of(moves.tiers.cpu_tier, limits.unfinished_s)
             ),
             limits.max_reservations_per_session,
             new_id,
@@ -99,23 +102,13 @@ class Store:
         self._prefetch = prefetch = Prefetch(moves, limits.prefetch_bytes)
         self.reads = Reads(moves, limits.bypass_bytes, prefetch.was_read)
         otherwise = WriteThrough() if limits.write_through else WriteBack()
-        moves.placement = Placement(
-            list(moves.slots.values()),
-            self.catalog,
-            moves.work_queue,
-            moves.clock,
-            otherwise,
-        )
-        moves.placement.limit_writes(
-            {name: n for name, n in limits.write_budgets.items() if name in moves.slots},
-            self.counters,
-        )
+        moves.placement.set_terms(otherwise, limits.write_budgets)
         self._work_queue = moves.work_queue
         self.directory: Directory | None = None
         """Of the nodes and what they hold in memory, where there is one."""
         self._lease_ttl_ms = limits.lease_ttl_ms
         self._new_id = new_id
-        lower = moves.lower_slots()
+        lower = moves.tiers.lower
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
         self._durable = [
             slot for slot in self._keepers if slot.encoder.is_exact and not slot.is_exclusive
@@ -281,7 +274,7 @@ class Store:
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
             if gone and not tier:
-                self.moves.outcomes.note(key, Fate.deleted)
+                self.moves.catalog.outcomes.note(key, Fate.deleted)
             self._purge(key, deadline)
             self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
@@ -295,9 +288,9 @@ class Store:
 
     def _purge(self, key: ChunkKey, deadline: float) -> None:
         """Free what was cast out of *key*, now or before, on every tier that answers."""
-        for slot in self.moves.slots.values():
+        for slot in self.tiers.slots.values():
             if self.catalog.is_orphan(slot.name, key):
-                ticket = self.moves.delete_from(slot, key, urgent=True)
+                ticket = self.moves.eviction.delete_from(slot, key, urgent=True)
                 if ticket is not None:
                     self._outcome(ticket, deadline)
 
@@ -337,12 +330,12 @@ class Store:
                 slot.rate.bytes_per_s,
                 slot.reason,
             )
-            for slot in self.moves.slots.values()
+            for slot in self.tiers.slots.values()
         ]
 
     def weighs(self, tenant: str) -> bool:
         """Whether a codec for the chunks of *tenant* asks which of their tokens matter."""
-        return any(s.encoder.weighs(tenant) for s in self.moves.slots.values())
+        return any(s.encoder.weighs(tenant) for s in self.tiers.slots.values())
 
     def begin_session(self, session: Session) -> None:
         """Take note of the model of a session that was opened."""
@@ -373,9 +366,9 @@ class Store:
             for name in self.catalog.holders(key):
                 if self.catalog.cast_out(name, key, even_if_held=False):
                     self.counters.add("expired_chunks")
-                    self.moves.outcomes.note(key, Fate.expired, name)
+                    self.moves.catalog.outcomes.note(key, Fate.expired, name)
                     with suppress(TierUnavailableError):  # an orphan; it is purged later
-                        self.moves.delete_from(self.moves.slots[name], key)
+                        self.moves.eviction.delete_from(self.tiers.slots[name], key)
 
     def drain(self, deadline: float) -> bool:
         """Refuse new puts and copy what only memory holds to a tier that survives.
@@ -388,7 +381,7 @@ class Store:
         self._lookup.drop_remote_hints(
             everything=True
         )  # what others have is no reason not to keep it
-        volatile = [slot.name for slot in (self.moves.gpu, self.moves.cpu) if slot]
+        volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:
             return not alone

@@ -76,7 +76,7 @@ class StreamingLoad:
                 self._read(segment)
             return True
         except ChunkCorruptError:
-            self._moves.drop_corrupt(self.source, self._stored.key)
+            self._moves.eviction.drop_corrupt(self.source, self._stored.key)
             raise
         finally:
             with self._lock:
@@ -94,11 +94,11 @@ class StreamingLoad:
         room = SpaceRequest(stored, self._tenant, deadline)
         moves.catalog.hold(stored.key)
         try:
-            self._reservation = moves.reserve(moves.cpu, room)
+            self._reservation = moves.eviction.reserve(moves.tiers.cpu, room)
         except BaseException:
             moves.catalog.let_go(stored.key)
             raise
-        self.frame = moves.cpu_tier.view(self._reservation)
+        self.frame = moves.tiers.cpu_tier.view(self._reservation)
         size = header_bytes(stored.layout)
         self._take(0, size)
         try:
@@ -148,10 +148,10 @@ class StreamingLoad:
             return
         moves, stored = self._moves, self._stored
         if self._unread:
-            moves.cpu_tier.abort(self._reservation)
-        elif moves.cpu_tier.seal(self._reservation):
-            moves.catalog.note_sealed(moves.cpu.name, stored)
+            moves.tiers.cpu_tier.abort(self._reservation)
+        elif moves.tiers.cpu_tier.seal(self._reservation):
+            moves.catalog.note_sealed(moves.tiers.cpu.name, stored)
             moves.counters.add("promoted_chunks")
             flows = moves.counters.flows
-            flows.note(self.source.name, moves.cpu.name, stored.size_bytes)
+            flows.note(self.source.name, moves.tiers.cpu.name, stored.size_bytes)
         moves.catalog.let_go(stored.key)

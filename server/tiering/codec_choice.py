@@ -153,7 +153,7 @@ def begin_choices(
 
     In a queue of its own, as some compile for seconds: nobody waits for it.
     """
-    for slot in moves.lower_slots():
+    for slot in moves.tiers.lower:
         name, clock = names[slot.name], moves.clock
         work: Callable[[], bool] = partial(_warm_up, slot.encoder, clock)
         if is_auto(name):

@@ -23,7 +23,7 @@ from kvstore.server.tiering.admission import (
     WriteBack,
 )
 from kvstore.server.tiering.promotion_value import EvictionValue, value_per_byte
-from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.server.tiering.write_budget import WriteBudget
 
@@ -34,36 +34,38 @@ MAX_ENGINES = 1024
 class Placement:
     """Whether copies are worth their writing. Thread-safe.
 
-    Each slot's own ``admission`` decides, or *otherwise* where it has none; how far its writes
-    are behind is measured here. *clock* returns monotonic seconds.
+    Each slot's own ``admission`` decides, or the one of ``set_terms`` where it has none; how far
+    its writes are behind is measured here. *clock* returns monotonic seconds.
     """
 
     def __init__(
         self,
-        slots: Sequence[TierSlot],
+        tiers: Tiers,
         catalog: Catalog,
         work_queue: WorkQueue,
+        counters: Counters,
         clock: Callable[[], float],
-        otherwise: TierAdmission | None = None,
     ) -> None:
-        fallback = otherwise or WriteBack()
-        self._rules = {slot.name: slot.admission or fallback for slot in slots}
-        self._pressures = {slot.name: Pressure() for slot in slots}
+        self._slots = tiers.slots
         self._catalog = catalog
         self._work_queue = work_queue
-        self._clock = clock
-        self._budgets: dict[str, WriteBudget] = {}
-        self._counters: Counters | None = None
-        self._engines: OrderedDict[Namespace, PrefillModel] = OrderedDict()
-        self._weighs = any(isinstance(rule, ValueBasedAdmission) for rule in self._rules.values())
-        self._prices = {slot.name: EvictionValue() for slot in slots}
-        self._lock = threading.Lock()  # guards _pressures, _budgets, _engines and _prices
-
-    def limit_writes(self, bytes_a_day: Mapping[str, int], counters: Counters) -> None:
-        """Have tiers write at most so many bytes a day, but for durable puts. At the start."""
-        now_s = self._clock()
-        self._budgets = {name: WriteBudget(size, now_s) for name, size in bytes_a_day.items()}
         self._counters = counters
+        self._clock = clock
+        self._pressures = {name: Pressure() for name in tiers.slots}
+        self._prices = {name: EvictionValue() for name in tiers.slots}
+        self._engines: OrderedDict[Namespace, PrefillModel] = OrderedDict()
+        self._lock = threading.Lock()  # guards _pressures, _budgets, _engines and _prices
+        self.set_terms(WriteBack(), {})
+
+    def set_terms(self, otherwise: TierAdmission, bytes_a_day: Mapping[str, int]) -> None:
+        """Have slots without an admission use *otherwise*, and tiers write at most so many bytes a
+        day, but for durable puts. At the start.
+        """
+        now_s = self._clock()
+        self._rules = {name: slot.admission or otherwise for name, slot in self._slots.items()}
+        self._weighs = any(isinstance(rule, ValueBasedAdmission) for rule in self._rules.values())
+        budgets = {name: size for name, size in bytes_a_day.items() if name in self._slots}
+        self._budgets = {name: WriteBudget(size, now_s) for name, size in budgets.items()}
 
     def admits(self, slot: TierSlot, key: ChunkKey, moment: Trigger) -> bool:
         """Whether a copy of *key* on *slot* is worth making now; it has none there.
@@ -106,7 +108,7 @@ class Placement:
             affords = price == 0 or (is_leaving and (offer.is_needed or value >= price))
             if affords:
                 budget.admitted(key, offer.size_bytes)
-        if not affords and self._counters is not None:
+        if not affords:
             self._counters.add("over_budget_copies")
         return affords
 

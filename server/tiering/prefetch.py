@@ -58,7 +58,7 @@ class Prefetch:
     ) -> None:
         """A session leased *keys*, each from the slot of this place among the sources."""
         lower = np.flatnonzero(sources) if self._limit_bytes else sources[:0]
-        if not len(lower) or (session.is_attached and self._moves.filed is not None):
+        if not len(lower) or (session.is_attached and self._moves.tiers.file_backed is not None):
             return
         chain = list(keys)
         with self._lock:
@@ -70,10 +70,10 @@ class Prefetch:
         begun: list[Ticket] = []
         for at in lower.tolist():
             left_bytes -= int(sizes[at])
-            slot = self._moves.sources[int(sources[at])]
-            if slot not in self._moves.lower_slots():
+            slot = self._moves.tiers.sources[int(sources[at])]
+            if slot not in self._moves.tiers.lower:
                 continue
-            if self._moves.peer_place(slot, chain[at], session.reads_from) is not None:
+            if slot.tier.peer_place(chain[at], session.reads_from) is not None:
                 continue
             ticket = self._begin(session, chain[at], slot) if left_bytes >= 0 else None
             if ticket is None:

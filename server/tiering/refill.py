@@ -92,7 +92,7 @@ class Refill:
         What never was on the slot is not lost. *asked* says what was missing before.
         """
         moves = self._moves
-        here = {s.name for s in moves.sources if s is not moves.peers and not s.tier.shared}
+        here = {slot.name for slot in moves.tiers.sources if not slot.tier.shared}
         holders = {key: set(moves.catalog.holders(key)) for key in asked}
         elsewhere = [key for key in asked if holders[key] & here]
         known = [key for key in elsewhere if self._slot.name in holders[key]]

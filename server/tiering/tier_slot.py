@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +27,13 @@ from kvstore.server.tiering.admission import TierAdmission
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
 from kvstore.tiers.base import DEFAULT_TENANT, Tier
+from kvstore.tiers.cpu import CpuTier
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the tier's file loads torch
     from kvstore.server.telemetry.tracing import Tracing
+    from kvstore.tiers.gpu import GpuTier
+
+PEER_TIER = "peer"
 
 _EWMA_WEIGHT = 0.2
 _MAX_LOAD_US = (1 << 32) - 1
@@ -181,6 +185,53 @@ class TierSlot:
     def fidelity_for(self, tenant: str) -> Fidelity:
         """Return what becomes at least of an exact chunk of *tenant* here."""
         return self.encoder.of_tenant(tenant).fidelity
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The slots of a server by name, ordered from the fastest to the slowest.
+
+    One of them is CPU memory, which frames are served from; only GPU memory is faster.
+    """
+
+    slots: Mapping[str, TierSlot]
+    cpu: TierSlot
+    cpu_tier: CpuTier
+    gpu: TierSlot | None
+    gpu_tier: GpuTier | None
+    file_backed: TierSlot | None
+    """The slot whose frames lie in files that a reader on this host may open."""
+    remote: TierSlot | None
+    """The memory of other servers."""
+    sources: tuple[TierSlot, ...]
+    """In the order in which frames are looked for: first where they are served."""
+    lower: tuple[TierSlot, ...]
+    """Those below CPU memory that can be written, fastest first."""
+
+    @classmethod
+    def of(cls, slots: Sequence[TierSlot]) -> Tiers:
+        """Return *slots*, which are in this order, by what they are for."""
+        cpu = next(slot for slot in slots if isinstance(slot.tier, CpuTier))
+        gpu = None if slots[0] is cpu else slots[0]
+        lower = tuple(s for s in slots if s not in (cpu, gpu) and not s.tier.read_only)
+        local = (s for s in lower if s.tier.survives_restart and not s.tier.shared)
+        return cls(
+            {slot.name: slot for slot in slots},
+            cpu,
+            cast("CpuTier", cpu.tier),
+            gpu,
+            cast("GpuTier", gpu.tier) if gpu else None,
+            next((s for s in local if s.tier.shows_files and not s.encoder.needs_assets), None),
+            next((s for s in slots if s.name == PEER_TIER), None),
+            (cpu, *(slot for slot in slots if slot is not cpu)),
+            lower,
+        )
+
+    def below(self, slot: TierSlot) -> tuple[TierSlot, ...]:
+        """Return the slots below *slot* that can be written, fastest first."""
+        if slot is self.gpu:
+            return (self.cpu, *self.lower)
+        return self.lower if slot is self.cpu else self.lower[self.lower.index(slot) + 1 :]
 
 
 def verify(frame: Bytes, key: ChunkKey) -> FrameHeader:

@@ -343,7 +343,7 @@ class NodeEvents:
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
-        slots = store.moves.slots.values()
+        slots = store.tiers.slots.values()
         log = EventLog([one.name for one in slots if not one.tier.shared], config.events_kept)
         store.catalog.listeners.append(log)
         restarted = partial(store.counters.add, "event_restarts")

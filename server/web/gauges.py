@@ -60,7 +60,7 @@ def _gates(store: Store) -> list[Gauge]:
 
 
 def _peers(store: Store) -> list[Gauge]:
-    slot = store.moves.peers
+    slot = store.tiers.remote
     known = cast("PeerTier", slot.tier).peers.known() if slot is not None else []
     return [
         ("peers_known", "other servers whose memory may be read", "", len(known)),

@@ -207,7 +207,7 @@ class HttpPort:
 
         assert config.http_address is not None
         store, sessions = subject.store, subject.sessions
-        tiers = [slot.name for slot in store.moves.slots.values()]
+        tiers = [slot.name for slot in store.tiers.slots.values()]
         metrics = MetricsText(subject.counters, lambda: gauges(store, len(sessions)), tiers)
         self._viewer = viewer = Viewer(subject)
         dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)

@@ -193,7 +193,7 @@ def test_a_damaged_chunk_is_not_written_and_stat_says_what_is_wrong(
     server = make_server("--cpu", "4MiB")
     keys = store(server.connect("grpc"), 1, 1)
     server.settled()
-    slab = server.node.store.moves.cpu_tier.find(keys)[0]
+    slab = server.node.store.tiers.cpu_tier.find(keys)[0]
     assert slab is not None
     server.node.store.delete(keys, server.node.store.moves.clock() + 5, "cpu")
     flip_a_bit(server.config.disk.path, keys[0])

@@ -105,7 +105,7 @@ def warm(server: LocalServer, client: CudaClient, keys: Sequence[ChunkKey]) -> N
 
 
 def gpu_of(server: LocalServer) -> GpuTier:
-    gpu = server.node.store.moves.gpu_tier
+    gpu = server.node.store.tiers.gpu_tier
     assert gpu is not None
     return gpu
 
@@ -289,9 +289,9 @@ def drop_meanwhile(
     def drop_one(self: HostKernels, *given: Any) -> Sums:
         if not dropped:
             dropped.append(key)
-            assert moves.gpu is not None
+            assert moves.tiers.gpu is not None
             assert moves.catalog.cast_out("gpu", key, even_if_held=True)
-            moves.delete_from(moves.gpu, key)
+            moves.eviction.delete_from(moves.tiers.gpu, key)
         return start(self, *given)
 
     monkeypatch.setattr(HostKernels, "start", drop_one)

@@ -126,7 +126,7 @@ def store(server: LocalServer, client: Client, count: int = COUNT) -> list[Chunk
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        moves.delete_from(moves.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
     return keys
 
 

@@ -87,7 +87,7 @@ def stored_layered(server: LocalServer, client: Client, count: int = CHUNKS) -> 
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        moves.delete_from(moves.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
     return keys
 
 
@@ -304,7 +304,7 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     before = server.counter("get_bytes")
     with transport.get_ranges(digests, asked, 0, DEADLINE_MS, Fidelity.bounded) as pieces:
         found = [(p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces]
-    disk = server.node.store.moves.slots["disk"].tier
+    disk = server.node.store.tiers.slots["disk"].tier
     spans = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]
     assert spans == [(0, 0, 192), (1, 64, 640), (1, 640, 1000)]
     for index, tier, offset, data, frame_bytes in found:

@@ -35,7 +35,7 @@ class TestShmTransport(TransportContract):
         self, bare: Transport, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 2)
-        cpu = server.node.store.moves.cpu_tier
+        cpu = server.node.store.tiers.cpu_tier
         with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
             first, second = arriving
             first.confirm()
@@ -48,7 +48,7 @@ class TestShmTransport(TransportContract):
         self, bare: Transport, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 1)
-        cpu = server.node.store.moves.cpu_tier
+        cpu = server.node.store.tiers.cpu_tier
         place = cpu.locate(keys[0])
         with bare.get(digests(keys), 0, DEADLINE_MS) as arriving:
             (held,) = arriving
@@ -79,7 +79,7 @@ class TestShmTransport(TransportContract):
         server = make_server("--tiers", "cpu")
         client = server.connect("shm")
         keys = store(client, 1, 2)
-        assert server.node.store.moves.cpu_tier.delete(keys[0])
+        assert server.node.store.tiers.cpu_tier.delete(keys[0])
         assert client.get(keys) == []
         assert server.settled().leases == 0
         assert server.counter("expired_leases") == 0
@@ -194,7 +194,7 @@ class TestShmTransport(TransportContract):
     ) -> None:
         keys = store(client, 1, 3)
         leave_on_disk(server, keys)
-        disk = server.node.store.moves.slots["disk"].tier
+        disk = server.node.store.tiers.slots["disk"].tier
         place = disk.file_place(keys[1])
         assert place is not None
         (extent,) = [
@@ -235,7 +235,7 @@ def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
     for key in keys:
         assert "disk" in moves.catalog.copies(key)
         assert moves.catalog.cast_out("cpu", key)
-        moves.delete_from(moves.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
 
 
 def digests(keys: list[ChunkKey]) -> list[ChainDigest]:

@@ -87,7 +87,7 @@ def test_a_chunk_that_is_not_in_memory_has_no_view_and_can_be_got(
     server.settled()
     moves = server.node.store.moves
     assert server.node.store.catalog.cast_out("cpu", keys[0])
-    moves.delete_from(moves.cpu, keys[0])
+    moves.eviction.delete_from(moves.tiers.cpu, keys[0])
     with client.lease(keys) as lease:
         assert lease.match.tiers == ("disk", "cpu")
         assert lease.view(0) is None
@@ -113,7 +113,7 @@ def test_memory_that_was_reused_is_noticed(server: LocalServer, client: Client) 
     keys = store(client, 1, 1)
     (view,) = views(client, keys)
     view.confirm()
-    assert server.node.store.moves.cpu_tier.delete(keys[0])
+    assert server.node.store.tiers.cpu_tier.delete(keys[0])
     with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
         view.confirm()
     with pytest.raises(LeaseExpiredError):

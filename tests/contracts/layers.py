@@ -372,14 +372,14 @@ def damage(server: LocalServer, key: ChunkKey) -> None:
     """Flip a bit of the last layer of a chunk in the server's memory, its only copy then."""
     server.settled()
     core = server.node.store
-    core.moves.slots["disk"].tier.delete(key)
+    core.moves.tiers.slots["disk"].tier.delete(key)
     core.catalog.forget("disk", key)
     flip(server, key)
 
 
 def flip(server: LocalServer, key: ChunkKey) -> None:
     """Flip a bit of the last layer of a chunk's copy in the server's memory."""
-    frame = server.node.store.moves.cpu_tier.peek(key)
+    frame = server.node.store.tiers.cpu_tier.peek(key)
     assert frame is not None
     frame.flags.writeable = True
     frame[-1] ^= 1

@@ -74,7 +74,7 @@ def test_chunks_on_disk_are_read_and_files_show_nothing(
     files = stored(server.config.disk.path)
     assert len(files) > 8 << 20
     assert sample not in files
-    assert server.node.store.moves.filed is None
+    assert server.node.store.tiers.file_backed is None
 
 
 def test_after_a_rotation_both_epochs_are_read_and_a_retired_one_is_missing(

@@ -183,7 +183,7 @@ def test_memory_that_a_client_was_given_to_read_can_not_be_written(server: Local
     client = server.connect("shm")
     keys = store(client, 1, CHUNKS)
     assert verified(client, keys) == CHUNKS
-    cpu = server.node.store.moves.cpu_tier
+    cpu = server.node.store.tiers.cpu_tier
     place = cpu.locate(keys[0])
     assert place is not None
     slab, size = cpu.slab_file(place.slab_id, "default"), cpu.slab_bytes

@@ -49,7 +49,7 @@ def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
     server.settled()
     for key in keys:
         assert core.catalog.cast_out("cpu", key)
-        core.moves.delete_from(core.moves.cpu, key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, key)
 
 
 def test_lmcache_717_an_approximation_is_never_taken_for_the_original(

@@ -25,7 +25,7 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -94,7 +94,12 @@ class Core:
         )
         self.counters = Counters()
         self.moves = Moves(
-            slots, self.catalog, self.work_queue, self.counters, self.clock, self.move_timeout_ms
+            Tiers.of(slots),
+            self.catalog,
+            self.work_queue,
+            self.counters,
+            self.clock,
+            self.move_timeout_ms,
         )
         self.store = Store(self.moves, self.limits, lambda: next(ids))
         self.sessions = SessionTable(
@@ -112,7 +117,7 @@ class Core:
         )  # fmt: skip
 
     def slot(self, name: str) -> TierSlot:
-        return self.moves.slots[name]
+        return self.moves.tiers.slots[name]
 
     def later(self, seconds: float = FOREVER_S) -> float:
         """A deadline."""
@@ -159,7 +164,7 @@ class Core:
 
     def tiers_of(self, version: Version) -> list[str]:
         """The tiers that hold a chunk, fastest first, as the catalog names them."""
-        return sorted(self.catalog.copies(version.info.key), key=list(self.moves.slots).index)
+        return sorted(self.catalog.copies(version.info.key), key=list(self.moves.tiers.slots).index)
 
     def settle(self) -> None:
         """Work off everything that waits, in a core without workers."""

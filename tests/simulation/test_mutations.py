@@ -22,6 +22,7 @@ from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import Reservations
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import Writes
+from kvstore.server.tiering.eviction import Eviction
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
@@ -98,7 +99,7 @@ def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
 
 def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
     def drop(self: Reservations, reservation: Reservation) -> None:
-        self._moves.cpu_tier.abort(reservation)
+        self._moves.tiers.cpu_tier.abort(reservation)
 
     patch.setattr(Reservations, "give_back", drop)
 
@@ -141,13 +142,13 @@ def deletes_do_not_reach_the_medium(patch: pytest.MonkeyPatch) -> None:
 
 
 def orphans_are_never_purged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Moves, "_purge", nothing)
+    patch.setattr(Eviction, "purge", nothing)
     patch.setattr(Store, "_purge", nothing)
 
 
 def whatever_was_sealed_first_counts_as_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Moves, "_adopt", lambda *_: True)
-    patch.setattr(Moves, "_purge", nothing)
+    patch.setattr(Eviction, "purge", nothing)
 
 
 def a_lease_opens_every_chunk(patch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,7 @@ def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
     in_cpu = Reads._in_cpu
 
     def other(self: Reads, index: int, key: ChunkKey) -> object:
-        first = next(self._moves.cpu_tier.scan()).key
+        first = next(self._moves.tiers.cpu_tier.scan()).key
         result = in_cpu(self, index, first)
         return result and replace(result, index=index)
 

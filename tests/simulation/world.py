@@ -25,7 +25,7 @@ from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -187,7 +187,7 @@ class World:
         self.catalog = Catalog(policies, leases, pin_limit_bytes, clock, self.metadata)
         self.counters = Counters()
         moves = Moves(
-            self.slots, self.catalog, self.work_queue, self.counters, clock,
+            Tiers.of(self.slots), self.catalog, self.work_queue, self.counters, clock,
             round(1000 * MOVE_TIMEOUT_S),
         )  # fmt: skip
         limits = StoreLimits(

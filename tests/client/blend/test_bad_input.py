@@ -222,8 +222,8 @@ def test_variants_that_went_under_their_lease_are_computed(
         store = server.node.store
         key = ChunkKey(client.namespace + list(resolved.chunks())[2].best.digest)
         for name in ("cpu", "disk"):
-            slot = store.moves.slots[name]
-            store.moves.delete_from(slot, key)
+            slot = store.tiers.slots[name]
+            store.moves.eviction.delete_from(slot, key)
             store.catalog.forget(name, key)
         assert "LayoutMismatchError" in assert_computed(blender, resolved, client)
 

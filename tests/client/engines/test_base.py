@@ -384,7 +384,7 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
 ) -> None:
     prompt = tokens(6, 3 * CHUNK_TOKENS)
     connect().store(prompt)
-    for slot in server.node.store.moves.slots.values():
+    for slot in server.node.store.tiers.slots.values():
         slot.rate.round_trip_s = 1e-3
     engine = Engine(Connector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
     assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
@@ -403,7 +403,7 @@ def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None
         server.settled()
         for key in engine.connector.client.keys(prompt):
             assert store.catalog.cast_out("cpu", key)
-            store.moves.delete_from(store.moves.cpu, key)
+            store.moves.eviction.delete_from(store.tiers.cpu, key)
         assert engine.load(prompt) == Prefix()
         assert engine.store(prompt) == 3, "originals take the place of lossy copies"
         assert engine.load(prompt).stored_tokens == 48

@@ -222,7 +222,7 @@ def test_so_they_are_where_the_servers_gpu_tier_is_on_the_engines_device(
     assert isinstance(transport, CudaTransport)
     assert transport.arena is not None, transport.without_arena
     if isinstance(near, LocalServer):
-        gpu = near.node.store.moves.gpu_tier
+        gpu = near.node.store.tiers.gpu_tier
         assert gpu is not None
         assert gpu.stats().chunks
 

@@ -264,7 +264,7 @@ def store_roughly(
     server: LocalServer, connect: Connect, model: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
     """Store two chunks of *prompt*, of the second a copy by another codec only."""
-    server.node.store.moves.slots["disk"].encoder.use(NamedCodec.of("rough"))
+    server.node.store.tiers.slots["disk"].encoder.use(NamedCodec.of("rough"))
     writer = connect("exact")
     writer.save(prompt[:, :128], prefill(model, prompt[:, :128]))
     leave_on_disk(server, writer.client.keys(prompt[0].tolist())[1:2])

@@ -122,7 +122,7 @@ def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_ho
         assert engine.run(name, PROMPT) == hit
         (worker,) = engine.workers
         assert worker.counted["lost_chunks"] == 0
-    gpu = near.node.store.moves.gpu_tier
+    gpu = near.node.store.tiers.gpu_tier
     assert gpu is not None
     assert gpu.stats().chunks == 3
     side = worker._side
@@ -410,7 +410,7 @@ def test_a_damaged_frame_is_computed_again(
     keys = Client(server.address, representation(), engine.workers[0]._connector.client.options)
     with keys:
         second = keys.keys(PROMPT)[1]
-    tier = server.node.store.moves.cpu.tier
+    tier = server.node.store.tiers.cpu.tier
     assert isinstance(tier, CpuTier)
     place = tier.locate(second)
     assert place is not None

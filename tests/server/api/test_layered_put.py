@@ -63,7 +63,7 @@ def test_segments_of_several_frames_may_come_in_any_order(wire: Wire, server: Lo
     )  # fmt: skip
     assert reply.outcomes == STORED * 2
     for seed, frame in zip((1, 2), frames, strict=True):
-        held = server.node.store.moves.cpu_tier.peek(wire.key(seed))
+        held = server.node.store.tiers.cpu_tier.peek(wire.key(seed))
         assert held is not None
         assert held.tobytes() == frame.tobytes()
 
@@ -143,7 +143,7 @@ def test_what_no_checksum_covers_is_not_what_lay_there_before(
     model = SMALL
     frame = frame_of(wire.key(), model)
     assert wire.put(opening(frame), *segments(frame), closing(frame)).outcomes == STORED
-    held = server.node.store.moves.cpu_tier.peek(wire.key())
+    held = server.node.store.tiers.cpu_tier.peek(wire.key())
     assert held is not None
     assert held.tobytes() == frame.tobytes()
 

@@ -128,7 +128,7 @@ def test_frames_are_stored_and_answered_for_one_by_one(
     found, _ = bulk.unpack_outcomes(3, payload)
     stored, exists = PutOutcome.stored, PutOutcome.exists
     assert list(map(PutOutcome, found)) == [stored, stored, exists]
-    cpu = server.node.store.moves.cpu_tier
+    cpu = server.node.store.tiers.cpu_tier
     for frame, seed in zip(frames[:2], (1, 2), strict=True):
         out = frame * 0
         assert cpu.read_into(key_of(terms, seed), out)

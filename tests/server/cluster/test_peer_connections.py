@@ -65,7 +65,7 @@ def infos(server: LocalServer) -> list[ChunkInfo]:
     """Three chunks in the server's memory."""
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 3)
-    slot = server.node.store.moves.cpu
+    slot = server.node.store.tiers.cpu
     found = slot.tier.find(keys)
     return [info for info in found if info is not None]
 
@@ -280,7 +280,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
     )
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
-    (info,) = (one for one in server.node.store.moves.cpu.tier.find(keys) if one)
+    (info,) = (one for one in server.node.store.tiers.cpu.tier.find(keys) if one)
     terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
 
     def came(**wanted: object) -> bool:
@@ -555,7 +555,7 @@ def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMa
     second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 8)
-    slot = second.node.store.moves.peers
+    slot = second.node.store.tiers.remote
     assert slot is not None
     (peer,) = cast("PeerTier", slot.tier).peers.known()
     assert eventually(lambda: peer.is_connected)
@@ -577,11 +577,11 @@ def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
     second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 2)
-    slot = second.node.store.moves.peers
+    slot = second.node.store.tiers.remote
     assert slot is not None
     (peer,) = cast("PeerTier", slot.tier).peers.known()
     assert eventually(lambda: peer.is_connected)
-    slab = first.node.store.moves.cpu_tier
+    slab = first.node.store.tiers.cpu_tier
     frame = slab.peek(keys[1])
     assert frame is not None
     frame.flags.writeable = True

@@ -53,7 +53,7 @@ def client_of(server: LocalServer, transport: TransportName = "shm") -> Client:
 
 
 def tier_of(server: LocalServer) -> PeerTier:
-    slot = server.node.store.moves.peers
+    slot = server.node.store.tiers.remote
     assert slot is not None
     return cast("PeerTier", slot.tier)
 
@@ -207,7 +207,7 @@ def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
 def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    frame = pair.first.node.store.moves.cpu_tier.peek(keys[1])
+    frame = pair.first.node.store.tiers.cpu_tier.peek(keys[1])
     assert frame is not None
     frame.setflags(write=True)
     frame[-100] ^= 1

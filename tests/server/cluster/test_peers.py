@@ -53,7 +53,7 @@ def client_of(server: LocalServer) -> Client:
 
 
 def tier_of(server: LocalServer) -> PeerTier:
-    slot = server.node.store.moves.peers
+    slot = server.node.store.tiers.remote
     assert slot is not None
     return cast("PeerTier", slot.tier)
 

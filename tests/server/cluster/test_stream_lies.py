@@ -131,7 +131,7 @@ def info(make_server: ServerMaker) -> ChunkInfo:
     server = make_server("--cpu", "64MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
-    (found,) = server.node.store.moves.cpu.tier.find(keys)
+    (found,) = server.node.store.tiers.cpu.tier.find(keys)
     assert found is not None
     return replace(found, size_bytes=INFO_BYTES)
 

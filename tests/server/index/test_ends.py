@@ -66,7 +66,7 @@ def test_a_tier_with_loss_keeps_states_as_they_are(make_server: Callable[..., Lo
     assert copies["disk"].layout == copies["cpu"].layout
     for key in keys:
         assert node.store.catalog.cast_out("cpu", key)
-        node.store.moves.delete_from(node.store.moves.cpu, key)
+        node.store.moves.eviction.delete_from(node.store.tiers.cpu, key)
     assert client.lookup(keys).ready == 0
     assert client.lookup(keys, min_fidelity=Fidelity.none).ready == 2
     found = client.get(keys, min_fidelity=Fidelity.none)

@@ -57,7 +57,7 @@ def left_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
     server.settled()
     for key in keys:
         assert catalog.cast_out("cpu", key)
-        moves.delete_from(moves.cpu, key)
+        moves.eviction.delete_from(moves.tiers.cpu, key)
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
@@ -100,7 +100,7 @@ def test_what_matters_is_said_where_a_codec_asks_alone(
     assert not client.weighs  # no session yet
     client.put([Chunk(keys_of(client, 1, 1)[0], numbers(), importance=weights())])
     assert client.weighs is is_told
-    assert bool(server.node.store.moves.importance.size_bytes) is is_told
+    assert bool(server.node.store.importance.size_bytes) is is_told
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def core() -> Iterator[Core]:
 
 def forget(core: Core, version: Version, tier: str = "cpu") -> None:
     assert core.catalog.cast_out(tier, version.info.key)
-    core.moves.delete_from(core.slot(tier), version.info.key)
+    core.moves.eviction.delete_from(core.slot(tier), version.info.key)
     core.settle()
 
 

@@ -82,7 +82,7 @@ def evict_from_memory(server: LocalServer, keys: list[ChunkKey]) -> None:
     server.settled()
     for key in keys:
         assert core.catalog.cast_out("cpu", key)
-        core.moves.delete_from(core.moves.cpu, key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, key)
 
 
 def test_what_is_there_is_told_with_its_copies(server: LocalServer) -> None:
@@ -241,7 +241,7 @@ def test_a_tier_that_is_left_alone_is_named_with_the_reason(make_server: ServerM
     evict_from_memory(server, keys)
     assert states(explained(server, keys)) == ["ready"] * 2
     for _ in range(3):
-        server.node.store.moves.slots["disk"].breaker.fail("no answer")
+        server.node.store.tiers.slots["disk"].breaker.fail("no answer")
     reply = explained(server, keys)
     assert states(reply) == ["tier_down"] * 2
     assert reply.chunks[0].reason == "on disk, which is left alone: no answer"
@@ -381,7 +381,7 @@ def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
     keys = store(client, 1, 1)
     assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 1)
     evict_from_memory(server, keys)
-    breaker = server.node.store.moves.slots["disk"].breaker
+    breaker = server.node.store.tiers.slots["disk"].breaker
     for _ in range(3):
         breaker.fail("no answer")
     assert client.lookup(keys).ready == 0

@@ -106,7 +106,7 @@ def put_low(core: Core, session: Session, versions: list[Version]) -> None:
         assert ticket is not None
         assert core.work_queue.wait(ticket, core.later())
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.moves.delete_from(core.moves.cpu, version.info.key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
         assert core.tiers_of(version) == ["disk"]
 
 

@@ -30,7 +30,7 @@ def put_low(core: Core, session: Session, versions: list[Version], tier: str = "
         assert ticket is not None
         assert core.work_queue.wait(ticket, core.later())
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.moves.delete_from(core.moves.cpu, version.info.key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
         assert core.tiers_of(version) == [tier]
 
 
@@ -295,7 +295,7 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
     reach = IN_MEMORY | {Reach.file}
     results = core.store.reads.get(session, keys_of(versions), core.later(), reach)
     assert next(results).tier == "disk"
-    core.moves.drop_corrupt(disk, versions[3].info.key)
+    core.moves.eviction.drop_corrupt(disk, versions[3].info.key)
     assert [result.index for result in results] == [1, 2]
     core.store.release(session, lease_id)
 

@@ -49,11 +49,11 @@ def test_damage_is_found_quarantined_and_can_be_put_again(server: LocalServer) -
 def test_damage_in_memory_is_found_too(server: LocalServer) -> None:
     keys = store(server.connect(), 1, 1)
     moves = server.node.store.moves
-    frame = moves.cpu_tier.peek(keys[0])
+    frame = moves.tiers.cpu_tier.peek(keys[0])
     assert frame is not None
     frame.flags.writeable = True
     frame[-1] ^= 1
-    assert scrub_of(server).check(keys[0], moves.cpu)[0] is Verdict.damaged
+    assert scrub_of(server).check(keys[0], moves.tiers.cpu)[0] is Verdict.damaged
     assert "cpu" not in moves.catalog.holders(keys[0])
 
 

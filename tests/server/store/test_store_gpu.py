@@ -74,7 +74,7 @@ def warm(core: Core, session: Session, versions: list[Version]) -> None:
 def drop_from_cpu(core: Core, versions: list[Version]) -> None:
     for version in versions:
         assert core.catalog.cast_out("cpu", version.info.key)
-        core.moves.delete_from(core.moves.cpu, version.info.key)
+        core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
 
 
 def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[ReadResult]:
@@ -321,7 +321,7 @@ def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
                 core.store.delete(keys_of(some), core.later())
         core.settle()
         assert core.counters["corrupt_chunks"] == core.catalog.held_count() == 0
-        for name, slot in core.moves.slots.items():
+        for name, slot in core.moves.tiers.slots.items():
             found = {info.key for info in slot.tier.scan()}
             known = {v.info.key for _, p in prompts for v in p if name in core.tiers_of(v)}
             assert found - core.catalog.orphans(name) == known

@@ -101,7 +101,7 @@ def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
     assert [parent(span) for span in writes] == [ids(put)] * 2
     for key in keys:
         server.node.store.catalog.cast_out("cpu", key)
-        server.node.store.moves.cpu_tier.delete(key)
+        server.node.store.tiers.cpu_tier.delete(key)
         server.node.store.catalog.purged("cpu", key)
     traces.forget()
     assert_reads(client, keys)
@@ -271,7 +271,7 @@ def test_a_program_that_is_just_loading_it_calls_all_the_same(
 
 def test_an_untraced_server_asks_nothing_of_tracing(server: LocalServer) -> None:
     assert open_tracing(None, 1.0) is None
-    assert all(slot.tracing is None for slot in server.node.store.moves.slots.values())
+    assert all(slot.tracing is None for slot in server.node.store.tiers.slots.values())
     assert TierSlot.__dataclass_fields__["tracing"].default is None
     assert request_scope.RequestScope()._tracing is None
 

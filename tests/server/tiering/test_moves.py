@@ -35,7 +35,7 @@ def load(core: Core, version: Version, tier: str = "disk") -> object:
 def drop_from_cpu(core: Core, version: Version) -> None:
     """Evict one chunk from CPU memory, whatever the policy would say."""
     assert core.catalog.cast_out("cpu", version.info.key)
-    core.moves.delete_from(core.moves.cpu, version.info.key)
+    core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
 
 
 def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
@@ -325,7 +325,7 @@ def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
     assert core.tiers_of(version) == []
     assert disk.stats().chunks == 0, "no later version reads it either"
     assert (core.counters["unreadable_chunks"], core.counters["corrupt_chunks"]) == (1, 0)
-    outcome = core.moves.outcomes.of(version.info.key)
+    outcome = core.moves.catalog.outcomes.of(version.info.key)
     assert outcome is not None
     assert (outcome.fate.value, outcome.detail) == ("codec_removed", REMOVED[codec_id])
 
