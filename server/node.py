@@ -95,7 +95,7 @@ class Node:
         self.sessions.on_open += [models.note, self.store.begin_session]
         self.sessions.on_close.append(self.store.end_session)
         self.trust = Trust(config, self.sessions, clock)
-        self.trust.doorkeeper.times = self.counters.times
+        self.trust.authorizer.times = self.counters.times
         self._closers.append(self.trust.close)
         self.store.catalog.limit_leases(self.trust.lease_terms)
         self._overload = overload = Overload(config.workers, self.counters, clock)
@@ -154,7 +154,7 @@ class Node:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
             learn = self.store.catalog.drain_some
-            calls = LocalCalls(service, self.trust.doorkeeper, learn)
+            calls = LocalCalls(service, self.trust.authorizer, learn)
             calls.tracing = self._tracing
             self.data_plane.answer_calls(calls.answer)
         self._health = Health()
@@ -205,9 +205,9 @@ class Node:
             share_of(SOCKET_SHARE, self._taken, most),
         )
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        door = self.trust.doorkeeper.door
+        auth = self.trust.authorizer.session_auth
         try:
-            plane = DataPlane(path, self.sessions, files, self._clock, limits, door)
+            plane = DataPlane(path, self.sessions, files, self._clock, limits, auth)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -241,15 +241,18 @@ class Node:
         config = self._config
         if config.bulk == "off":
             return ()
-        from kvstore.server.bulk.peer_server import DeskLimits
+        from kvstore.server.bulk.peer_server import PeerLimits
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_requests import MAX_STREAMS
         from kvstore.server.bulk.tcp_server import open_streams
 
-        service = BulkService(self.store, self.sessions, checks, DeskLimits.of(config))
+        service = BulkService(self.store, self.sessions, checks, PeerLimits.of(config))
         service.tracing = self._tracing
-        door, most = self.trust.doorkeeper.door, share_of(BULK_SHARE, self._taken, MAX_STREAMS)
-        self.bulk, where = open_streams(config, service, self.sessions, door, self._clock, most)
+        auth, most = (
+            self.trust.authorizer.session_auth,
+            share_of(BULK_SHARE, self._taken, MAX_STREAMS),
+        )
+        self.bulk, where = open_streams(config, service, self.sessions, auth, self._clock, most)
         self._closers.append(self.bulk.close)
         return where
 

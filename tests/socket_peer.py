@@ -16,10 +16,10 @@ from google.protobuf.message import Message
 from kvstore.proto import shm
 from kvstore.proto.calls import MAX_PACKET_BYTES, Answer, pack_call, unpack_answer
 from kvstore.proto.shm import Op, Reply, Request
-from kvstore.server.security.authorization import Door
+from kvstore.server.security.authorization import SessionAuth
 
 STAGING_BYTES = 1 << 16
-OPEN = Door(lambda session, method: None, lambda *event: None)
+OPEN = SessionAuth(lambda session, method: None, lambda *event: None)
 """Lets everybody in, and writes nothing down."""
 
 

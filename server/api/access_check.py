@@ -13,7 +13,7 @@ from typing_extensions import override
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.api.interceptors import Behavior, HandlerInterceptor, answered_by, behavior_of
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import OPEN, SERVICES, Doorkeeper, check_role
+from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, check_role
 from kvstore.server.security.sessions import ANYBODY, Principal, Session
 
 if TYPE_CHECKING:
@@ -42,15 +42,15 @@ def principal_of(context: object) -> Principal:
 
 
 class Gatekeeper(HandlerInterceptor):
-    """Lets calls through that the authenticator knows and the doorkeeper admits.
+    """Lets calls through that the authenticator knows and the authorizer admits.
 
     Health is asked of nobody. Belongs behind the ErrorInterceptor, which sends what is raised here.
     What it returns for a method is good for all of its calls.
     """
 
-    def __init__(self, authenticator: Authenticator, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, authenticator: Authenticator, authorizer: Authorizer) -> None:
         self._authenticator = authenticator
-        self._doorkeeper = doorkeeper
+        self._authorizer = authorizer
 
     @override
     def around(self, handler: Handler, method: str) -> Handler:
@@ -81,7 +81,7 @@ class Gatekeeper(HandlerInterceptor):
     def _calling(self, method: str, context: grpc.ServicerContext) -> Iterator[Any]:
         call: Call | None = None
         outcome = "cancelled"
-        started = self._doorkeeper.clock()
+        started = self._authorizer.clock()
         try:
             call = Call(context, self._who(context))
             yield call
@@ -90,11 +90,11 @@ class Gatekeeper(HandlerInterceptor):
             outcome = type(error).__name__
             raise
         finally:
-            self._doorkeeper.times.note(method, self._doorkeeper.clock() - started)
+            self._authorizer.times.note(method, self._authorizer.clock() - started)
             if call is None:
-                self._doorkeeper.note(None, method, outcome, peer=context.peer)
+                self._authorizer.note(None, method, outcome, peer=context.peer)
             else:
-                self._doorkeeper.note(
+                self._authorizer.note(
                     call.principal, method, outcome, call.session, call.request, context.peer
                 )
 
@@ -108,7 +108,7 @@ class Gatekeeper(HandlerInterceptor):
     def _admitted(self, call: Call, method: str, request: Any, *, asks_once: bool) -> Any:
         if asks_once:
             call.request = request
-            call.session = self._doorkeeper.admit(call.principal, method, request)
+            call.session = self._authorizer.admit(call.principal, method, request)
             return request
         check_role(call.principal, method, None)
         return self._each_admitted(call, method, request)
@@ -119,13 +119,13 @@ class Gatekeeper(HandlerInterceptor):
         The stream is one request, of the tenant that its first message is about.
         """
         first = next(requests, None)
-        call.session = self._doorkeeper.admit(call.principal, method, first)
+        call.session = self._authorizer.admit(call.principal, method, first)
         last = getattr(first, "session_id", 0)
         for request in () if first is None else chain((first,), requests):
             # The first message of a frame says how long it is.
             call.request = (call.request or 0) + bool(getattr(request, "frame_bytes", 0))
             session_id = getattr(request, "session_id", 0)
             if session_id != last:
-                call.session = self._doorkeeper.session_of(call.principal, method, request)
+                call.session = self._authorizer.session_of(call.principal, method, request)
                 last = session_id
             yield request

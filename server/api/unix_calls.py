@@ -13,7 +13,7 @@ from kvstore.proto.errors import KVStoreError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.api.interceptors import told
 from kvstore.server.api.service import KVStoreService
-from kvstore.server.security.authorization import Doorkeeper
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session
 
 if TYPE_CHECKING:
@@ -26,18 +26,18 @@ _NO_CONTEXT: Any = None
 class LocalCalls:
     """Runs a call against *service* and packs what it answers, errors included.
 
-    *doorkeeper* says whether the session may, and is told what became of it. *after_lookup* is
+    *authorizer* says whether the session may, and is told what became of it. *after_lookup* is
     called once the answer to a lookup is on its way.
     """
 
     def __init__(
         self,
         service: KVStoreService,
-        doorkeeper: Doorkeeper | None = None,
+        authorizer: Authorizer | None = None,
         after_lookup: Callable[[], None] = lambda: None,
     ) -> None:
         self._service = service
-        self._doorkeeper = doorkeeper
+        self._authorizer = authorizer
         self._after_lookup = after_lookup
         self.tracing: Tracing | None = None
 
@@ -66,21 +66,21 @@ class LocalCalls:
         method, request = unpack_call(head, body)
         if request.session_id != session.session_id:  # type: ignore[attr-defined]
             raise UnauthenticatedError("session_id: call on the connection of your session")
-        if self._doorkeeper is None:
+        if self._authorizer is None:
             yield from self._traced(method, request)
             return
         outcome = "cancelled"
-        started = self._doorkeeper.clock()
+        started = self._authorizer.clock()
         try:
-            self._doorkeeper.admit_on(session, method)
+            self._authorizer.admit_on(session, method)
             yield from self._traced(method, request)
             outcome = "OK"
         except KVStoreError as error:
             outcome = type(error).__name__
             raise
         finally:
-            self._doorkeeper.times.note(method, self._doorkeeper.clock() - started)
-            self._doorkeeper.note(session.owner, method, outcome, session, request, lambda: "unix")
+            self._authorizer.times.note(method, self._authorizer.clock() - started)
+            self._authorizer.note(session.owner, method, outcome, session, request, lambda: "unix")
 
     def _traced(self, method: str, request: Any) -> Generator[Packet, None, None]:
         if self.tracing is None:

@@ -29,7 +29,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.server.api.unix_listener import can_send, is_trusted, listen
-from kvstore.server.security.authorization import Door, check_session_role
+from kvstore.server.security.authorization import SessionAuth, check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 from kvstore.server.tiering.written_pages import WrittenPages
 
@@ -99,7 +99,7 @@ class _Staging(NamedTuple):
 class DataPlane:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
-    *door* has written down what was given and refused.
+    *auth* has written down what was given and refused.
 
     Several threads wait for messages side by side: whoever gets one answers it, so that no
     call is handed from thread to thread. The end of the connection that brought a session's
@@ -115,14 +115,14 @@ class DataPlane:
         files: Mapping[shm.Op, SlabFile],
         clock: Callable[[], float],
         limits: PlaneLimits,
-        door: Door,
+        auth: SessionAuth,
     ) -> None:
         self.path = path
         self._sessions = sessions
         self._files = files
         self._clock = clock
         self._limits = limits
-        self._door = door
+        self._auth = auth
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
@@ -281,7 +281,7 @@ class DataPlane:
         connection.setblocking(False)
         is_welcome = is_trusted(connection)
         if not is_welcome:
-            self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
+            self._auth.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
             has_room = strangers < self._limits.max_sessions and self._has_room(1)
@@ -383,7 +383,7 @@ class DataPlane:
         logger.info("data plane refused", reason=str(error))
         if request is not None:  # or else it is noise, which nobody wants written down
             method = _METHODS.get(request.op, _ATTACH)
-            self._door.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
+            self._auth.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
         reply = shm.Reply.denied if is_denied else shm.Reply.invalid
         peer.connection.send(shm.pack_reply(reply))
@@ -450,7 +450,7 @@ class DataPlane:
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
-        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _admitted(self, peer: _Peer, op: shm.Op) -> Session:
         """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
@@ -486,7 +486,7 @@ class DataPlane:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
-        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _join(self, peer: _Peer, request: shm.Request) -> None:
         session = _proven(peer, request)

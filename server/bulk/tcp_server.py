@@ -34,7 +34,7 @@ from kvstore.proto.guest_token import is_genuine
 from kvstore.proto.stream_wire import StreamWire, word_bytes, word_of
 from kvstore.server.api.interceptors import known_errors
 from kvstore.server.bulk.tcp_requests import METHODS, Caller, StreamAnswers, StreamTerms, refuse
-from kvstore.server.security.authorization import Door
+from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, join_endpoint, parse_endpoint
@@ -234,7 +234,7 @@ class StreamPlane:
             self._forget(stranger)
             name = type(error).__name__
             logger.info("refused", method="stream", error=name, reason=str(error))
-            self._terms.door.note(None, "Attach", name, 0, stranger.origin)
+            self._terms.auth.note(None, "Attach", name, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)
@@ -396,7 +396,7 @@ def open_streams(
     config: Settings,
     service: BulkService,
     sessions: SessionTable,
-    door: Door,
+    auth: SessionAuth,
     clock: Callable[[], float],
     most_streams: int,
 ) -> tuple[StreamPlane, BulkAt]:
@@ -418,7 +418,7 @@ def open_streams(
 
     threads = config.peer_requests + 1
     terms = StreamTerms(
-        sessions, door, service, threads, config.workers, clock, pause, most_streams
+        sessions, auth, service, threads, config.workers, clock, pause, most_streams
     )
     streams = StreamPlane(listener, address, tls.context if tls else None, terms)
     return streams, BulkAt(address, tls.certificate if tls else b"")

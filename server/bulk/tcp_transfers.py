@@ -37,7 +37,7 @@ def _at_once() -> None:
 
 
 class StreamWork:
-    """What ``PeerDesk.get`` and ``BulkService.get`` ask of a get, over *wire*. Used by one thread.
+    """What ``PeerServer.get`` and ``BulkService.get`` need of a get, over *wire*. For one thread.
 
     *deadline* is on the clock of *wire*; *pause* is called before each part. A whole frame begins
     with a short part when it *is_for_client*.

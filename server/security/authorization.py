@@ -1,4 +1,4 @@
-"""The Doorkeeper: may this caller do this, on this session, now? The same for every way in."""
+"""The Authorizer: may this caller do this, on this session, now? The same for every way in."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class SessionAuth:
     """``admit`` raises for a session that may not call a method. ``note`` is told of a call: whose
     session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
     and where it came from.
@@ -132,7 +132,7 @@ class Door:
     note: Callable[[Session | None, str, str, int, str], None]
 
 
-class Doorkeeper:
+class Authorizer:
     """Checks roles, rates and whose session it is, and has calls written down. Thread-safe."""
 
     def __init__(
@@ -154,9 +154,9 @@ class Doorkeeper:
         """How long calls took, told by those who let them in."""
 
     @property
-    def door(self) -> Door:
+    def session_auth(self) -> SessionAuth:
         """What a way in needs that knows callers by their sessions alone."""
-        return Door(self.admit_on, self.note_on)
+        return SessionAuth(self.admit_on, self.note_on)
 
     # --- may it
 

@@ -10,7 +10,7 @@ from kvstore.server.api.access_check import Gatekeeper
 from kvstore.server.security.api_keys import ApiKeys, parse_keys
 from kvstore.server.security.audit_log import AuditLog
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import Doorkeeper
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.certificates import Revocations, parse_revocations
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
 from kvstore.server.security.pools import Standings
@@ -53,10 +53,10 @@ class Trust:
         self.standings = Standings(config.shared_pools or SharedPools())
         path = config.audit_log
         self.audit = AuditLog(path, config.audit_bytes, time.time) if path is not None else None
-        self.doorkeeper = Doorkeeper(
+        self.authorizer = Authorizer(
             sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
         )
-        self.gatekeeper = Gatekeeper(self.authenticator, self.doorkeeper)
+        self.gatekeeper = Gatekeeper(self.authenticator, self.authorizer)
         self._sessions = sessions
 
     def tick(self) -> int:

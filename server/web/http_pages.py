@@ -213,7 +213,7 @@ class HttpPort:
         dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
 
         def on_refused(who: Principal | None, outcome: str, peer: str) -> None:
-            trust.doorkeeper.note(who, METHOD, outcome, peer=lambda: peer)
+            trust.authorizer.note(who, METHOD, outcome, peer=lambda: peer)
 
         pages = Pages(metrics, dashboard, trust.authenticator, exposure_of(config), on_refused)
         tls = None
