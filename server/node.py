@@ -248,10 +248,8 @@ class Node:
 
         service = BulkService(self.store, self.sessions, checks, PeerLimits.of(config))
         service.tracing = self._tracing
-        auth, most = (
-            self.trust.authorizer.session_auth,
-            share_of(BULK_SHARE, self._taken, MAX_STREAMS),
-        )
+        auth = self.trust.authorizer.session_auth
+        most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, where = open_streams(config, service, self.sessions, auth, self._clock, most)
         self._closers.append(self.bulk.close)
         return where
