@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.tiering.work_queue import MAX_BATCH
 from kvstore.server.wiring import LOADS_AT_ONCE, batch_parallelism
@@ -45,8 +45,8 @@ def _load_rows(tier: Tier, rows: Iterator[Sequence[Load]]) -> None:
         for at, (info, out) in enumerate(row):
             if len(row) > 1:
                 tier.expect(keys[at:])
-            check = FrameCheck(out, info.key, header_bytes(info.layout))
-            assert check.follow(tier.read_checked(info.key, out, check))
-            check.finish()
+            verifier = FrameVerifier(out, info.key, header_bytes(info.layout))
+            assert tier.read(info.key, out, 0, verifier)
+            verifier.finish()
         if len(row) > 1:
             tier.expect(())

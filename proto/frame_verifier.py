@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from xxhash import xxh3_64
 
@@ -19,14 +19,22 @@ from kvstore.proto.frame import (
 from kvstore.proto.types import ChunkKey
 
 
-class FrameCheck:
+class FrameVerifier:
     """Does what ``check_frame`` does to *frame*, in steps. Used once, by one thread.
 
     *header_bytes* is what the header of *key*'s frame has at least: it has more with levels.
+    *arriving* is called at each step with how much has come; what it raises ends the read.
     """
 
-    def __init__(self, frame: Bytes, key: ChunkKey, header_bytes: int) -> None:
+    def __init__(
+        self,
+        frame: Bytes,
+        key: ChunkKey,
+        header_bytes: int,
+        arriving: Callable[[int], object] = bool,
+    ) -> None:
         self._frame = frame
+        self._arriving = arriving
         self._key = key
         self.header_bytes = min(header_bytes, len(frame))
         self._header: FrameHeader | None = None
@@ -39,22 +47,19 @@ class FrameCheck:
         self._done = 0
         self._failure: InvalidFrameError | ChunkCorruptError | None = None
 
-    def follow(self, steps: Iterable[int]) -> bool:
-        """Check up to each of *steps*, which say how many bytes have come; False if none did.
+    def update(self, arrived: int) -> None:
+        """Check what has come of the frame, which are its first *arrived* bytes.
 
-        What is wrong is told by ``finish``.
+        What is wrong with them is raised by ``finish``.
         """
-        is_found = False
-        for arrived in steps:
-            is_found = True
-            if self._failure is None:
-                try:
-                    self._advance(arrived)
-                except (InvalidFrameError, ChunkCorruptError) as error:
-                    self._failure = error
-        return is_found
+        self._arriving(arrived)
+        if self._failure is None:
+            try:
+                self._advance(arrived)
+            except (InvalidFrameError, ChunkCorruptError) as error:
+                self._failure = error
 
-    def following(self, start: int, limit_bytes: int) -> list[tuple[int, int]]:
+    def next_segments(self, start: int, limit_bytes: int) -> list[tuple[int, int]]:
         """Return where the next segments begin and end, *limit_bytes* in all but at least one.
 
         None unless those before *start* were checked, and these follow with nothing between.
@@ -68,9 +73,10 @@ class FrameCheck:
                 start = stop
         return segments
 
-    def take_sums(self, sums: Iterable[int]) -> None:
-        """Believe *sums* of the next segments, made of what is in the frame, and say so ahead of
-        the step that they come with.
+    def add_checksums(self, sums: Iterable[int]) -> None:
+        """Take *sums* for those of the next segments, ahead of the step that these come with.
+
+        Whoever made them read the frame's bytes for that.
         """
         self._sums.extend(sums)
 

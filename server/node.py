@@ -15,14 +15,14 @@ from grpc_reflection.v1alpha import reflection
 
 import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
-from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
+from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.shm import ARENA_SLAB, Op, host_id
-from kvstore.server.api.grpc_server import bind, bind_health
+from kvstore.server.api.grpc_server import SERVICE, bind, bind_health, servicer_of
 from kvstore.server.api.health import Health
 from kvstore.server.api.load_shedding import Overload
 from kvstore.server.api.request_scope import RequestScope
-from kvstore.server.api.service import Identity, KVStoreService
+from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
 from kvstore.server.api.validation import Checks, ServiceLimits
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # their files load an HTTP server, and torch
     from kvstore.server.store.device_puts import DevicePuts
     from kvstore.server.web.http_pages import HttpPort
 
-SERVICE_NAME: str = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"].full_name
+SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
 MAX_STAGING_BYTES = 1 << 30
 
@@ -137,20 +137,13 @@ class Node:
 
     def _serve(self, checks: Checks, identity: Identity) -> None:
         """Have gRPC and the Unix socket answer calls, once they are started."""
-        service = KVStoreService(
-            self.store, self.sessions, self.data_plane, checks, identity, self.trust
-        )
-        service.scrub = self._scrub = self._open_scrub()
-        service.directory = self.directory
-        service.device_puts = self.device_puts
-        self.events = NodeEvents(
-            self._config,
-            self.store,
-            identity.boot_id,
-            self.trust.authenticator.holds,
-            self._closers,
-        )
-        service.events = self.events.desk
+        self._scrub = self._open_scrub()
+        self.events = NodeEvents(self._config, self.store, identity.boot_id, self._closers)
+        backend = Backend(
+            self.store, self.sessions, checks, identity, self.trust, self.data_plane,
+            self.device_puts, self._scrub, self.events.log,
+        )  # fmt: skip
+        service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
             learn = self.store.catalog.drain_some

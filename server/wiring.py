@@ -14,7 +14,7 @@ from kvstore.server.cluster.setup import with_peers
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.index.leases import Leases
-from kvstore.server.settings.codec_rules import is_auto
+from kvstore.server.settings.rules import is_auto
 from kvstore.server.settings.settings import Settings
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
@@ -101,8 +101,8 @@ def _slot(
     name = config.codecs[tier.name]
     is_open = is_auto(name)  # until it is measured
     codec = NamedCodec(f"{name}, measuring", lossless_codec()) if is_open else NamedCodec.of(name)
-    others = config.tenant_codecs.of_tier(tier.name) if config.tenant_codecs else {}
-    by_tenant = {tenant: NamedCodec.of(other) for tenant, other in others.items()}
+    others = [rule for rule in config.tenant_codecs if rule.tier == tier.name]
+    by_tenant = {rule.tenant: NamedCodec.of(rule.codec) for rule in others}
     encoder = TierCodec(codec, by_tenant, models.terms_of)
     policy = policies.by_tier[tier.name]
     rule = config.write_rules.get(tier.name)

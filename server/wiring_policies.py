@@ -18,8 +18,6 @@ from kvstore.server.eviction.quotas import (
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.chunk_metadata import ChunkMetadata
-from kvstore.server.settings.limit_rules import TenantLimitRules
-from kvstore.server.settings.rules import CategoryTerms, TenantQuotas
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import format_size
 from kvstore.server.tiering.admission import make_admission
@@ -41,17 +39,16 @@ class Policies:
         self._names = config.policy
         self._capacities = capacities
         self._clock = clock
-        self._tenants = config.tenant_quotas or TenantQuotas()
-        terms = config.category_terms or CategoryTerms()
-        self._categories = terms.quotas
-        self._limits = (config.tenant_limits or TenantLimitRules()).limits
-        limited = [tenant for tenant, limits in self._limits.items() if limits.chunks]
-        self._has_quotas = bool(self._tenants.tenants or self._categories or limited)
-        tenants = tuple(dict.fromkeys((*self._tenants.tenants, *limited)))
-        partitions = PartitionTable(tenants, tuple(self._categories))
+        self._quotas = config.tenant_quotas
+        terms = config.category_terms
+        self._categories = {rule.category: Quota(rule.quota) for rule in terms if rule.quota}
+        self._chunks = {rule.tenant: rule.chunks for rule in config.tenant_limits if rule.chunks}
+        tenants = dict.fromkeys([*(rule.tenant for rule in self._quotas), *self._chunks])
+        self._has_quotas = bool(tenants or self._categories)
+        partitions = PartitionTable(tuple(tenants), tuple(self._categories))
         self.metadata = ChunkMetadata(
             partitions=partitions,
-            category_ttls_s=terms.ttls_s,
+            category_ttls_s={rule.category: float(rule.ttl_s) for rule in terms if rule.ttl_s},
             evicted_limit=config.ghost_limit,
             what_ifs={tier: MissRatioCurve(size) for tier, size in capacities.items() if size},
             contents=ContentIndex(config.blend_contents),
@@ -65,17 +62,21 @@ class Policies:
 
     def name(self, tier: str) -> str:
         """Return the name of a tier's policy; nothing is evicted from one without a size."""
-        return self._names.of_tier(tier) if self._capacities[tier] else "lru"
+        return self._names[tier] if self._capacities[tier] else "lru"
 
     def _policy(self, tier: str) -> EvictionPolicy:
         partitions = self.metadata.partitions
         if not self._has_quotas or not self._capacities[tier]:
             return self._plain(tier)
-        by_tenant = self._tenants.of_tier(tier)
-        for tenant, limits in self._limits.items():
-            if limits.chunks:
-                quota = by_tenant.get(tenant, NO_QUOTA)
-                by_tenant[tenant] = replace(quota, limit_chunks=limits.chunks)
+        # What is said of this tier comes last, and wins.
+        rules = sorted(self._quotas, key=lambda rule: rule.tier != "")
+        by_tenant = {
+            rule.tenant: Quota(rule.quota, rule.guaranteed)
+            for rule in rules
+            if rule.tier in ("", tier)
+        }
+        for tenant, chunks in self._chunks.items():
+            by_tenant[tenant] = replace(by_tenant.get(tenant, NO_QUOTA), limit_chunks=chunks)
         quotas = partitions.quotas(by_tenant, self._categories)
         self._check(tier, quotas)
         return PartitionedEviction(
@@ -89,7 +90,7 @@ class Policies:
         sure = sum(quota.guaranteed_bytes for quota in quotas)
         if sure > self._capacities[tier]:
             fix = f"guarantee at most the {format_size(self._capacities[tier])} of tier {tier!r}"
-            raise InvalidRequestError("tenant_quotas", str(self._tenants), fix)
+            raise InvalidRequestError("tenant_quotas", ",".join(map(str, self._quotas)), fix)
 
     def _plain(self, tier: str) -> EvictionPolicy:
         return make_policy(self.name(tier), self.metadata.history, self._clock)

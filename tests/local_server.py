@@ -21,7 +21,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, Representation
 from kvstore.proto.wire import representation_to_message
 from kvstore.server.node import Node
-from kvstore.server.settings.codec_rules import is_auto
+from kvstore.server.settings.rules import is_auto
 from kvstore.server.settings.settings import load_config
 from kvstore.tiers.base import TierStats
 

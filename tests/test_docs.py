@@ -18,9 +18,9 @@ from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
 from kvstore.proto.wire import unpack_info
-from kvstore.server.settings.loading import REPLACED, flag_of
+from kvstore.server.settings.loading import REPLACED, as_written, flag_of
 from kvstore.server.settings.settings import Settings, load_config
-from kvstore.server.settings.values import format_size, parse_size
+from kvstore.server.settings.values import parse_size
 from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DEFAULT_FILE_BYTES
 from kvstore.tiers.disk_files import DirectoryId, DiskConfig, DiskDirectory
@@ -211,9 +211,8 @@ def default_of(name: str, field: FieldInfo) -> str:
         return "none"
     if isinstance(value, bool):
         return {False: "off", True: "on"}[value]
-    if "SIZE" in field.metadata:
-        return format_size(value)
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    written = as_written(value, field)
+    return "none" if written is None else str(written)
 
 
 def test_the_table_of_settings_is_that_of_the_server() -> None:

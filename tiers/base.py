@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 DEFAULT_TENANT = "default"
@@ -133,35 +133,24 @@ class Tier(ABC):
         """Free the room of a reservation that will not be sealed."""
 
     @abstractmethod
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
 
-        The bytes are as the medium gives them: the caller verifies the frame.
-        Raises InvalidRequestError when *offset* and ``len(out)`` exceed the frame.
+        A whole frame is read with the *verifier* of *out*, from offset 0: it checks the bytes as
+        they come, while they are in cache, and its ``finish`` raises what is wrong with them.
+        Without one the bytes are as the medium gives them: the caller verifies what it read.
+        Raises InvalidRequestError when *offset* and ``len(out)`` exceed the frame, and what the
+        verifier's ``arriving`` raises.
         """
 
-    def read_ranges(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        """Fill each buffer from its offset in the frame, as ``read_into`` does each.
+    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+        """Fill each buffer from its offset in the frame, as ``read`` does each.
 
         Ranges that follow one another may be one read; after an error any may be filled.
         """
-        return all(self.read_into(key, out, offset) for offset, out in ranges)
-
-    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
-        """Fill *out* with the frame from its start, as ``read_into`` does, in steps.
-
-        Yield how many bytes have come, so that they can be checked while they are in cache;
-        nothing when *key* is absent.
-        """
-        if self.read_into(key, out):
-            yield len(out)
-
-    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
-        """Do what ``read_steps`` does for *check*, which follows the steps.
-
-        A medium that sums what it reads tells *check*, and spares it that.
-        """
-        return self.read_steps(key, out)
+        return all(self.read(key, out, offset) for offset, out in ranges)
 
     def batch_key(self, key: ChunkKey) -> object:
         """Return what *key* has in common with others that are best read in a row, by one thread.

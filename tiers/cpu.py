@@ -18,6 +18,7 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
@@ -238,13 +239,17 @@ class CpuTier(Tier):
         self._used_bytes -= size_bytes
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         block = self._block(key)
         if block is None:
             return False
         frame = block.frame()
         _check_range(frame, offset, len(out))
         copy_bytes(out, frame[offset : offset + len(out)])
+        if verifier is not None:
+            verifier.update(len(out))
         return True
 
     def peek(self, key: ChunkKey) -> Bytes | None:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.file_sums import LOOP_FROM_BYTES
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.allocator import Neighbour, adjacent_run
 from kvstore.tiers.base import DEFAULT_TENANT, FilePlace, Reservation, Tier, TierStats
@@ -277,11 +277,20 @@ class DiskTier(Tier):
             self._files.free(place.file, place.offset, reservation.info.size_bytes)
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
-        return self.read_ranges(key, [(offset, out)])
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
+        if verifier is None:
+            return self.read_batch(key, [(offset, out)])
+        with self._reading(key) as found:
+            if found is None:
+                return False
+            check_range(found.size_bytes, offset, len(out))
+            self._read_verified(found, out, verifier)
+        return True
 
     @override
-    def read_ranges(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         """Fill each buffer from its offset; ranges that follow one another are one read."""
         with self._reading(key) as found:
             if found is None:
@@ -292,43 +301,27 @@ class DiskTier(Tier):
                 self._files.read(found.file, found.offset + offset, outs)
         return True
 
-    @override
-    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
-        with self._reading(key) as found:
-            if found is None:
-                return
-            check_range(found.size_bytes, 0, len(out))
-            yield from self._steps(found, out, 0)
-
-    @override
-    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
-        with self._reading(key) as found:
-            if found is None:
-                return
-            check_range(found.size_bytes, 0, len(out))
-            done = 0
-            if len(out) >= LOOP_FROM_BYTES and self._files.io.can_sum():
-                done = check.header_bytes
-                self._files.read(found.file, found.offset, [out[:done]])
-                yield done
-            while segments := check.following(done, RUN_BYTES):
-                groups = [(found.offset + a, [out[a:b]]) for a, b in segments]
-                sums = self._files.io.read_summed(found.file.fd, groups)
-                if sums is None:
-                    break
-                check.take_sums(sums)
-                done = segments[-1][1]
-                yield done
-            if done < len(out):
-                yield from self._steps(found, out, done)
-
-    def _steps(self, found: _Located, out: Bytes, first: int) -> Iterator[int]:
-        """Fill *out* from *first* on, step by step."""
-        for start in range(first, max(first + 1, len(out) - STEP_BYTES // 2), STEP_BYTES):
+    def _read_verified(self, found: _Located, out: Bytes, verifier: FrameVerifier) -> None:
+        """Fill *out* with the frame in steps; segments are summed as they are read."""
+        done = 0
+        if len(out) >= LOOP_FROM_BYTES and self._files.io.can_sum():
+            done = verifier.header_bytes
+            self._files.read(found.file, found.offset, [out[:done]])
+            verifier.update(done)
+        while segments := verifier.next_segments(done, RUN_BYTES):
+            groups = [(found.offset + a, [out[a:b]]) for a, b in segments]
+            sums = self._files.io.read_summed(found.file.fd, groups)
+            if sums is None:
+                break
+            verifier.add_checksums(sums)
+            done = segments[-1][1]
+            verifier.update(done)
+        while done < len(out):
             # A short rest comes with the last step: one more read costs more than it is worth.
-            stop = start + STEP_BYTES if start + 3 * STEP_BYTES // 2 < len(out) else len(out)
-            self._files.read(found.file, found.offset + start, [out[start:stop]])
-            yield stop
+            stop = done + STEP_BYTES if done + 3 * STEP_BYTES // 2 < len(out) else len(out)
+            self._files.read(found.file, found.offset + done, [out[done:stop]])
+            verifier.update(stop)
+            done = stop
 
     @contextmanager
     def _reading(self, key: ChunkKey) -> Iterator[_Located | None]:

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.at_rest import (
     CELL_BYTES,
@@ -144,11 +145,18 @@ class EncryptedTier(Tier):
     # --- reading
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
-        return self.read_ranges(key, [(offset, out)])
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
+        return self._read(key, [(offset, out)], verifier)
 
     @override
-    def read_ranges(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+        return self._read(key, ranges, None)
+
+    def _read(
+        self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]], verifier: FrameVerifier | None
+    ) -> bool:
         (info,) = self.find([key])
         if info is None:
             return False
@@ -159,23 +167,13 @@ class EncryptedTier(Tier):
                     "offset", (offset, len(out)), f"stay within the frame's {size} bytes"
                 )
         opener = _Opener(self, key, size)
-        return all(
-            all(opener.fill(group, out, offset) for group in _groups(size, offset, len(out)))
-            for offset, out in ranges
-        )
-
-    @override
-    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
-        (info,) = self.find([key])
-        if info is None:
-            return
-        if len(out) > info.size_bytes:
-            raise InvalidRequestError("out", len(out), f"the frame has {info.size_bytes} bytes")
-        opener = _Opener(self, key, info.size_bytes)
-        for group in _groups(info.size_bytes, 0, len(out)):
-            if not opener.fill(group, out, 0):
-                return
-            yield min(group[-1].stop, len(out))
+        for offset, out in ranges:
+            for group in _groups(size, offset, len(out)):
+                if not opener.fill(group, out, offset):
+                    return False
+                if verifier is not None:
+                    verifier.update(min(group[-1].stop, len(out)))
+        return True
 
     def opened(self, header: bytes, key: ChunkKey, frame_bytes: int) -> Envelope | None:
         """Return the envelope of a header that was read; None for one that is others' to open.
@@ -258,7 +256,7 @@ class _Opener:
         ranges = [(first, sealed)]
         if self._envelope is None:
             ranges.insert(0, (0, self._header))
-        if not self._tier.inner.read_ranges(self._key, ranges):
+        if not self._tier.inner.read_batch(self._key, ranges):
             return False
         if self._envelope is None:
             header = self._header.tobytes()

@@ -15,6 +15,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.device import Device, Event, Stream, tensor_over
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.places import Place, Reach, pack_places
 from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkInfo, ChunkKey
@@ -288,7 +289,9 @@ class GpuTier(Tier):
     # --- out
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         block = self._block(key)
         if block is None:
             return False
@@ -298,6 +301,8 @@ class GpuTier(Tier):
             self._down.record().synchronize()
         else:
             self._staging.download(self._down, out, data)
+        if verifier is not None:
+            verifier.update(len(out))
         return True
 
     @contextmanager

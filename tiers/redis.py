@@ -25,7 +25,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 from kvstore.tiers.redis_chunks import (
@@ -310,7 +310,10 @@ class RedisTier(Tier):
         if _pending(reservation).spend() is not None:
             self._capacity.end(reservation.reserved_bytes, None)
 
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    @override
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
 
         One round trip when the chunk is known here, straight into *out*. A chunk with a
@@ -318,30 +321,23 @@ class RedisTier(Tier):
         down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
         *out* does, whatever stands in Redis.
         """
-        return self._read(key, out, offset, None)
-
-    @override
-    def read_checked(self, key: ChunkKey, out: Bytes, check: FrameCheck) -> Iterator[int]:
-        """Do what ``read_into`` does, while *check* follows what comes."""
-        if self._read(key, out, 0, check):
-            yield len(out)
-
-    def _read(self, key: ChunkKey, out: Bytes, offset: int, check: FrameCheck | None) -> bool:
         try:
-            return self._read_known(key, out, offset, check)
+            return self._read_known(key, out, offset, verifier)
         except TierUnavailableError as error:
             if not error.is_partial:
                 raise
             return False
 
-    def _read_known(self, key: ChunkKey, out: Bytes, offset: int, check: FrameCheck | None) -> bool:
+    def _read_known(
+        self, key: ChunkKey, out: Bytes, offset: int, verifier: FrameVerifier | None
+    ) -> bool:
         has_checked = False
 
         def arrived(size_bytes: int) -> None:
             nonlocal has_checked
-            if check is not None:
+            if verifier is not None:
                 has_checked = True
-                check.follow((size_bytes,))
+                verifier.update(size_bytes)
 
         known = self._capacity.known(key)
         following = self._capacity.known(self._following.pop(key, key))

@@ -24,7 +24,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
 from kvstore.tiers.redis_connection import (
     Command,
     ConnectionOptions,
@@ -232,6 +232,8 @@ class RedisClient:
             failure = self._transfer_once(name, transfer, next_name, deadline)
             if failure and failure.is_unsent and self._may_try_again(deadline):
                 failure = self._transfer_once(name, transfer, next_name, deadline)
+        except KVStoreError:  # of whoever follows what arrives
+            raise
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
         if failure is None:
@@ -254,6 +256,8 @@ class RedisClient:
             connection, requested = kept or (server.acquire(deadline), 0)
             transfer.run(connection, server.window, requested)
             is_done = True
+        except KVStoreError:
+            raise
         except (OSError, RedisError) as error:
             if isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
                 self._topology.note_failure(server, error)

@@ -1,33 +1,67 @@
-"""The RPCs of keeping and forgetting: Pin, Unpin and Clear."""
+"""The RPCs of administration: keep and forget, look at chunks, quotas, state, and why."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import grpc
+
+from kvstore.codecs.base import codec_name
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto import wire
+from kvstore.proto.blend_wire import gate_to_message
+from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.api.access_check import principal_of
-from kvstore.server.store.clear import clear, keys_of_tenant
-
-if TYPE_CHECKING:
-    import grpc
-
-    from kvstore.server.api.validation import Checks
-    from kvstore.server.security.sessions import SessionTable
-    from kvstore.server.store.store import Store
+from kvstore.server.api.service import Backend
+from kvstore.server.api.validation import chunk_stat, fidelity, fitting, tier_status
+from kvstore.server.index.model_registry import ModelNamespace
+from kvstore.server.security.pools import PREFIX
+from kvstore.server.security.rate_limits import TenantLimits
+from kvstore.server.security.sessions import check_tenant
+from kvstore.server.store.clear import EVERY_TENANT, clear, keys_of_tenant
+from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
+from kvstore.server.telemetry.request_trace import RequestLog, check_local
 
 CLEAR_DEADLINE_MS = 60_000
 """Of a request that names none."""
 MAX_PIN_TTL_MS = 24 * 3600 * 1000
+LIST_PAGE_CHUNKS = 256
+MAX_RANKED = 16
+"""Chunks whose turn one Stat is asked for: it goes through the tiers' victims."""
+MAX_SCRUB_BYTES_PER_S = 1 << 40
+LIST_BYTES = 1 << 18
+"""Of an explanation, for each list but that of chunks: what is further down is left out."""
+_EVERY_TENANT = "*"
+_LIMITS = ("chunks", "requests_per_s", "leases")
+_QUOTA_FIELDS = {
+    "limit_bytes": "quota_bytes",
+    "guaranteed_bytes": "guaranteed_bytes",
+    "limit_chunks": "chunks",
+}
 
 
-class KeepCalls:
-    """A part of the service. What it reads is set by the service's constructor."""
+class AdminCalls:
+    """Answers the RPCs of administration. Thread-safe."""
 
-    _store: Store
-    _sessions: SessionTable
-    _checks: Checks
-    _stamp: pb.Server
+    def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
+        trust = backend.trust
+        self._store = backend.store
+        self._catalog = backend.store.catalog
+        self._sessions = backend.sessions
+        self._checks = backend.checks
+        self._clock = backend.checks.clock
+        self._identity = backend.identity
+        self._standings = backend.standings
+        self._limits = trust.limits if trust else TenantLimits({}, self._clock)
+        self._data_plane = backend.data_plane
+        self._scrub = backend.scrub
+        self._stamp = backend.stamp
+        self._explainer = explainer
+        self._requests = requests
+
+    # --- keeping and forgetting
 
     def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinResponse:
         """Keep chunks from eviction for a time."""
@@ -54,9 +88,340 @@ class KeepCalls:
             raise InvalidRequestError("tenant", request.tenant, fix)
         if request.session_id:
             space = self._sessions.get(request.session_id).namespace
-            keys = self._store.catalog.queries.keys_from(space)
+            keys = self._catalog.queries.keys_from(space)
         else:
             tenant = request.tenant or principal_of(context).tenant
             keys = keys_of_tenant(self._store, tenant)
         done = clear(self._store, keys, deadline, request.tier, dry_run=request.dry_run)
         return pb.ClearResponse(server=self._stamp, **done._asdict())
+
+    def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
+        """Delete chunks; with ``if_damaged`` those alone whose bytes are."""
+        if request.if_damaged:
+            return self._drop_damaged(request)
+        session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
+        deleted, leased = self._store.delete(keys, self._checks.deadline(0))
+        return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
+
+    def _drop_damaged(self, request: pb.DeleteRequest) -> pb.DeleteResponse:
+        """Answer a reader that says that chunks are damaged: those that are not stay."""
+        session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
+        damaged = 0
+        if self._scrub is not None:
+            damaged = self._scrub.drop_damaged(keys, session.representation_digest)
+        return pb.DeleteResponse(server=self._stamp, deleted=damaged)
+
+    # --- chunks and namespaces
+
+    def Stat(self, request: pb.StatRequest, context: grpc.ServicerContext) -> pb.StatResponse:
+        """Say what is known of chunks."""
+        session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
+        if request.ranks and len(keys) > MAX_RANKED:
+            raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
+        chunks = []
+        for held in self._store.stat(keys):
+            chunk = chunk_stat(held)
+            if request.ranks:
+                self._rank(held.key, chunk)
+            chunks.append(chunk)
+        return pb.StatResponse(server=self._stamp, chunks=chunks)
+
+    def _rank(self, key: ChunkKey, chunk: pb.ChunkStat) -> None:
+        eviction = self._catalog.eviction
+        for copy in chunk.copies:
+            turn = eviction.rank(copy.tier, key)
+            copy.before, copy.at_least = turn.before, turn.is_at_least
+            copy.policy = eviction.policy_report(copy.tier).name
+
+    def List(
+        self, request: pb.ListRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ListResponse]:
+        """Yield the chunks of a session's namespace, in the order of their digests."""
+        session = self._sessions.get(request.session_id)
+        for name, digest in (("after", request.after), ("prefix", request.prefix)):
+            if len(digest) > DIGEST_BYTES:
+                raise InvalidRequestError(name, digest.hex(), f"at most {DIGEST_BYTES} bytes")
+        held = self._catalog.queries.page(
+            session.namespace, request.after, request.prefix, request.limit
+        )
+        for start in range(0, len(held), LIST_PAGE_CHUNKS):
+            page = held[start : start + LIST_PAGE_CHUNKS]
+            yield pb.ListResponse(server=self._stamp, chunks=map(chunk_stat, page))
+
+    def Spaces(self, request: pb.SpacesRequest, context: grpc.ServicerContext) -> pb.SpacesResponse:
+        """Say which namespaces sessions of a tenant had; of others' to admins alone."""
+        caller = principal_of(context)
+        tenant = request.tenant or caller.tenant
+        if tenant.startswith(PREFIX):
+            tenant = self._standings.of(caller, tenant).tenant
+        counts = self._catalog.queries.spaces()
+        spaces = [
+            pb.KnownSpace(
+                key_namespace=space.namespace,
+                representation=wire.representation_to_message(space.representation),
+                client=space.client,
+                chunks=counts[space.namespace],
+                tenant=space.tenant,
+            )
+            for space in self._store.spaces.all()
+            if tenant in (EVERY_TENANT, space.tenant)
+        ][request.skip :]
+        fit = list(fitting(spaces, wire.MESSAGE_BYTES))
+        return pb.SpacesResponse(server=self._stamp, spaces=fit, left=len(spaces) - len(fit))
+
+    # --- quotas
+
+    def Quota(self, request: pb.QuotaRequest, context: grpc.ServicerContext) -> pb.QuotaResponse:
+        """Say what a tenant takes and may take; of others than one's own to admins alone."""
+        caller = principal_of(context)
+        tenant = request.tenant or caller.tenant
+        if tenant != caller.tenant and not caller.is_admin():
+            raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
+        tenants = self._with_quotas() if tenant == _EVERY_TENANT else [tenant]
+        return pb.QuotaResponse(server=self._stamp, tenants=map(self._quota_of, tenants))
+
+    def SetQuota(
+        self, request: pb.SetQuotaRequest, context: grpc.ServicerContext
+    ) -> pb.QuotaResponse:
+        """Change what a tenant may take, until the restart; all that is asked, or nothing."""
+        self._change_quota(request)
+        return pb.QuotaResponse(server=self._stamp, tenants=[self._quota_of(request.tenant)])
+
+    def _with_quotas(self) -> list[str]:
+        """Return the tenants that have a quota or a limit of their own."""
+        return sorted({*self._catalog.eviction.quota_tenants(), *self._limits.tenants()})
+
+    def _quota_of(self, tenant: str) -> pb.TenantQuota:
+        """Return what *tenant* takes and may take."""
+        limits = self._limits.of(tenant)
+        reply = pb.TenantQuota(
+            tenant=tenant,
+            chunks=limits.chunks,
+            requests_per_s=limits.requests_per_s,
+            leases=limits.leases,
+            used_leases=self._catalog.leases_of(tenant),
+        )
+        for tier, use in self._catalog.eviction.quotas_of(tenant).items():
+            reply.tiers.add(
+                tier=tier,
+                used_bytes=use.used_bytes,
+                quota_bytes=use.quota.limit_bytes,
+                guaranteed_bytes=use.quota.guaranteed_bytes,
+                used_chunks=use.chunks,
+            )
+        return reply
+
+    def _change_quota(self, request: pb.SetQuotaRequest) -> None:
+        """Do what *request* asks, or nothing of it. Raises InvalidRequestError."""
+        tenant = check_tenant(request.tenant)
+        now = self._limits.of(tenant)
+        given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
+        limits = replace(now, **given)
+        self._change_tier_quotas(tenant, request)
+        if given:
+            self._limits.set(tenant, limits)
+
+    def _change_tier_quotas(self, tenant: str, request: pb.SetQuotaRequest) -> None:
+        given = {
+            ours: getattr(request, of) for ours, of in _QUOTA_FIELDS.items() if request.HasField(of)
+        }
+        if not given:
+            return
+        known = self._catalog.eviction.quotas_of(tenant)
+        tiers = [request.tier] if request.tier else list(known)
+        if not known or not set(tiers) <= set(known):
+            fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
+            raise InvalidRequestError("tenant", (tenant, request.tier), fix)
+        changed = {tier: replace(known[tier].quota, **given) for tier in tiers}
+        self._catalog.eviction.set_quotas(tenant, changed)
+
+    # --- the server
+
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusResponse:
+        """Say how the server is; how much of it is used, and by whom, to admins alone."""
+        reply = pb.StatusResponse(
+            server=self._stamp,
+            version=self._identity.version,
+            state="draining" if self._sessions.is_draining else "serving",
+            uptime_s=self._clock() - self._identity.started_at,
+        )
+        tiers = [tier_status(status) for status in self._store.slot_statuses()]
+        if not principal_of(context).is_admin():
+            reply.tiers.extend(
+                pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
+            )
+            return reply
+        catalog, directory = self._catalog, self._store.directory
+        for tier in tiers:
+            catalog.eviction.policy_report(tier.name).fill(tier)
+        reply.tiers.extend(tiers)
+        reply.ghosts = catalog.evicted_count()
+        reply.gates.extend(map(gate_to_message, self._store.blends.gates.views()))
+        reply.sessions = len(self._sessions)
+        reply.leases = catalog.lease_count()
+        reply.counters.update(self._store.counters.snapshot())
+        reply.socket_path = str(self._data_plane.path) if self._data_plane else ""
+        if directory is not None:
+            reply.directory.CopyFrom(directory.report().to_message())
+        return reply
+
+    def Scrub(self, request: pb.ScrubRequest, context: grpc.ServicerContext) -> pb.ScrubResponse:
+        """Begin a pass if asked to, and say how far the one that runs is."""
+        if self._scrub is None:
+            raise InvalidRequestError("method", "Scrub", "this server does not scrub")
+        if request.bytes_per_s > MAX_SCRUB_BYTES_PER_S:
+            fix = f"at most {MAX_SCRUB_BYTES_PER_S}; 0 is no limit"
+            raise InvalidRequestError("bytes_per_s", request.bytes_per_s, fix)
+        self._checks.batch("tiers", len(request.tiers))
+        begun = request.begin and self._scrub.begin(list(request.tiers), request.bytes_per_s)
+        report = self._scrub.report()
+        return pb.ScrubResponse(
+            server=self._stamp,
+            begun=begun,
+            running=report.is_running,
+            passes=report.passes,
+            total_chunks=report.total_chunks,
+            checked_chunks=report.checked_chunks,
+            checked_bytes=report.checked_bytes,
+            damaged_chunks=report.damaged_chunks,
+            unread_chunks=report.unread_chunks,
+        )
+
+    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
+        """Take no more sessions, and write down what waits. Say whether all was."""
+        self._sessions.drain()
+        clean = self._store.drain(self._checks.deadline(request.deadline_ms))
+        return pb.DrainResponse(server=self._stamp, clean=clean)
+
+    def Trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceResponse:
+        """Return the lookups of a recording that nobody read yet."""
+        check_local(context.peer())
+        page = self._requests.read(request.recording, request.after)
+        records = [
+            pb.TraceRecord(
+                at_us=int(1e6 * one.at_s), chunks=one.names, ready=one.ready, tokens=one.tokens
+            )
+            for one in page.lookups
+        ]
+        return pb.TraceResponse(
+            server=self._stamp,
+            recording=page.recording,
+            records=records,
+            last=page.last,
+            lost=page.lost,
+        )
+
+    # --- explanations
+
+    def Explain(
+        self, request: pb.ExplainRequest, context: grpc.ServicerContext
+    ) -> pb.ExplainResponse:
+        """Say why chunks are hits or misses.
+
+        Raises PermissionDeniedError without a session from another host.
+        """
+        space = self._space(request, context.peer())
+        reply = pb.ExplainResponse(server=self._stamp)
+        if request.digests:
+            limit = max(self._checks.limits.max_batch_chunks, wire.MAX_EXPLAINED)
+            keys = wire.keys_of_digests(request.digests, space, limit)
+            found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
+            reply.hit_chunks = found.hit_chunks
+            reply.chunks.extend(fitting(map(_reason, found.reasons), wire.MESSAGE_BYTES))
+            reply.near.extend(fitting(map(_similar, found.similar), LIST_BYTES))
+            reply.left_out += len(found.reasons) + len(found.similar)
+            reply.left_out -= len(reply.chunks) + len(reply.near)
+        if request.recent:
+            self._add_recent(request.recent, reply)
+        if request.spaces:
+            spaces = self._explainer.spaces.all()
+            reply.spaces.extend(fitting(map(self._known, spaces), 2 * LIST_BYTES))
+            reply.left_out += len(spaces) - len(reply.spaces)
+        return reply
+
+    def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
+        log, gates = self._explainer.log, self._store.blends.gates.views()
+        misses, reports = log.misses(count), log.reports()
+        reply.recent.extend(fitting(self._misses(misses), LIST_BYTES))
+        reply.engines.extend(fitting(map(self._report, reports), LIST_BYTES))
+        reply.gates.extend(fitting(map(gate_to_message, gates), LIST_BYTES))
+        reply.left_out += len(misses) + len(reports) + len(gates)
+        reply.left_out -= len(reply.recent) + len(reply.engines) + len(reply.gates)
+
+    def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
+        if request.session_id:
+            if request.recent or request.spaces:
+                fix = "ask for recent misses and spaces without a session, on the server's host"
+                raise InvalidRequestError("session_id", request.session_id, fix)
+            return self._sessions.get(request.session_id).namespace
+        check_local(peer, "Explain without a session")
+        if request.digests and len(request.key_namespace) != DIGEST_BYTES:
+            raise InvalidRequestError(
+                "key_namespace", request.key_namespace.hex(), f"give {DIGEST_BYTES} bytes"
+            )
+        return Namespace(request.key_namespace)
+
+    def _known(self, space: ModelNamespace) -> pb.KnownSpace:
+        return _space_message(space, self._catalog.queries.count_in(space.namespace))
+
+    def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
+        for miss in misses:
+            others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
+            reason = self._explainer.of_miss(miss.facts, others)
+            yield pb.Miss(
+                ago_s=self._clock() - miss.at_s,
+                client=miss.session.client,
+                model_id=miss.session.representation.model_id,
+                chunks=miss.asked,
+                ready=miss.ready,
+                pending=miss.pending,
+                state=reason.state,
+                reason=reason.text,
+            )
+
+    def _report(self, report: Report) -> pb.EngineReport:
+        return pb.EngineReport(
+            ago_s=self._clock() - report.at_s,
+            client=report.session.client,
+            model_id=report.session.representation.model_id,
+            counts=dict(report.counts),
+        )
+
+
+def _reason(reason: Reason) -> pb.ChunkReason:
+    return pb.ChunkReason(
+        digest=reason.key[DIGEST_BYTES:],
+        state=reason.state,
+        reason=reason.text,
+        copies=[
+            pb.Copy(
+                tier=tier,
+                codec=codec_name(info.codec_id),
+                size_bytes=info.size_bytes,
+                fidelity=info.fidelity,
+            )
+            for tier, info in reason.copies
+        ],
+    )
+
+
+def _similar(similar: SimilarModel) -> pb.KnownSpace:
+    message = _space_message(similar.space, similar.chunks)
+    message.same_tokens = similar.has_tokens
+    message.differences.extend(
+        pb.Difference(field=one.field, stored=one.stored, asked=one.asked)
+        for one in similar.differing
+    )
+    return message
+
+
+def _space_message(space: ModelNamespace, chunks: int) -> pb.KnownSpace:
+    return pb.KnownSpace(
+        key_namespace=space.namespace,
+        representation=wire.representation_to_message(space.representation),
+        client=space.client,
+        chunks=chunks,
+    )

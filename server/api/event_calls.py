@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,15 +15,16 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     UnauthenticatedError,
 )
-from kvstore.proto.types import ROOT, Namespace
+from kvstore.proto.types import ROOT
 from kvstore.server.api.access_check import principal_of
 from kvstore.server.security.sessions import Principal
-from kvstore.server.telemetry.events import EventLog, EventReader, Held, Page
+from kvstore.server.telemetry.events import EventLog, EventReader, Page
 
 if TYPE_CHECKING:
     import grpc
 
-    from kvstore.server.security.sessions import Session, SessionTable
+    from kvstore.server.api.service import Backend
+    from kvstore.server.security.sessions import Session
 
 EVENT_READERS = 16
 """Each has a thread of its own while it reads."""
@@ -36,7 +37,7 @@ _LAST_S = 0.5
 """A call with so little time left ends, rather than be cut off."""
 
 
-class Seats:
+class ReaderSlots:
     """Who reads: so many at once, and so many of one tenant. Thread-safe."""
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Seats:
 
     @contextmanager
     def taken(self, tenant: str) -> Iterator[None]:
-        """Sit inside ``with``. Raises QuotaExceededError."""
+        """Have a slot inside ``with``. Raises QuotaExceededError."""
         with self._lock:
             if self._taken.total() >= EVENT_READERS:
                 raise QuotaExceededError("event_readers", EVENT_READERS, "this server")
@@ -62,60 +63,39 @@ class Seats:
                     del self._taken[tenant]
 
 
-class EventDesk:
-    """The log, what is *held* in the catalog, and who reads.
-
-    *holds* says whether a caller is still one; *on_restart* counts new beginnings.
-    """
-
-    def __init__(
-        self,
-        log: EventLog,
-        held: Held,
-        holds: Callable[[Principal], bool],
-        on_restart: Callable[[], object],
-    ) -> None:
-        self.log = log
-        self.holds = holds
-        self.seats = Seats()
-        self._held = held
-        self._on_restart = on_restart
-
-    def reader(self, space: Namespace | None = None) -> EventReader:
-        """Return a reader of the events of *space*, or of all."""
-        return EventReader(self.log, self._held, space, self._on_restart)
-
-
 class EventCalls:
-    """A part of the service. What it reads is set by the service's constructor."""
+    """Answers Events out of the backend's log, if there is one. Thread-safe."""
 
-    _sessions: SessionTable
-    _clock: Callable[[], float]
-    _stamp: pb.Server
-    events: EventDesk | None = None
+    def __init__(self, backend: Backend) -> None:
+        self._sessions = backend.sessions
+        self._clock = backend.checks.clock
+        self._stamp = backend.stamp
+        self._log = backend.events
+        self._authenticator = backend.trust.authenticator if backend.trust else None
+        self._slots = ReaderSlots()
 
     def Events(
         self, request: pb.EventsRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.EventsResponse]:
         """Tell a reader what comes and goes until it, its session or the server ends."""
-        desk = self.events
-        if desk is None:
+        log = self._log
+        if log is None:
             raise InvalidRequestError("method", "Events", "this server keeps no events")
         session = self._sessions.get(request.session_id) if request.session_id else None
-        with desk.seats.taken("" if session is None else session.tenant):
-            reader = desk.reader(None if session is None else session.namespace)
+        with self._slots.taken("" if session is None else session.tenant):
+            reader = log.reader(None if session is None else session.namespace)
             if request.boot_id == self._stamp.boot_id:
                 reader.go_on(request.cursor)  # which may look through the whole log
-            yield from self._told(reader, session, context, desk)
+            yield from self._told(log, reader, session, context)
 
     def _told(
         self,
+        log: EventLog,
         reader: EventReader,
         session: Session | None,
         context: grpc.ServicerContext,
-        desk: EventDesk,
     ) -> Iterator[pb.EventsResponse]:
-        log, caller = desk.log, principal_of(context)
+        caller = principal_of(context)
         heard_at = self._clock()
         while context.is_active() and not log.wait(0.0):
             left_s = context.time_remaining()
@@ -123,7 +103,7 @@ class EventCalls:
                 return
             if session is not None and session.is_closed:
                 raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
-            if session is None and not desk.holds(caller):  # sessions end with who opened them
+            if session is None and not self._knows(caller):  # sessions end with who opened them
                 raise UnauthenticatedError("credentials: not valid any more; call with others")
             page = reader.poll()
             now = self._clock()
@@ -135,6 +115,10 @@ class EventCalls:
                 heard_at = now
             else:
                 log.wait(POLL_S)
+
+    def _knows(self, caller: Principal) -> bool:
+        """Whether *caller*'s credentials are still valid."""
+        return self._authenticator is None or self._authenticator.holds(caller)
 
 
 def _message(page: Page, stamp: pb.Server) -> pb.EventsResponse:

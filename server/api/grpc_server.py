@@ -1,4 +1,4 @@
-"""The gRPC server, bound to its address."""
+"""The gRPC server, bound to its address, and what answers its calls."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
+from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.api.access_check import Gatekeeper
+from kvstore.server.api.admin_calls import AdminCalls
+from kvstore.server.api.event_calls import EventCalls
 from kvstore.server.api.interceptors import ErrorInterceptor
 from kvstore.server.api.load_shedding import Overload
 from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import join_endpoint, unresolved
+from kvstore.server.store.explain import Explainer
+from kvstore.server.telemetry.request_trace import RequestLog
 
+SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"]
 MESSAGE_SLACK_BYTES = 1 << 20
 REQUESTS_PER_WORKER = 8
 PENDING_CALLS = 64
@@ -31,6 +38,24 @@ HANDSHAKE_MS = 20_000
 HEALTH_WORKERS = 2
 """Threads of the health service that has a port of its own."""
 HEALTH_CONNECTIONS = 64
+
+
+def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
+    """Return what answers every RPC of kvstore.v1 over *backend*."""
+    store, clock = backend.store, backend.checks.clock
+    explainer = Explainer(
+        store.catalog, store.tiers.sources, store.catalog.outcomes, clock, store.states,
+        store.spaces,
+    )  # fmt: skip
+    backend.sessions.on_open.append(explainer.spaces.note)
+    requests = RequestLog(clock)
+    data, admin = DataCalls(backend, explainer, requests), AdminCalls(backend, explainer, requests)
+    servicer = kvstore_pb2_grpc.KVStoreServicer()
+    for part in (data, admin, EventCalls(backend)):
+        for method in SERVICE.methods:
+            if hasattr(part, method.name):
+                setattr(servicer, method.name, getattr(part, method.name))
+    return servicer
 
 
 def bind(

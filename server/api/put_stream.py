@@ -11,7 +11,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import parse_header
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.wire import hints_from_message
@@ -29,7 +29,7 @@ class _Incoming:
     ticket: AnyTicket | None
     frame_bytes: int
     room: Bytes | None = None
-    check: FrameCheck | None = None
+    check: FrameVerifier | None = None
     """None: it is checked when it is whole."""
     received_bytes: int = 0
 
@@ -131,7 +131,7 @@ class PutStream:
         assert incoming is not None
         incoming.received_bytes += size_bytes
         if incoming.check is not None:
-            incoming.check.follow((incoming.received_bytes,))
+            incoming.check.update(incoming.received_bytes)
         if incoming.received_bytes < incoming.frame_bytes:
             return
         self._incoming = None
@@ -191,5 +191,5 @@ class PutStream:
             # Ours: the end of the session must not free what we write into.
             room = self._store.writes.view(begun)
             is_whole = isinstance(begun, PutTicket)
-            check = FrameCheck(room, info.key, header.header_bytes) if is_whole else None
+            check = FrameVerifier(room, info.key, header.header_bytes) if is_whole else None
             self._incoming = _Incoming(begun, frame_bytes, room, check)

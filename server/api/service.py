@@ -1,4 +1,7 @@
-"""The gRPC service: checks messages, asks the store, answers. No decision is made here."""
+"""The RPCs of data: sessions, lookups, gets and puts, blending, other servers' memory.
+
+Messages are checked here and passed on. No decision is made here.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +9,50 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING, cast
 
 import grpc
-from typing_extensions import override
 
 from kvstore.codecs.base import CODECS
+from kvstore.proto import blend_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import kvstore_pb2_grpc, wire
-from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.buffers import as_bytes
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
+from kvstore.proto.guest_token import GUEST_S
 from kvstore.proto.places import Reach
 from kvstore.proto.shm import pid_namespace
 from kvstore.proto.text import check_text
-from kvstore.proto.types import KEY_BYTES, ChunkKey, PutOutcome
+from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
 from kvstore.server.api.access_check import principal_of
-from kvstore.server.api.admin_calls import KeepCalls
-from kvstore.server.api.blend_calls import BlendCalls
-from kvstore.server.api.codec_calls import CodecCalls
-from kvstore.server.api.device_calls import DeviceCalls
-from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.explain_messages import ExplainDesk
 from kvstore.server.api.get_stream import REACH, GetStream
-from kvstore.server.api.hand_over_calls import HandOverCalls
 from kvstore.server.api.layered_put import LayeredPutStream
-from kvstore.server.api.look_calls import LookCalls
-from kvstore.server.api.peer_calls import PeerCalls
 from kvstore.server.api.put_stream import PutStream
-from kvstore.server.api.quota_calls import QuotaCalls
-from kvstore.server.api.quota_service import QuotaDesk
-from kvstore.server.api.scrub_calls import ScrubCalls
-from kvstore.server.api.status_calls import StatusCalls
 from kvstore.server.api.unix_server import DataPlane
-from kvstore.server.api.validation import Checks, fidelity, outcomes
+from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
 from kvstore.server.index.results import Leasing
 from kvstore.server.security.pools import Standings
-from kvstore.server.security.sessions import SessionTable
+from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
+from kvstore.server.store.explain import Explainer
+from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import PutResult
-from kvstore.server.telemetry.request_trace import RequestLog, check_local
+from kvstore.server.store.writes import PutResult, check_put
+from kvstore.server.telemetry.events import EventLog
+from kvstore.server.telemetry.request_trace import RequestLog
+
+if TYPE_CHECKING:
+    from kvstore.server.cluster.peer_tier import PeerTier
+    from kvstore.server.store.device_puts import DevicePuts
 
 MAX_CLIENT_CHARS = 128
+MAX_NODE_ID_CHARS = 128
+MAX_TOLD_PEERS = 16
+"""Of those that are there; clients learn of further ones as they read what these have."""
 MAX_READ_PEERS = 64
 """Other servers that one get is let read from; more of those that it names are passed over."""
+_NO_DEVICE = "this server takes no puts out of device memory: start it with gpu"
+_NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,54 +67,56 @@ class Identity:
     bulk_certificate: bytes = b""
 
 
-_NO_KEY = ChunkKey(bytes(KEY_BYTES))
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What the RPCs of one server work on; None where it has no such part."""
+
+    store: Store
+    sessions: SessionTable
+    checks: Checks
+    identity: Identity
+    trust: Trust | None = None
+    data_plane: DataPlane | None = None
+    device_puts: DevicePuts | None = None
+    scrub: Scrub | None = None
+    events: EventLog | None = None
+
+    @property
+    def stamp(self) -> pb.Server:
+        """What each reply says of the server."""
+        features = wire.FEATURE_SHARED_MEMORY if self.data_plane is not None else 0
+        features |= wire.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
+        return pb.Server(boot_id=self.identity.boot_id, features=features)
+
+    @property
+    def standings(self) -> Standings:
+        """In whose name callers may act."""
+        return self.trust.standings if self.trust else Standings()
 
 
-class KVStoreService(
-    BlendCalls,
-    DeviceCalls,
-    HandOverCalls,
-    StatusCalls,
-    QuotaCalls,
-    ScrubCalls,
-    CodecCalls,
-    EventCalls,
-    KeepCalls,
-    LookCalls,
-    PeerCalls,
-    kvstore_pb2_grpc.KVStoreServicer,
-):
-    """Every RPC of kvstore.v1."""
+class DataCalls:
+    """Answers the RPCs of data. *explainer* and *requests* record lookups. Thread-safe."""
 
-    def __init__(
-        self,
-        store: Store,
-        sessions: SessionTable,
-        data_plane: DataPlane | None,
-        checks: Checks,
-        identity: Identity,
-        trust: Trust | None = None,
-    ) -> None:
-        self._standings = trust.standings if trust else Standings()
-        self._quotas = QuotaDesk(store.catalog, trust.limits if trust else None)
-        self._store = store
-        self._sessions = sessions
-        self._data_plane = data_plane
-        self._checks = checks
-        self._identity = identity
-        self._clock = checks.clock
-        self._log = RequestLog(checks.clock)
-        self._explain = ExplainDesk(store, sessions, checks)
-        features = wire.FEATURE_SHARED_MEMORY if data_plane is not None else 0
-        features |= wire.FEATURE_DURABLE_PUT if store.can_be_durable else 0
-        self._stamp = pb.Server(boot_id=identity.boot_id, features=features)
+    def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
+        self._store = backend.store
+        self._sessions = backend.sessions
+        self._checks = backend.checks
+        self._blend_checks = BlendChecks(backend.checks)
+        self._clock = backend.checks.clock
+        self._identity = backend.identity
+        self._standings = backend.standings
+        self._data_plane = backend.data_plane
+        self._device_puts = backend.device_puts
+        self._stamp = backend.stamp
+        self._explainer = explainer
+        self._requests = requests
 
     # --- sessions
 
-    @override
     def OpenSession(
         self, request: pb.OpenSessionRequest, context: grpc.ServicerContext
     ) -> pb.OpenSessionResponse:
+        """Open a session for a client of one model."""
         client = check_text("client", request.client, MAX_CLIENT_CHARS)
         representation = wire.representation_from_message(request.representation)
         caller = principal_of(context)
@@ -140,25 +147,25 @@ class KVStoreService(
             weighs=self._store.weighs(standing.tenant),
         )
 
-    @override
     def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatResponse:
-        self._explain.heard(request, self._sessions.get(request.session_id))
+        """Keep a session open, and take what its engine counted."""
+        self._explainer.log.report(self._sessions.get(request.session_id), request.counts)
         draining = self._sessions.is_draining
         return pb.HeartbeatResponse(server=self._stamp, draining=draining, peers=self._lent())
 
-    @override
     def CloseSession(
         self, request: pb.CloseSessionRequest, context: grpc.ServicerContext
     ) -> pb.CloseSessionResponse:
+        """End a session; one that is gone is fine."""
         self._sessions.close_owned(request.session_id, principal_of(context))
         return pb.CloseSessionResponse(server=self._stamp)
 
     # --- reading
 
-    @override
     def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupResponse:
+        """Say how many of a prompt's first chunks are there, and lease them."""
         started = self._clock()
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
@@ -174,8 +181,8 @@ class KVStoreService(
             min_fidelity=least,
             engine=wire.engine_from_message(request),
         )
-        self._log.note(keys, match.ready, request.prefill.tokens)
-        self._explain.looked_up(session, keys, match, least)
+        self._requests.note(keys, match.ready, request.prefill.tokens)
+        self._explainer.record_lookup(session, keys, match, least)
         wants_places = request.places and match.lease_id and self._data_plane is not None
         reply = pb.LookupResponse(
             server=self._stamp,
@@ -193,8 +200,8 @@ class KVStoreService(
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
-    @override
     def Plan(self, request: pb.PlanRequest, context: grpc.ServicerContext) -> pb.PlanResponse:
+        """Order the prompts of a batch, and keep the chunks that they share."""
         session = self._sessions.get(request.session_id)
         ttl_ms = self._checks.plan_ttl_ms(request.ttl_ms)
         self._checks.batch("lengths", len(request.lengths))
@@ -209,10 +216,10 @@ class KVStoreService(
             peak_chunks=plan.peak_chunks,
         )
 
-    @override
     def Get(
         self, request: pb.GetRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GetResponse]:
+        """Yield chunks' frames or places; a lease of this call's own ends with it."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
@@ -252,10 +259,10 @@ class KVStoreService(
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
         return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
-    @override
     def Release(
         self, request: pb.ReleaseRequest, context: grpc.ServicerContext
     ) -> pb.ReleaseResponse:
+        """End leases."""
         session = self._sessions.get(request.session_id)
         self._checks.batch("lease_ids", len(request.lease_ids))
         hints = wire.hints_from_message(request.hints)
@@ -264,20 +271,20 @@ class KVStoreService(
 
     # --- writing
 
-    @override
     def Put(
         self, request_iterator: Iterator[pb.PutRequest], context: grpc.ServicerContext
     ) -> pb.PutResponse:
+        """Store the frames of a stream."""
         first = next(request_iterator, None)
         kind = LayeredPutStream if first is not None and first.layer_major else PutStream
         messages = request_iterator if first is None else chain((first,), request_iterator)
         results = kind(self._store, self._sessions, self._checks).run(messages)
         return pb.PutResponse(server=self._stamp, **outcomes(results))
 
-    @override
     def Reserve(
         self, request: pb.ReserveRequest, context: grpc.ServicerContext
     ) -> pb.ReserveResponse:
+        """Set CPU memory aside for chunks that come by shared memory."""
         session = self._sessions.get(request.session_id)
         self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
         asked = self._checks.reserved(session, request)
@@ -297,8 +304,8 @@ class KVStoreService(
             ]
         return pb.ReserveResponse(server=self._stamp, reservation_ids=tickets, **outcomes(answers))
 
-    @override
     def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
+        """Copy reserved chunks from the session's staging memory, and store them."""
         session = self._sessions.get(request.session_id)
         if len(request.reservation_ids) != len(request.offsets):
             raise InvalidRequestError(
@@ -327,52 +334,142 @@ class KVStoreService(
             results = self._store.harden(keys, results, self._checks.deadline(request.deadline_ms))
         return pb.CommitResponse(server=self._stamp, **outcomes(results))
 
-    @override
     def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
+        """Give reservations back."""
         session = self._sessions.get(request.session_id)
         self._checks.batch("reservation_ids", len(request.reservation_ids))
         aborted = sum(self._store.writes.abort(session, i) for i in request.reservation_ids)
         return pb.AbortResponse(server=self._stamp, aborted=aborted)
 
-    # --- keeping and forgetting
+    def PutDevice(
+        self, request: pb.PutDeviceRequest, context: grpc.ServicerContext
+    ) -> pb.PutResponse:
+        """Put frames out of the session's ring."""
+        session = self._sessions.get(request.session_id)
+        count = len(request.headers)
+        self._checks.batch("headers", count)
+        if count != len(request.offsets):
+            raise InvalidRequestError("offsets", len(request.offsets), "give one for each header")
+        hints = wire.hints_from_message(request.hints)
+        deadline = self._checks.deadline(request.deadline_ms)
+        headers = [self._raw_header(session, data) for data in request.headers]
+        if self._device_puts is None:
+            results = [PutResult(PutOutcome.refused, _NO_DEVICE)] * count
+        else:
+            frames = list(zip(headers, request.offsets, strict=True))
+            results = self._device_puts.put(session, frames, request.event, deadline, hints)
+        return pb.PutResponse(server=self._stamp, **outcomes(results))
 
-    @override
-    def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
-        if request.if_damaged:
-            return self._drop_damaged(request)
+    def _raw_header(self, session: Session, data: bytes) -> FrameHeader:
+        """Return the header of a raw frame that *session* may put. Raises what it is not."""
+        header = parse_header(as_bytes(data))
+        if len(data) != header.header_bytes:
+            raise InvalidRequestError("headers", len(data), f"this one has {header.header_bytes}")
+        info, _ = self._checks.header(session, header, header.frame_bytes)
+        check_put(header, info, session)
+        wanted = (0, raw_frame_bytes(header.layout))
+        if (header.codec_id, header.frame_bytes) != wanted:
+            found = (header.codec_id, header.frame_bytes)
+            raise InvalidRequestError("codec_id, frame_bytes", found, f"raw: {wanted}")
+        return header
+
+    def Promise(
+        self, request: pb.PromiseRequest, context: grpc.ServicerContext
+    ) -> pb.PromiseResponse:
+        """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        deleted, leased = self._store.delete(keys, self._checks.deadline(0))
-        return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
+        pending = self._store.announcements.announce(session, keys, request.ttl_ms)
+        return pb.PromiseResponse(server=self._stamp, pending=pending)
 
-    # --- the server
+    def Weigh(self, request: pb.WeighRequest, context: grpc.ServicerContext) -> pb.WeighResponse:
+        """Remember which tokens of chunks matter, until they are encoded."""
+        session = self._sessions.get(request.session_id)
+        keys = self._checks.keys(session, request.digests)
+        if len(request.weights) != len(keys):
+            raise InvalidRequestError("weights", len(request.weights), f"{len(keys)} chunks")
+        for weights in request.weights:
+            if not 0 < len(weights) <= MAX_CHUNK_TOKENS:
+                fix = f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
+                raise InvalidRequestError("weights", len(weights), fix)
+        for key, weights in zip(keys, request.weights, strict=True):
+            self._store.importance.note(key, weights)
+        return pb.WeighResponse(server=self._stamp)
 
-    @override
-    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
-        self._sessions.drain()
-        clean = self._store.drain(self._checks.deadline(request.deadline_ms))
-        return pb.DrainResponse(server=self._stamp, clean=clean)
+    # --- blending
 
-    @override
-    def Explain(
-        self, request: pb.ExplainRequest, context: grpc.ServicerContext
-    ) -> pb.ExplainResponse:
-        return self._explain.answer(request, context.peer(), self._stamp)
+    def Resolve(
+        self, request: pb.ResolveRequest, context: grpc.ServicerContext
+    ) -> pb.ResolveResponse:
+        """Say what can stand in for the segments of a prompt, under a lease."""
+        started = self._clock()
+        session = self._sessions.get(request.session_id)
+        question = self._blend_checks.question(session, request)
+        blends = self._store.blends
+        found = blends.resolve(session, question)
+        reply = blend_wire.resolution_to_message(found, blends.tier_names, self._stamp)
+        reply.server_us = int(1e6 * (self._clock() - started))
+        return reply
 
-    @override
-    def Trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceResponse:
-        check_local(context.peer())
-        page = self._log.read(request.recording, request.after)
-        records = [
-            pb.TraceRecord(
-                at_us=int(1e6 * one.at_s), chunks=one.names, ready=one.ready, tokens=one.tokens
-            )
-            for one in page.lookups
-        ]
-        return pb.TraceResponse(
+    def ReportReuse(
+        self, request: pb.ReportReuseRequest, context: grpc.ServicerContext
+    ) -> pb.ReportReuseResponse:
+        """Take in what an engine measured; all of it, or an error that names what is wrong."""
+        session = self._sessions.get(request.session_id)
+        blends, checks = self._store.blends, self._blend_checks
+        try:
+            keys = checks.report_keys(session, request)
+            report = checks.report(request, keys, blends.variant_tokens(keys))
+        except InvalidRequestError:
+            self._store.counters.add("blend_refused_reports")
+            raise
+        gate = blends.report(session, report)
+        return pb.ReportReuseResponse(server=self._stamp, gate=blend_wire.gate_to_message(gate))
+
+    # --- other servers
+
+    def OpenPeer(
+        self, request: pb.OpenPeerRequest, context: grpc.ServicerContext
+    ) -> pb.OpenPeerResponse:
+        """Let another server in, which may only read, on the bulk channel."""
+        node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS, least=1)
+        if not self._identity.bulk_address:
+            raise InvalidRequestError("bulk", "off", "peers read through it: start with --bulk")
+        session = self._sessions.open_peer(node_id, principal_of(context))
+        return pb.OpenPeerResponse(
             server=self._stamp,
-            recording=page.recording,
-            records=records,
-            last=page.last,
-            lost=page.lost,
+            session_id=session.session_id,
+            attach_token=session.attach_token,
+            heartbeat_ms=self._sessions.ttl_ms,
+            max_frame_bytes=self._checks.limits.max_frame_bytes,
+            max_batch_chunks=self._checks.limits.max_batch_chunks,
+            bulk_address=self._identity.bulk_address,
+            bulk_certificate=self._identity.bulk_certificate,
+        )
+
+    def _lent(self) -> list[int]:
+        """Return the other servers that a client had better know before it reads from them."""
+        slot = self._store.moves.tiers.remote
+        return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
+
+    def LendPeer(
+        self, request: pb.LendPeerRequest, context: grpc.ServicerContext
+    ) -> pb.LendPeerResponse:
+        """Let a client read chunks of its namespace from another server's memory itself."""
+        session = self._sessions.get(request.session_id)
+        slot = self._store.moves.tiers.remote
+        peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
+        if peer is None:
+            raise InvalidRequestError("number", request.number, "of no server that is known")
+        lent = peer.let_guest(session.namespace)
+        if lent is None:
+            raise TierUnavailableError("peer", f"{peer.address}: is not up")
+        return pb.LendPeerResponse(
+            server=self._stamp,
+            bulk_address=lent.address,
+            bulk_certificate=lent.certificate,
+            session_id=lent.guest.session_id,
+            until_s=lent.guest.until_s,
+            token=lent.guest.token,
+            valid_ms=1000 * GUEST_S,
         )

@@ -12,11 +12,11 @@ from kvstore.proto.calls import METHODS, Packet, pack_answer, pack_failure, unpa
 from kvstore.proto.errors import KVStoreError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.api.interceptors import told
-from kvstore.server.api.service import KVStoreService
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session
 
 if TYPE_CHECKING:
+    from kvstore.proto.kvstore_pb2_grpc import KVStoreServicer
     from kvstore.server.telemetry.tracing import Tracing
 
 _NO_CONTEXT: Any = None
@@ -32,7 +32,7 @@ class LocalCalls:
 
     def __init__(
         self,
-        service: KVStoreService,
+        service: KVStoreServicer,
         authorizer: Authorizer | None = None,
         after_lookup: Callable[[], None] = lambda: None,
     ) -> None:

@@ -67,12 +67,12 @@ class ContentReader:
     def _named(self, slot: TierSlot, info: ChunkInfo) -> Named | None:
         """Return what the frame's header says. Raises KVStoreErrors."""
         head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)
-        if not slot.guarded(lambda: slot.tier.read_into(info.key, head)):
+        if not slot.guarded(lambda: slot.tier.read(info.key, head)):
             return None
         longer = stated_header_bytes(head) if len(head) >= FIXED_BYTES else 0
         if len(head) < longer <= info.size_bytes:
             head = np.empty(longer, np.uint8)
-            if not slot.guarded(lambda: slot.tier.read_into(info.key, head)):
+            if not slot.guarded(lambda: slot.tier.read(info.key, head)):
                 return None
         header = parse_header(head)
         if header.key != info.key:

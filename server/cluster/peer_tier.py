@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import ClassVar
@@ -19,6 +19,7 @@ from typing_extensions import override
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.cluster.peer import Peer
 from kvstore.server.cluster.peers import Offer, Peers
@@ -218,20 +219,13 @@ class PeerTier(Tier):
         return [found[0] for found in known if found is not None]
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         """Fill *out* with the frame's bytes from *offset*. False when no peer has it any more."""
-        with closing(self._steps(key, out, offset)) as steps:
-            return sum(1 for _ in steps) > 0
-
-    @override
-    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
-        """Fill *out* with the frame, and yield how many bytes have come."""
-        return self._steps(key, out, 0)
-
-    def _steps(self, key: ChunkKey, out: Bytes, offset: int) -> Generator[int, None, None]:
         offer = self._offer(key)
         if offer is None:
-            return
+            return False
         sender = None
         try:
             more = self._next_offers(key)
@@ -239,12 +233,14 @@ class PeerTier(Tier):
                 for sender, arrived in steps:
                     if arrived == len(out):
                         self._sent(key, sender)
-                    yield arrived
+                    if verifier is not None:
+                        verifier.update(arrived)
         except TierUnavailableError:
             self._withdraw(key, sender)
             raise
         if sender is None:
             self.delete(key)
+        return sender is not None
 
     def _withdraw(self, key: ChunkKey, sender: Peer | None) -> None:
         """The *sender* of *key* has failed at it: the others are left."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import policy_instead_of
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import EvictionPolicy
 
-_PLACES = {
+_PLACES = {  # of each of proto's POLICIES
     "lru": "lru:LruEviction",
     "marconi": "marconi:MarconiEviction",
     "hit_density": "hit_density:HitDensityEviction",
@@ -17,27 +18,7 @@ _PLACES = {
     "learned": "learned:LearnedEviction",
 }
 
-POLICIES = tuple(_PLACES)
-"""The names there are."""
-
-REPLACED = {
-    "adaptive": "hit_density",
-    "discard_bit": "discard_hint",
-    "gdsf": "hit_density",
-    "lfu": "hit_density",
-    "marconi_linear": "hit_density",
-    "s3fifo": "hit_density",
-}
-"""Names that are gone, and what to write instead."""
-
 _HAVE_DEADLINES = {"hit_density", "learned"}
-
-
-def instead_of(name: str, known: Sequence[str] = POLICIES) -> str:
-    """Return what to write for *name*, which is none of *known*: its successor, or one of them."""
-    if name in REPLACED:
-        return f"{REPLACED[name]}, which replaces {name}"
-    return f"one of {', '.join(known)}"
 
 
 def make_policy(
@@ -51,7 +32,7 @@ def make_policy(
     """
     place = _PLACES.get(name)
     if place is None:
-        raise InvalidRequestError("policy", name, instead_of(name))
+        raise InvalidRequestError("policy", name, policy_instead_of(name))
     module, _, noun = place.partition(":")
     kind = getattr(import_module(f"kvstore.server.eviction.{module}"), noun)
     policy: EvictionPolicy

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server.security.sessions import Principal
-from kvstore.server.settings.rules import SharedPools
+from kvstore.server.settings.rules import Pool
 
 PREFIX = "pool:"
 """Of the name that a pool has as a tenant; no tenant's own name has a colon."""
@@ -24,7 +25,7 @@ class Standing:
 class Standings:
     """Decides whose chunks a session is about: the caller's own, or those of a pool."""
 
-    pools: SharedPools = field(default_factory=SharedPools)
+    pools: Sequence[Pool] = ()
 
     def of(self, principal: Principal, asked: str) -> Standing:
         """Return where *principal* stands in what it *asked* for: nothing, its tenant or a pool.
@@ -33,7 +34,7 @@ class Standings:
         """
         if asked in ("", principal.tenant):
             return Standing(principal.tenant, principal.roles)
-        for pool in self.pools.rules:
+        for pool in self.pools:
             if asked == PREFIX + pool.name:
                 roles = pool.roles(principal.tenant) & principal.roles
                 if roles:

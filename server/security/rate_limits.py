@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from kvstore.proto.errors import InvalidRequestError, QuotaExceededError
+from kvstore.server.settings.values import BUCKETS, EVERY_OTHER, MAX_LIMIT
 
 LINES_PER_S = 20
 """Of log lines of one kind; more are counted in the next one."""
@@ -75,13 +76,6 @@ class LogLimit:
         return fields
 
 
-EVERY_OTHER = "*"
-"""In the settings: the limits of each tenant that is not named."""
-MAX_LIMIT = 1 << 40
-BUCKETS = 4096
-"""Tenants whose rate is watched; one that was not heard of longest may begin with a full bucket."""
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of one tenant: chunks on each tier, requests a second, leases at once. 0: no limit."""
@@ -139,7 +133,7 @@ class TenantLimits:
             if bucket is None:
                 bucket = self._buckets[tenant] = RateLimit(rate, self._clock)
             self._buckets.move_to_end(tenant)
-            while len(self._buckets) > BUCKETS:
+            while len(self._buckets) > BUCKETS:  # which may begin with a full bucket again
                 self._buckets.popitem(last=False)
         if bucket.take() is None:
             raise QuotaExceededError("requests_per_s", rate, f"tenant {tenant!r}")

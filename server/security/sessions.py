@@ -25,7 +25,7 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
-from kvstore.server.settings.rule_list import TENANT_FIX, TENANT_NAME
+from kvstore.server.settings.values import TENANT_FIX, TENANT_NAME
 from kvstore.tiers.base import DEFAULT_TENANT
 
 ROLES = frozenset({"read", "write", "admin", "peer"})

@@ -14,11 +14,9 @@ from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.certificates import Revocations, parse_revocations
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
 from kvstore.server.security.pools import Standings
-from kvstore.server.security.rate_limits import TenantLimits
+from kvstore.server.security.rate_limits import Limits, TenantLimits
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.watched_file import WatchedFile
-from kvstore.server.settings.limit_rules import TenantLimitRules
-from kvstore.server.settings.rules import SharedPools
 from kvstore.server.settings.settings import Settings
 
 
@@ -48,9 +46,12 @@ class Trust:
             wall_clock=time.time,
             revocations=_revocations(config),
         )
-        rules = config.tenant_limits or TenantLimitRules()
-        self.limits = TenantLimits(rules.limits, clock)
-        self.standings = Standings(config.shared_pools or SharedPools())
+        limits = {
+            rule.tenant: Limits(rule.chunks, rule.requests_per_s, rule.leases)
+            for rule in config.tenant_limits
+        }
+        self.limits = TenantLimits(limits, clock)
+        self.standings = Standings(config.shared_pools)
         path = config.audit_log
         self.audit = AuditLog(path, config.audit_bytes, time.time) if path is not None else None
         self.authorizer = Authorizer(

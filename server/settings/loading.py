@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.checks import ConflictError, Problem
-from kvstore.server.settings.values import format_size
+from kvstore.server.settings.values import format_size, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
@@ -167,12 +167,10 @@ def _value_name(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    value = field.default
-    if field.default_factory is not None or value is None or isinstance(value, bool):
+    if field.default_factory is not None or isinstance(field.default, bool):
         return ""
-    if "SIZE" in field.metadata:
-        value = format_size(value)
-    return f" (default {','.join(value) if isinstance(value, tuple) else value})"
+    value = as_written(field.default, field)
+    return "" if value is None else f" (default {value})"
 
 
 def refusal(
@@ -267,18 +265,22 @@ def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
     values: dict[str, object] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if name == "redis_url" and value is not None:
-            value = _masked(value)
-        elif isinstance(value, tuple):
-            value = ",".join(value)
-        elif isinstance(value, BaseModel | Path):
-            value = str(value)
-        elif "SIZE" in field.metadata:
-            value = format_size(value)
-        values[name] = value
+        is_secret = name == "redis_url" and value is not None
+        values[name] = _masked(value) if is_secret else as_written(value, field)
     if origins is None:
         return format_settings(values, {})
     return format_settings(values, dict.fromkeys(values, "default") | dict(origins))
+
+
+def as_written(value: object, field: FieldInfo) -> object:
+    """Return the *value* of a setting as a YAML file has it: a scalar that reads back."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or None
+    if isinstance(value, Mapping):
+        return text_by_tier(value)
+    if isinstance(value, int) and "SIZE" in field.metadata:
+        return format_size(value)
+    return str(value) if isinstance(value, BaseModel | Path) else value
 
 
 def _masked(url: str) -> str:

@@ -1,103 +1,251 @@
-"""Settings that are more than one value: policies, quotas, shared pools, disks, a GPU."""
+"""Settings that are more than one value, and the one way in which they are written as text."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from typing_extensions import override
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
+from kvstore.codecs.base import CODECS, codec_by_name
+from kvstore.codecs.base import REPLACED as REPLACED_CODECS
+from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.plans import MAX_CATEGORY_CHARS
-from kvstore.server.eviction.quotas import MAX_PARTITIONS, Quota
-from kvstore.server.eviction.registry import POLICIES, instead_of
+from kvstore.proto.types import POLICIES, Fidelity, policy_instead_of
 from kvstore.server.settings.loading import user_folder
-from kvstore.server.settings.rule_list import RuleList, check_tenant_name
 from kvstore.server.settings.values import (
+    BUCKETS,
+    EVERY_OTHER,
     GIB,
+    MAX_LIMIT,
     TIER_NAMES,
     OwnPath,
     Size,
     TierSize,
+    check_tenant_name,
     format_size,
 )
 
-MAX_QUOTAS = MAX_PARTITIONS // 2
-"""Of tenants, and of categories."""
+AUTO = "auto"
+CODED_TIERS = ("disk", "redis")
+"""Tiers whose frames need not be raw."""
+MAX_TENANT_CODECS = 1024
+MAX_QUOTAS = 7
+"""Of tenants, and of categories: what the policies have columns for."""
 MAX_CATEGORIES = 1024
 MAX_TTL_S = 30 * 24 * 3600
 MAX_POOLS = 256
 MAX_DISKS = 64
-EVERYBODY = "*"
-"""In a shared pool: every tenant."""
 
+_STRICT = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
 
-
-def parse_ttl(value: object) -> int:
-    """Return seconds from a number or from text such as ``10min``. Raises ValueError."""
-    match = _TTL.fullmatch(str(value).strip())
-    seconds = -1 if match is None else int(match[1]) * _SECONDS[match[2]]
-    if not 0 <= seconds <= MAX_TTL_S:
-        raise ValueError("give a time to live as 90s, 10min, 2h or 7d, 30d at most; 0 for none")
-    return seconds
+RuleT = TypeVar("RuleT", bound=BaseModel)
 
 
-def _known(name: str) -> str:
+@dataclass(frozen=True, slots=True)
+class RuleForm:
+    """How rules of one kind are written: ``PLACE=TERMS``, with commas between them.
+
+    ``place`` names the fields before the equals sign, which have slashes between them, and
+    ``terms`` those after it, which have colons; those that end in ``?`` may be left out. ``text``
+    says what to give. ``comma`` matches what is between two rules, ``most`` is how many there are.
+    """
+
+    text: str
+    place: Sequence[str]
+    terms: Sequence[str]
+    most: int
+    comma: str = ","
+
+    def parse(self, value: object) -> object:
+        """Return the fields of each rule in *value*, text or a list. Raises ValueError."""
+        texts = re.split(self.comma, value) if isinstance(value, str) else value
+        if texts is None:
+            return ()
+        if not isinstance(texts, list | tuple):
+            return value  # refused as what it is
+        return tuple(self._fields(one) if isinstance(one, str) else one for one in texts if one)
+
+    def _fields(self, text: str) -> dict[str, str]:
+        place, equals, terms = text.strip().partition("=")
+        found = place.split("/", len(self.place) - 1), terms.split(":", len(self.terms) - 1)
+        given = {
+            name.rstrip("?"): part
+            for names, parts in zip((self.place, self.terms), found, strict=True)
+            for name, part in zip(names, parts, strict=False)
+            if part
+        }
+        needed = {name for name in (*self.place, *self.terms) if not name.endswith("?")}
+        if not equals or not needed <= given.keys() or not terms.strip(":"):
+            raise ValueError(f"give {self.text}")
+        return given
+
+    def check(self, rules: tuple[RuleT, ...]) -> tuple[RuleT, ...]:
+        """Return *rules*. Raises ValueError for two of one place, and for too many."""
+        names = [name.rstrip("?") for name in self.place]
+        if len({tuple(getattr(rule, name) for name in names) for rule in rules}) < len(rules):
+            once = " once for each ".join(names) if len(names) > 1 else f"{names[0]} once"
+            raise ValueError(f"name each {once}")
+        if len(rules) > self.most:
+            raise ValueError(f"give at most {self.most}")
+        return rules
+
+
+@dataclass(frozen=True, slots=True)
+class ByTier:
+    """How a setting of several tiers is written: ``VALUE`` for all, ``TIER=VALUE`` for one.
+
+    With commas between them; ``comma`` matches one. ``check`` returns the value that a text is,
+    or raises ValueError. What is not given is that of ``default``.
+    """
+
+    text: str
+    default: Mapping[str, Any]
+    check: Callable[[Any], Any]
+    comma: str = ","
+
+    def parse(self, value: object) -> object:
+        """Return the value of every tier. Raises ValueError."""
+        if value is None:
+            return dict(self.default)
+        found: dict[str, object]
+        if isinstance(value, str):
+            found = self._split(value)
+        elif isinstance(value, Mapping):
+            found = dict(value)
+        else:
+            raise ValueError(f"give {self.text}")
+        plain = found.pop("", None)
+        if not found.keys() <= self.default.keys():
+            raise ValueError(f"name tiers out of {', '.join(self.default)}")
+        every = dict(self.default) if plain is None else dict.fromkeys(self.default, plain)
+        return {tier: self.check(one) for tier, one in (every | found).items()}
+
+    def _split(self, text: str) -> dict[str, object]:
+        parts = [part.strip() for part in re.split(self.comma, text)]
+        keyed = [re.fullmatch(r"(?s:(?:([a-z]+)=)?(.*))", part) for part in parts if part]
+        named = [(match[1] or "", match[2]) for match in keyed if match]
+        if not named or len([tier for tier, _ in named if not tier]) > 1:
+            raise ValueError(f"give {self.text}")
+        if len({tier for tier, _ in named}) < len(named):
+            raise ValueError("name each tier once")
+        return dict(named)
+
+
+# --- policies
+
+
+def _policy(name: object) -> object:
     if name not in POLICIES:
-        raise ValueError(f"use {instead_of(name)}")
+        raise ValueError(f"use {policy_instead_of(str(name))}")
     return name
 
 
-PolicyName = Annotated[str, AfterValidator(_known)]
-Seconds = Annotated[int, BeforeValidator(parse_ttl)]
+POLICY_FORM = ByTier(
+    "NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru",
+    dict.fromkeys(TIER_NAMES, "hit_density"),
+    _policy,
+)
+TierPolicies = Annotated[dict[str, str], BeforeValidator(POLICY_FORM.parse), "NAME"]
 
 
-class _Rules(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+# --- codecs
 
 
-class TierPolicies(_Rules):
-    """The eviction policy of each tier. Also given as ``lru``, or ``hit_density,gpu=lru``."""
+def is_auto(name: str) -> bool:
+    """Whether the codec *name* is to be chosen at the start."""
+    return name.partition(":")[0] == AUTO
 
-    everywhere: PolicyName = "hit_density"
-    by_tier: dict[str, PolicyName] = {}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        plain = [part for part in parts if "=" not in part]
-        if not parts or len(plain) > 1:
-            raise ValueError("give NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru")
-        named = [part.partition("=") for part in parts if "=" in part]
-        by_tier = {tier: name for tier, _, name in named}
-        if len(by_tier) < len(named):
-            raise ValueError("name each tier once")
-        found: dict[str, object] = {"by_tier": by_tier}
-        return found | ({"everywhere": plain[0]} if plain else {})
+def auto_fidelity(name: str) -> Fidelity:
+    """Return the least that ``auto`` or ``auto:FIDELITY`` may choose. Raises ValueError."""
+    _, colon, least = name.partition(":")
+    if not colon:
+        return Fidelity.exact
+    if least not in Fidelity.__members__:
+        raise ValueError(f"give {AUTO}, or {AUTO}:bounded or {AUTO}:none to allow a loss")
+    return Fidelity[least]
+
+
+def checked_codec(name: str) -> str:
+    """Return *name* if it is a codec, with or without its terms. Raises ValueError."""
+    if is_auto(name):
+        auto_fidelity(name)
+        return name
+    plain, colon, terms = name.partition(":")
+    if plain in REPLACED_CODECS:
+        raise ValueError(f"{plain} is gone; use {REPLACED_CODECS[plain]}")
+    if plain not in CODECS:
+        raise ValueError(f"unknown codec; use {AUTO} or one of {', '.join(CODECS)}")
+    if colon:
+        try:
+            codec_by_name(name)
+        except UnknownCodecError as error:
+            known = str(error).partition("; known: ")[2]
+            raise ValueError(f"{plain} does not know {terms!r}; use {known}") from None
+    return name
+
+
+CodecName = Annotated[str, AfterValidator(checked_codec), "CODEC"]
+
+
+class TenantCodec(BaseModel):
+    """The codec of one tenant's chunks on one tier, in place of the tier's own."""
+
+    model_config = _STRICT
+
+    tenant: str
+    tier: str
+    codec: CodecName
 
     @model_validator(mode="after")
-    def _check(self) -> TierPolicies:
-        if not set(self.by_tier) <= set(TIER_NAMES):
-            raise ValueError(f"name tiers out of {', '.join(TIER_NAMES)}")
+    def _check(self) -> TenantCodec:
+        check_tenant_name(self.tenant)
+        if self.tier not in CODED_TIERS:
+            raise ValueError(f"name one of {', '.join(CODED_TIERS)}: the others hold raw frames")
+        if is_auto(self.codec):
+            raise ValueError(f"{AUTO} is for whole tiers; name a codec")
         return self
 
-    def of_tier(self, tier: str) -> str:
-        """Return the name of the policy of *tier*."""
-        return self.by_tier.get(tier, self.everywhere)
-
     def __str__(self) -> str:
-        return ",".join([self.everywhere, *(f"{t}={name}" for t, name in self.by_tier.items())])
+        return f"{self.tenant}/{self.tier}={self.codec}"
 
 
-class TenantQuota(_Rules):
+_CODECS = RuleForm(
+    "TENANT/TIER=CODEC, such as acme/redis=kvq:2",
+    ("tenant", "tier"),
+    ("codec",),
+    MAX_TENANT_CODECS,
+    ",(?=[^,=]*/)",  # a codec's terms may have commas: kvq:2,sinks=4
+)
+TenantCodecs = Annotated[
+    tuple[TenantCodec, ...],
+    BeforeValidator(_CODECS.parse),
+    AfterValidator(_CODECS.check),
+    "TENANT/TIER=CODEC",
+]
+
+
+# --- quotas and limits
+
+
+class TenantQuota(BaseModel):
     """What the chunks of one tenant may take of a tier, and are sure of; no tier: of each."""
+
+    model_config = _STRICT
 
     tenant: str
     tier: str = ""
@@ -119,45 +267,22 @@ class TenantQuota(_Rules):
         return f"{place}={format_size(self.quota)}{sure}"
 
 
-class TenantQuotas(RuleList):
-    """All of them. Also given as ``acme=2GiB:512MiB,zeta/disk=10GiB``."""
-
-    rules: tuple[TenantQuota, ...] = ()
-
-    @classmethod
-    @override
-    def parsed(cls, text: str) -> dict[str, Any]:
-        return _tenant_quota(text)
-
-    @model_validator(mode="after")
-    def _check(self) -> TenantQuotas:
-        places = [(rule.tenant, rule.tier) for rule in self.rules]
-        if len(set(places)) < len(places):
-            raise ValueError("name each tenant once for each tier")
-        if len(self.tenants) > MAX_QUOTAS:
-            raise ValueError(f"give at most {MAX_QUOTAS} tenants")
-        return self
-
-    @property
-    def tenants(self) -> tuple[str, ...]:
-        """The tenants that have a quota on some tier."""
-        return tuple(dict.fromkeys(rule.tenant for rule in self.rules))
-
-    def of_tier(self, tier: str) -> dict[str, Quota]:
-        """Return the quotas on *tier*, by tenant: what is said of the tier comes first."""
-        rules = sorted(self.rules, key=lambda rule: rule.tier != "")
-        return {
-            rule.tenant: Quota(rule.quota, rule.guaranteed)
-            for rule in rules
-            if rule.tier in ("", tier)
-        }
+def parse_ttl(value: object) -> int:
+    """Return seconds from a number or from text such as ``10min``. Raises ValueError."""
+    match = _TTL.fullmatch(str(value).strip())
+    seconds = -1 if match is None else int(match[1]) * _SECONDS[match[2]]
+    if not 0 <= seconds <= MAX_TTL_S:
+        raise ValueError("give a time to live as 90s, 10min, 2h or 7d, 30d at most; 0 for none")
+    return seconds
 
 
-class CategoryTerm(_Rules):
+class CategoryTerm(BaseModel):
     """How long chunks of a category live, and what they may take of each tier; 0: no limit."""
 
+    model_config = _STRICT
+
     category: str
-    ttl_s: Seconds = 0
+    ttl_s: Annotated[int, BeforeValidator(parse_ttl)] = 0
     quota: Size = 0
 
     @model_validator(mode="after")
@@ -172,74 +297,114 @@ class CategoryTerm(_Rules):
         return f"{self.category}={self.ttl_s}s{quota}"
 
 
-class CategoryTerms(RuleList):
-    """All of them. Also given as ``batch=10min:1GiB,scratch=90s``."""
+Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
 
-    rules: tuple[CategoryTerm, ...] = ()
 
-    @classmethod
-    @override
-    def parsed(cls, text: str) -> dict[str, Any]:
-        return _category_term(text)
+class TenantLimit(BaseModel):
+    """What one tenant may have besides bytes, or each that is not named. 0: no limit."""
+
+    model_config = _STRICT
+
+    tenant: str
+    chunks: Limit = 0
+    requests_per_s: Limit = 0
+    leases: Limit = 0
 
     @model_validator(mode="after")
-    def _check(self) -> CategoryTerms:
-        names = [rule.category for rule in self.rules]
-        if len(set(names)) < len(names):
-            raise ValueError("name each category once")
-        if len(self.quotas) > MAX_QUOTAS or len(names) > MAX_CATEGORIES:
-            raise ValueError(f"give at most {MAX_CATEGORIES}, {MAX_QUOTAS} of them with quotas")
+    def _check(self) -> TenantLimit:
+        if self.tenant != EVERY_OTHER:
+            check_tenant_name(self.tenant)
+        elif self.chunks:
+            raise ValueError("chunks are counted for tenants that are named; give *=0:RATE:LEASES")
         return self
 
-    @property
-    def ttls_s(self) -> dict[str, float]:
-        """The time to live of each category that has one, in seconds."""
-        return {rule.category: float(rule.ttl_s) for rule in self.rules if rule.ttl_s}
-
-    @property
-    def quotas(self) -> dict[str, Quota]:
-        """The quota of each category that has one, on every tier."""
-        return {rule.category: Quota(rule.quota) for rule in self.rules if rule.quota}
+    def __str__(self) -> str:
+        return f"{self.tenant}={self.chunks}:{self.requests_per_s}:{self.leases}"
 
 
-def _tenant_quota(text: str) -> dict[str, str]:
-    place, equals, sizes = text.partition("=")
-    tenant, _, tier = place.partition("/")
-    quota, colon, guaranteed = sizes.partition(":")
-    if not (equals and tenant and quota) or (colon and not guaranteed):
-        raise ValueError("give TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE")
-    return {"tenant": tenant, "tier": tier, "quota": quota, "guaranteed": guaranteed or "0"}
+def _few_tenants(rules: tuple[TenantQuota, ...]) -> tuple[TenantQuota, ...]:
+    if len({rule.tenant for rule in rules}) > MAX_QUOTAS:
+        raise ValueError(f"give at most {MAX_QUOTAS} tenants")
+    return rules
 
 
-def _category_term(text: str) -> dict[str, str]:
-    category, equals, terms = text.partition("=")
-    ttl, colon, quota = terms.partition(":")
-    if not (equals and category and (ttl or quota)) or (colon and not quota):
-        raise ValueError("give CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB")
-    return {"category": category, "ttl_s": ttl or "0", "quota": quota or "0"}
+def _few_quotas(rules: tuple[CategoryTerm, ...]) -> tuple[CategoryTerm, ...]:
+    if sum(rule.quota > 0 for rule in rules) > MAX_QUOTAS:
+        raise ValueError(f"give at most {MAX_QUOTAS} with quotas")
+    return rules
+
+
+_QUOTAS = RuleForm(
+    "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE",
+    ("tenant", "tier?"),
+    ("quota", "guaranteed?"),
+    MAX_QUOTAS * (1 + len(TIER_NAMES)),
+)
+_CATEGORIES = RuleForm(
+    "CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB",
+    ("category",),
+    ("ttl_s?", "quota?"),
+    MAX_CATEGORIES,
+)
+_LIMITS = RuleForm(
+    "TENANT=CHUNKS:REQUESTS_PER_S:LEASES, 0 for no limit",
+    ("tenant",),
+    ("chunks", "requests_per_s", "leases"),
+    BUCKETS,
+)
+TenantQuotas = Annotated[
+    tuple[TenantQuota, ...],
+    BeforeValidator(_QUOTAS.parse),
+    AfterValidator(_QUOTAS.check),
+    AfterValidator(_few_tenants),
+    "TENANT=SIZE:GUARANTEED",
+]
+CategoryTerms = Annotated[
+    tuple[CategoryTerm, ...],
+    BeforeValidator(_CATEGORIES.parse),
+    AfterValidator(_CATEGORIES.check),
+    AfterValidator(_few_quotas),
+    "CATEGORY=TTL:SIZE",
+]
+TenantLimits = Annotated[
+    tuple[TenantLimit, ...],
+    BeforeValidator(_LIMITS.parse),
+    AfterValidator(_LIMITS.check),
+    "TENANT=CHUNKS:RATE:LEASES",
+]
+
+
+# --- shared pools
+
+
+def _members(value: object) -> object:
+    return tuple(filter(None, value.split("+"))) if isinstance(value, str) else value
+
+
+Members = Annotated[tuple[str, ...], BeforeValidator(_members)]
 
 
 class Pool(BaseModel):
     """Who may read a pool, and who may also put into it; ``*`` is every tenant."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = _STRICT
 
     name: str
-    readers: tuple[str, ...] = ()
-    writers: tuple[str, ...] = ()
+    readers: Members = ()
+    writers: Members = ()
 
     @model_validator(mode="after")
     def _check(self) -> Pool:
-        for name in (self.name, *self.readers, *self.writers):
-            if name != EVERYBODY or name == self.name:
-                check_tenant_name(name)
+        check_tenant_name(self.name)
+        for name in {*self.readers, *self.writers} - {EVERY_OTHER}:
+            check_tenant_name(name)
         return self
 
     def roles(self, tenant: str) -> frozenset[str]:
         """Return what *tenant* may do here."""
-        if tenant in self.writers or EVERYBODY in self.writers:
+        if {tenant, EVERY_OTHER} & {*self.writers}:
             return frozenset({"read", "write"})
-        if tenant in self.readers or EVERYBODY in self.readers:
+        if {tenant, EVERY_OTHER} & {*self.readers}:
             return frozenset({"read"})
         return frozenset()
 
@@ -247,35 +412,21 @@ class Pool(BaseModel):
         return f"{self.name}={'+'.join(self.readers)}:{'+'.join(self.writers)}"
 
 
-class SharedPools(RuleList):
-    """All of them. Also given as ``library=*:curator,team=acme+zeta:acme``."""
-
-    rules: tuple[Pool, ...] = ()
-
-    @classmethod
-    @override
-    def parsed(cls, text: str) -> dict[str, Any]:
-        return _pool(text)
-
-    @model_validator(mode="after")
-    def _check(self) -> SharedPools:
-        if len({rule.name for rule in self.rules}) < len(self.rules):
-            raise ValueError("name each pool once")
-        if len(self.rules) > MAX_POOLS:
-            raise ValueError(f"give at most {MAX_POOLS} pools")
-        return self
+_POOLS = RuleForm(
+    "POOL=READER+READER:WRITER, such as library=*:curator",
+    ("name",),
+    ("readers?", "writers?"),
+    MAX_POOLS,
+)
+SharedPools = Annotated[
+    tuple[Pool, ...],
+    BeforeValidator(_POOLS.parse),
+    AfterValidator(_POOLS.check),
+    "POOL=READERS:WRITERS",
+]
 
 
-def _pool(text: str) -> dict[str, object]:
-    name, equals, who = text.partition("=")
-    readers, _, writers = who.partition(":")
-    if not (equals and name and who.strip(":")):
-        raise ValueError("give POOL=READER+READER:WRITER, such as library=*:curator")
-    return {
-        "name": name,
-        "readers": [reader for reader in readers.split("+") if reader],
-        "writers": [writer for writer in writers.split("+") if writer],
-    }
+# --- disks and GPUs
 
 
 def _disk_path() -> Path:
@@ -285,7 +436,7 @@ def _disk_path() -> Path:
 class DiskFolder(BaseModel):
     """One folder of the disk tier and the bytes it may take."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = _STRICT
 
     capacity_bytes: TierSize = 4 * GIB
     path: OwnPath = Field(default_factory=_disk_path)
@@ -353,7 +504,7 @@ class GpuConfig(BaseModel):
     ``device`` counts as CUDA does, among the devices that CUDA_VISIBLE_DEVICES leaves.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = _STRICT
 
     capacity_bytes: TierSize = 4 * GIB
     device: Annotated[int, Field(ge=0, lt=64)] = 0

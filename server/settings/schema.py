@@ -52,6 +52,8 @@ def _scalar(kind: Any, metadata: list[Any]) -> dict[str, Any]:
     if kind in (int, float):
         bounds = {_BOUNDS[type(one)]: _bound(one) for one in _flat(metadata)}
         return {"type": "integer" if kind is int else "number"} | bounds
+    if get_origin(kind) is dict:
+        return {"type": ["string", "object"]}
     if get_origin(kind) is tuple:
         return {"type": ["string", "array"], "items": {"type": "string"}}
     if kind is str:  # what YAML makes of a bare off

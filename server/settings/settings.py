@@ -27,14 +27,16 @@ from pydantic import (
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.wire import MESSAGE_BYTES
 from kvstore.server.settings.checks import REDIS_FIX, TLS_FILES, check_together
-from kvstore.server.settings.codec_rules import CodecName, TenantCodecs
-from kvstore.server.settings.limit_rules import TenantLimitRules
 from kvstore.server.settings.loading import given_settings, refusal, user_folder
 from kvstore.server.settings.rules import (
+    POLICY_FORM,
     CategoryTerms,
+    CodecName,
     DiskFolders,
     GpuConfig,
     SharedPools,
+    TenantCodecs,
+    TenantLimits,
     TenantQuotas,
     TierPolicies,
 )
@@ -211,8 +213,8 @@ class Settings(BaseModel):
     redis_codec: CodecName = Field(
         default="zplane", description="codec of frames in Redis, as NAME or NAME:TERMS; or auto"
     )
-    tenant_codecs: Annotated[TenantCodecs | None, "TENANT/TIER=CODEC"] = Field(
-        default=None,
+    tenant_codecs: TenantCodecs = Field(
+        default=(),
         description="other codecs for chunks of some tenants, with commas between them",
     )
     assets: Folder = Field(
@@ -243,8 +245,8 @@ class Settings(BaseModel):
         description="most that is loaded ahead of gets at once, for chains that were just found;"
         " 0: nothing",
     )
-    policy: Annotated[TierPolicies, "NAME"] = Field(
-        default=TierPolicies(),
+    policy: TierPolicies = Field(
+        default=dict(POLICY_FORM.default),
         description="whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ",
     )
     ghost_limit: Count = Field(
@@ -263,20 +265,20 @@ class Settings(BaseModel):
     )
 
     # --- tenants
-    tenant_quotas: Annotated[TenantQuotas | None, "TENANT=SIZE:GUARANTEED"] = Field(
-        default=None,
+    tenant_quotas: TenantQuotas = Field(
+        default=(),
         description="what tenants may take of each tier and are sure of, with commas between them",
     )
-    tenant_limits: Annotated[TenantLimitRules | None, "TENANT=CHUNKS:RATE:LEASES"] = Field(
-        default=None,
+    tenant_limits: TenantLimits = Field(
+        default=(),
         description="chunks on each tier, requests a second and leases of tenants; *: all others",
     )
-    shared_pools: Annotated[SharedPools | None, "POOL=READERS:WRITERS"] = Field(
-        default=None,
+    shared_pools: SharedPools = Field(
+        default=(),
         description="chunks that several tenants share, with commas between pools",
     )
-    category_terms: Annotated[CategoryTerms | None, "CATEGORY=TTL:SIZE"] = Field(
-        default=None,
+    category_terms: CategoryTerms = Field(
+        default=(),
         description="how long chunks of categories live and what they may take of each tier",
     )
 

@@ -6,6 +6,8 @@ import ipaddress
 import os
 import re
 import socket
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -30,6 +32,13 @@ GET_BYTES = 16 << 20
 """What one get is counted with: about what the sockets of both ends can hold of it."""
 DIRECTORY = "directory"
 """In ``peers``: the servers that the node directory names."""
+EVERY_OTHER = "*"
+"""In lists of tenants: each that is not named."""
+MAX_LIMIT = 1 << 40
+BUCKETS = 4096
+"""Tenants that have limits, and whose rate is watched."""
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+TENANT_FIX = "use letters, digits and _.-, 128 at most"
 TIER_NAMES = ("gpu", "cpu", "disk", "redis")
 """From the fastest to the farthest."""
 MAX_RATIO = 0.75
@@ -61,6 +70,13 @@ def format_size(size_bytes: int) -> str:
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"
     return str(size_bytes)
+
+
+def text_by_tier(values: Mapping[str, object]) -> str:
+    """Return *values* by tier as text: what most tiers have, then what the others have."""
+    texts = {t: format_size(v) if isinstance(v, int) else str(v) for t, v in values.items()}
+    usual = Counter(texts.values()).most_common(1)[0][0]
+    return ",".join([usual, *(f"{tier}={text}" for tier, text in texts.items() if text != usual)])
 
 
 def parse_endpoint(value: str) -> tuple[str, int]:
@@ -100,6 +116,12 @@ def slab_bytes(cpu_bytes: int) -> int:
     near = max(MIN_TIER_BYTES, min(near, MAX_SLAB_BYTES))
     slabs = max(1, cpu_bytes // (near + near // 32))
     return cpu_bytes // slabs // (4 * KIB) * (4 * KIB)
+
+
+def check_tenant_name(name: str) -> None:
+    """Raise ValueError for what is no tenant's name."""
+    if not TENANT_NAME.fullmatch(name):
+        raise ValueError(f"no tenant's name: {TENANT_FIX}")
 
 
 def is_loopback(host: str) -> bool:

@@ -1,13 +1,18 @@
-"""The Explainer: why chunks are hits or misses. Asks and remembers; changes nothing."""
+"""Why chunks are hits or misses: the Explainer, and the MissLog with the latest misses."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
-from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.proto.text import printable
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Match, Namespace
+from kvstore.proto.wire import REFUSED
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.model_registry import (
     FieldDifference,
@@ -16,6 +21,7 @@ from kvstore.server.index.model_registry import (
     nearest,
 )
 from kvstore.server.index.queries import ChunkStatus
+from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
 from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -27,6 +33,17 @@ _SEARCHED = 32
 """Of the others, those that differ least are searched for so many of a prompt's chunks."""
 
 _COUNTED = 6
+
+MAX_MISSES = 1024
+MAX_REPORTS = 256
+"""Sessions whose engine's counts are remembered, those that ended included."""
+
+MAX_COUNTS = 64
+MAX_NAME_CHARS = 64
+
+MAX_REASONS = 4
+MAX_REASON_CHARS = 240
+"""Of one of them; a longer one is cut."""
 
 _MAX_TOLD = 4
 """Fields in which two identities differ, named for each chunk."""
@@ -81,6 +98,75 @@ class Explanation:
     similar: Sequence[SimilarModel] = ()
 
 
+class LoggedMiss(NamedTuple):
+    """One lookup of *asked* chunks. *facts* were known then of the first that was not found."""
+
+    at_s: float
+    session: Session
+    facts: ChunkFacts
+    asked: int
+    ready: int
+    pending: int
+
+
+class Report(NamedTuple):
+    """What an engine counted since its birth, as its client last options."""
+
+    at_s: float
+    session: Session
+    counts: Mapping[str, int]
+
+
+class MissLog:
+    """Bounded and in memory only. Thread-safe; *clock* returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._misses: deque[LoggedMiss] = deque(maxlen=MAX_MISSES)
+        self._reports: OrderedDict[int, Report] = OrderedDict()
+        # Guards both; held for appends and copies of lists only.
+        self._lock = threading.Lock()
+
+    def note(self, session: Session, asked: int, match: Match, facts: ChunkFacts) -> None:
+        """Take note of a lookup that found less than it asked for."""
+        miss = LoggedMiss(self._clock(), session, facts, asked, match.ready, match.pending)
+        with self._lock:
+            self._misses.append(miss)
+
+    def report(self, session: Session, counts: Mapping[str, int]) -> None:
+        """Take note of what an engine counted; what is over the limits is left out, reasons last.
+
+        A heartbeat may not fail for it: the session would end.
+        """
+        reasons = (pair for pair in counts.items() if pair[0].startswith(REFUSED))
+        named = (
+            pair
+            for pair in counts.items()
+            if len(pair[0]) <= MAX_NAME_CHARS and not pair[0].startswith(REFUSED)
+        )
+        fit = nsmallest(MAX_REASONS, reasons)
+        fit += nsmallest(MAX_COUNTS - len(fit), named)
+        kept = {_kept(name): count for name, count in fit}
+        if not kept:
+            return
+        with self._lock:
+            self._reports.pop(session.session_id, None)
+            if len(self._reports) >= MAX_REPORTS:
+                self._reports.popitem(last=False)
+            self._reports[session.session_id] = Report(self._clock(), session, kept)
+
+    def misses(self, count: int) -> list[LoggedMiss]:
+        """Return the last *count* misses, the latest first."""
+        with self._lock:
+            latest = list(self._misses)
+        return latest[::-1][:count]
+
+    def reports(self) -> list[Report]:
+        """Return what engines counted, the latest first."""
+        with self._lock:
+            return list(reversed(self._reports.values()))
+
+
 class Explainer:
     """Explains to who asks. *sources* are the slots in the order in which they are read.
 
@@ -103,6 +189,14 @@ class Explainer:
         self._outcomes = outcomes
         self._clock = clock
         self.spaces = ModelRegistry() if spaces is None else spaces
+        self.log = MissLog(clock)
+
+    def record_lookup(
+        self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
+    ) -> None:
+        """Record a lookup that found less than it asked for; its reason is made when it is read."""
+        if match.ready < len(keys):
+            self.log.note(session, len(keys), match, self.facts(keys[match.ready], least))
 
     def explain(
         self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
@@ -231,6 +325,12 @@ class Explainer:
     def _has(self, space: ModelNamespace, key: ChunkKey) -> bool:
         """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
+
+
+def _kept(name: str) -> str:
+    if len(name) > MAX_REASON_CHARS:
+        name = f"{name[: MAX_REASON_CHARS - 3]}..."
+    return printable(name)
 
 
 def _told(outcome: Outcome, ago: str) -> str:

@@ -132,7 +132,7 @@ class RangeRead:
     def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         moves, started = self._moves, self._moves.clock()
         try:
-            found = slot.guarded(lambda: slot.tier.read_ranges(info.key, ranges), "read")
+            found = slot.guarded(lambda: slot.tier.read_batch(info.key, ranges), "read")
         except InvalidRequestError:
             found = False  # others have put a frame of another size in its place
         if not found:

@@ -126,7 +126,7 @@ class StreamingLoad:
         source, key = self.source, self._stored.key
         try:
             found = source.guarded(
-                lambda: source.tier.read_into(key, self.frame[start:stop], start), "read"
+                lambda: source.tier.read(key, self.frame[start:stop], start), "read"
             )
         except InvalidRequestError:
             found = False  # others have put a frame of another size in its place

@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
     ShuttingDownError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.security.sessions import Session
@@ -216,7 +216,7 @@ class Writes:
         )
 
     def commit(
-        self, ticket: AnyTicket, check: FrameCheck | None = None, *, is_last: bool = False
+        self, ticket: AnyTicket, check: FrameVerifier | None = None, *, is_last: bool = False
     ) -> PutResult:
         """Verify what was written into a put of the caller's and make it visible, or abort it.
 
@@ -300,7 +300,7 @@ def _closed(session: Session) -> LeaseExpiredError:
     return LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
 
 
-def _found(check: FrameCheck, view: Bytes, key: ChunkKey) -> FrameHeader:
+def _found(check: FrameVerifier, view: Bytes, key: ChunkKey) -> FrameHeader:
     return check.finish()
 
 

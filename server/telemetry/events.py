@@ -88,6 +88,10 @@ MAX_SPACES = 4096
 of all, and learns it."""
 
 
+Held = Callable[[int, Namespace | None], tuple[list[Event], int]]
+"""From a row, the copies of some rows from it on as events, and the next row; 0 at the end."""
+
+
 class Page(NamedTuple):
     """*events* in order. *cleared*: what was known before is void; *cursor*: where to go on from,
     0 while what is here is still being told.
@@ -103,10 +107,19 @@ class EventLog:
 
     One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: an
     entry has its number, so who comes too late sees that another is in its place. Nobody who
-    writes ever waits for who reads.
+    writes ever waits for who reads. *held* says what is there now; *on_restart* is called when a
+    reader fell behind what the log keeps.
     """
 
-    def __init__(self, tiers: Collection[str], size: int) -> None:
+    def __init__(
+        self,
+        tiers: Collection[str],
+        size: int,
+        held: Held,
+        on_restart: Callable[[], object] = bool,
+    ) -> None:
+        self._held = held
+        self._on_restart = on_restart
         self._tiers = frozenset(tiers)
         self._size = size
         self._ring = EventRing(tiers, size)
@@ -142,6 +155,10 @@ class EventLog:
         self.last = number
 
     # --- who reads
+
+    def reader(self, space: Namespace | None = None) -> EventReader:
+        """Return a reader of the events of *space*, or of all."""
+        return EventReader(self, self._held, space, self._on_restart)
 
     def covers(self, tier: str) -> bool:
         """Whether events of *tier* are told."""
@@ -187,10 +204,6 @@ class EventLog:
     def end(self) -> None:
         """Have readers stop: the server does."""
         self._ended.set()
-
-
-Held = Callable[[int, Namespace | None], tuple[list[Event], int]]
-"""From a row, the copies of some rows from it on as events, and the next row; 0 at the end."""
 
 
 class EventReader:

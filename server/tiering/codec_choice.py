@@ -15,7 +15,7 @@ from kvstore.codecs.speed import CodecSpeed, Sample, make_sample, measure
 from kvstore.proto.errors import KVStoreError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.settings.codec_rules import auto_fidelity, is_auto
+from kvstore.server.settings.rules import auto_fidelity, is_auto
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec, lossless_codec
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -103,7 +103,7 @@ class AutoCodec:
                 return 0.0
             while not fastest or self.clock() < end:
                 begin = self.clock()
-                if not guarded(lambda: tier.read_into(info.key, frame)):
+                if not guarded(lambda: tier.read(info.key, frame)):
                     break
                 fastest = max(fastest, info.size_bytes / max(self.clock() - begin, 1e-9))
         finally:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -20,7 +19,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FrameHeader, check_frame, header_bytes
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.tiering.admission import TierAdmission
@@ -119,19 +118,16 @@ class TierSlot:
         and DeadlineError between parts of its first half once *is_given_up*.
         """
         started = self.clock()
-        check = FrameCheck(out, info.key, header_bytes(info.layout))
 
-        def steps() -> Iterator[int]:
-            with closing(self.tier.read_checked(info.key, out, check)) as parts:  # type: ignore[type-var]
-                for arrived in parts:
-                    if 2 * arrived < len(out) and is_given_up():  # else it is better done
-                        raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
-                    yield arrived
+        def arriving(size_bytes: int) -> None:
+            if 2 * size_bytes < len(out) and is_given_up():  # else it is better done
+                raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
 
-        if not self.guarded(lambda: check.follow(steps()), "read"):
+        verifier = FrameVerifier(out, info.key, header_bytes(info.layout), arriving)
+        if not self.guarded(lambda: self.tier.read(info.key, out, 0, verifier), "read"):
             return None
         try:
-            header = check.finish()
+            header = verifier.finish()
         except InvalidFrameError as error:
             raise ChunkCorruptError(info.key, str(error)) from None
         if header.fidelity < info.fidelity:

@@ -26,8 +26,7 @@ import msgspec
 import structlog
 
 from kvstore.proto.types import ROOT, Fidelity
-from kvstore.server.api.event_calls import POLL_S, EventDesk
-from kvstore.server.security.sessions import Principal
+from kvstore.server.api.event_calls import POLL_S
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import Settings
 from kvstore.server.store.store import Store
@@ -144,7 +143,7 @@ class _Replay:
 
 
 class EventPublisher:
-    """Publishes all events of *desk*'s log until ``close``; *boot_id* is in the topic.
+    """Publishes all events of *log* until ``close``; *boot_id* is in the topic.
 
     One thread owns the sockets. *wall_clock* returns seconds since 1970, *clock* monotonic ones.
     """
@@ -152,15 +151,15 @@ class EventPublisher:
     def __init__(
         self,
         sockets: EventSockets,
-        desk: EventDesk,
+        log: EventLog,
         boot_id: int,
         counters: Counters,
         wall_clock: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
         self._sockets = sockets
-        self._desk = desk
-        self._reader = desk.reader()
+        self._log = log
+        self._reader = log.reader()
         self.topic = b"kvstore@%016x" % boot_id
         self._counters = counters
         self._wall_clock = wall_clock
@@ -261,7 +260,7 @@ class EventPublisher:
         What is here now, and then what is kept of the past in its order, come to what is here: the
         latest word on a chunk is the last.
         """
-        reader = self._desk.reader()
+        reader = self._log.reader()
         while (page := reader.poll()) is not None:
             words = _words(page)
             if words:
@@ -323,36 +322,33 @@ logger = structlog.get_logger(__name__)
 
 
 class NodeEvents:
-    """The desk that the RPC reads at, and the publisher; either may be None."""
+    """The log that the RPC reads, and the publisher; either may be None."""
 
     def __init__(
         self,
         config: Settings,
         store: Store,
         boot_id: int,
-        holds: Callable[[Principal], bool],
         closers: list[Callable[[], object]],
     ) -> None:
-        """Events count from here on; *holds* says whether a caller is still one.
-
-        Raises InvalidRequestError for what cannot be bound.
-        """
-        self.desk: EventDesk | None = None
+        """Events count from here on. Raises InvalidRequestError for what cannot be bound."""
+        self.log: EventLog | None = None
         self.publisher: EventPublisher | None = None
         self.addresses: list[str] = []
         self._readers: WatchedFile[frozenset[bytes]] | None = None
         if not config.events_kept:
             return
         slots = store.tiers.slots.values()
-        log = EventLog([one.name for one in slots if not one.tier.shared], config.events_kept)
-        store.catalog.listeners.append(log)
+        tiers = [one.name for one in slots if not one.tier.shared]
         restarted = partial(store.counters.add, "event_restarts")
-        self.desk = EventDesk(log, store.catalog.queries.held_from, holds, restarted)
+        held = store.catalog.queries.held_from
+        self.log = EventLog(tiers, config.events_kept, held, restarted)
+        store.catalog.listeners.append(self.log)
         if (config.events, config.events_replay) != ("off", "off"):
-            self._publish(config, store, boot_id, self.desk)
+            self._publish(config, store, boot_id, self.log)
             closers.append(self.close)
 
-    def _publish(self, config: Settings, store: Store, boot_id: int, desk: EventDesk) -> None:
+    def _publish(self, config: Settings, store: Store, boot_id: int, log: EventLog) -> None:
         path = config.events_readers
         if path is not None:
             self._readers = WatchedFile((path,), parse_readers, frozenset[bytes])
@@ -362,7 +358,7 @@ class NodeEvents:
         sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
         self.addresses = sockets.addresses
         self.publisher = EventPublisher(
-            sockets, desk, boot_id, store.counters, time.time, time.monotonic
+            sockets, log, boot_id, store.counters, time.time, time.monotonic
         )
         public_key = keys.public.decode() if keys else ""
         logger.info("events are published", addresses=self.addresses, public_key=public_key)
@@ -378,8 +374,8 @@ class NodeEvents:
 
     def end(self) -> None:
         """Have readers of the RPC stop."""
-        if self.desk is not None:
-            self.desk.log.end()
+        if self.log is not None:
+            self.log.end()
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""

@@ -21,9 +21,9 @@ from contracts.policy import PolicyContract, everyone, keep_none
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
+from kvstore.proto.types import POLICIES
 from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy
-from kvstore.server.eviction.registry import POLICIES
 
 
 class BaselineContract(PolicyContract):

@@ -13,7 +13,7 @@ from kvstore.cli.exits import EXIT_USAGE
 from kvstore.cli.main import main
 from kvstore.cli.simulate.simulator import MODELS, Terms, parse_capacity
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.registry import POLICIES
+from kvstore.proto.types import POLICIES
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
 AGENTS = TRACES / "dev_agentappend_sps0.25_art7.5_n60.jsonl"

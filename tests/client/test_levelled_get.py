@@ -310,7 +310,7 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     for index, tier, offset, data, frame_bytes in found:
         info = server.node.store.catalog.copies(keys[index])["disk"]
         whole = np.empty(info.size_bytes, np.uint8)
-        assert disk.read_into(keys[index], whole)
+        assert disk.read(keys[index], whole)
         assert (tier, frame_bytes) == ("disk", len(whole))
         assert (data == whole[offset : offset + len(data)]).all()
     sent = server.counter("get_bytes") - before

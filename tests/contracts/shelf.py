@@ -67,7 +67,7 @@ def fill_up(tier: Tier, infos: Sequence[ChunkInfo]) -> tuple[list[ChunkInfo], Ti
 def get(tier: Tier, info: ChunkInfo) -> Bytes | None:
     """Return the whole frame, None when absent."""
     out = np.zeros(info.size_bytes, dtype=np.uint8)
-    return out if tier.read_into(info.key, out) else None
+    return out if tier.read(info.key, out) else None
 
 
 def assert_holds(tier: Tier, info: ChunkInfo, data: Bytes) -> None:
@@ -157,12 +157,12 @@ class Schedule:
         known = self.sealed.get(key)
         assert self.tier.find([key]) == [known and known[0]]
         if known is None:
-            assert not self.tier.read_into(key, np.zeros(1, dtype=np.uint8))
+            assert not self.tier.read(key, np.zeros(1, dtype=np.uint8))
             return
         start = self.draw.randrange(len(known[1]))
         stop = self.draw.randrange(start, len(known[1]) + 1)
         out = np.zeros(stop - start, dtype=np.uint8)
-        assert self.tier.read_into(key, out, start)
+        assert self.tier.read(key, out, start)
         assert np.array_equal(out, known[1][start:stop])
 
     def check_accounts(self) -> None:

@@ -108,13 +108,13 @@ class TierContract(TierReads, ABC):
         put(tier, info, data)
         for offset, size in [(0, 1), (1, 4_096), (4_095, 2), (_SOME_BYTES - 1, 1), (17, 0)]:
             room = np.full(size + 2, 7, dtype=np.uint8)
-            assert tier.read_into(info.key, room[1 : size + 1], offset)
+            assert tier.read(info.key, room[1 : size + 1], offset)
             assert np.array_equal(room[1 : size + 1], data[offset : offset + size])
             assert room[0] == room[-1] == 7
 
     def test_absent_key_reads_false_and_leaves_out_alone(self, tier: Tier) -> None:
         out = np.full(64, 7, dtype=np.uint8)
-        assert tier.read_into(make_info(1, 64).key, out) is False
+        assert tier.read(make_info(1, 64).key, out) is False
         assert tier.delete(make_info(1, 64).key) is False
         assert (out == 7).all()
 
@@ -126,7 +126,7 @@ class TierContract(TierReads, ABC):
         put(tier, info, payload(1, _SOME_BYTES))
         out = np.full(size, 7, dtype=np.uint8)
         with pytest.raises(InvalidRequestError):
-            tier.read_into(info.key, out, offset)
+            tier.read(info.key, out, offset)
         assert (out == 7).all()
 
     def test_reserved_chunk_is_invisible_and_accounted(self, tier: Tier) -> None:

@@ -1,4 +1,4 @@
-"""The part of the Tier suite about the other ways to read: ranges, steps, files, ahead."""
+"""The part of the Tier suite about reading: batches, as it comes, files, ahead."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from contracts.shelf import assert_holds, bytes_of, put
 from kvstore.proto import file_sums
 from kvstore.proto.errors import (
     ChunkCorruptError,
+    DeadlineError,
     InvalidFrameError,
     InvalidRequestError,
     PermissionDeniedError,
 )
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.tiers.base import Tier
 
 _BYTES = 20_011
 
 
 class TierReads:
-    """Holds for every tier, whether it does better than ``read_into`` or not."""
+    """Holds for every tier, whether it does better than ``read`` or not."""
 
     def test_ranges_are_filled_as_single_reads_would(self, tier: Tier) -> None:
         info, data = make_info(1, _BYTES), payload(1, _BYTES)
@@ -34,14 +35,14 @@ class TierReads:
         stops = np.cumsum([size for _, size in wanted])
         outs = [room[stop - size : stop] for stop, (_, size) in zip(stops, wanted, strict=True)]
         offsets = [offset for offset, _ in wanted]
-        assert tier.read_ranges(info.key, list(zip(offsets, outs, strict=True)))
+        assert tier.read_batch(info.key, list(zip(offsets, outs, strict=True)))
         for (offset, size), out in zip(wanted, outs, strict=True):
             assert np.array_equal(out, data[offset : offset + size])
         assert room[-1] == 7
 
     def test_ranges_of_an_absent_key_are_left_alone(self, tier: Tier) -> None:
         out = np.full(64, 7, np.uint8)
-        assert tier.read_ranges(make_info(1, 64).key, [(0, out[:9]), (20, out[20:])]) is False
+        assert tier.read_batch(make_info(1, 64).key, [(0, out[:9]), (20, out[20:])]) is False
         assert (out == 7).all()
 
     @pytest.mark.parametrize(("offset", "size"), [(-1, 1), (_BYTES, 1), (0, _BYTES + 1)])
@@ -51,7 +52,7 @@ class TierReads:
         info = make_info(1, _BYTES)
         put(tier, info, bytes_of(info))
         with pytest.raises(InvalidRequestError):
-            tier.read_ranges(info.key, [(0, np.empty(9, np.uint8)), (offset, np.empty(size, "u1"))])
+            tier.read_batch(info.key, [(0, np.empty(9, np.uint8)), (offset, np.empty(size, "u1"))])
 
     @pytest.mark.parametrize("size", [1, _BYTES, 1_200_003])
     def test_steps_tell_how_much_has_come_and_end_with_all_of_it(
@@ -62,17 +63,35 @@ class TierReads:
         info, data = make_info(1, size), payload(1, size)
         put(tier, info, data)
         out = np.zeros(size, np.uint8)
-        before = 0
-        for arrived in tier.read_steps(info.key, out):
-            assert before < arrived <= size
-            assert np.array_equal(out[:arrived], data[:arrived])
-            before = arrived
-        assert before == size
+        steps: list[int] = []
 
-    def test_steps_of_an_absent_key_are_none(self, tier: Tier) -> None:
-        out = np.full(64, 7, np.uint8)
-        assert list(tier.read_steps(make_info(1, 64).key, out)) == []
+        def arriving(arrived: int) -> None:
+            assert (steps or [0])[-1] < arrived <= size
+            assert np.array_equal(out[:arrived], data[:arrived])
+            steps.append(arrived)
+
+        assert tier.read(info.key, out, 0, FrameVerifier(out, info.key, 64, arriving))
+        assert steps[-1] == size
+
+    def test_no_step_comes_of_an_absent_key(self, tier: Tier) -> None:
+        out, key = np.full(64, 7, np.uint8), make_info(1, 64).key
+        steps: list[int] = []
+        assert not tier.read(key, out, 0, FrameVerifier(out, key, 64, steps.append))
         assert (out == 7).all()
+        assert steps == []
+
+    def test_who_follows_a_read_can_end_it_and_the_medium_is_not_to_blame(self, tier: Tier) -> None:
+        info = make_info(1, min(1_200_003, tier.max_frame_bytes()))
+        put(tier, info, bytes_of(info))
+        out = np.zeros(info.size_bytes, np.uint8)
+
+        def arriving(_: int) -> None:
+            raise DeadlineError("nobody waits for it any more")
+
+        for _ in range(3):
+            with pytest.raises(DeadlineError, match="nobody waits"):
+                tier.read(info.key, out, 0, FrameVerifier(out, info.key, 64, arriving))
+        assert_holds(tier, info, bytes_of(info))
 
     @pytest.mark.parametrize("has_loop", [True, False])
     @pytest.mark.parametrize("flipped", [None, 0, 100, 300_000, -1])
@@ -89,16 +108,16 @@ class TierReads:
             stored[flipped] ^= 1
         put(tier, info, stored)
         out = np.zeros(len(frame), np.uint8)
-        check = FrameCheck(out, info.key, header_bytes(info.layout))
-        assert check.follow(tier.read_checked(info.key, out, check))
+        verifier = FrameVerifier(out, info.key, header_bytes(info.layout))
+        assert tier.read(info.key, out, 0, verifier)
         if flipped is None:
-            assert check.finish().info() == info
+            assert verifier.finish().info() == info
         else:
             with pytest.raises((ChunkCorruptError, InvalidFrameError)):
-                check.finish()
+                verifier.finish()
         assert np.array_equal(out, stored)
-        absent = FrameCheck(out, make_info(2, 64).key, 64)
-        assert not absent.follow(tier.read_checked(make_info(2, 64).key, out, absent))
+        absent = FrameVerifier(out, make_info(2, 64).key, 64)
+        assert not tier.read(make_info(2, 64).key, out, 0, absent)
 
     @pytest.mark.parametrize("read", [[0, 1, 2, 3], [0, 2, 1, 3], [1, 1], [0, 9, 1], [0], []])
     def test_whatever_is_read_of_an_expected_row_comes_right(
@@ -113,11 +132,11 @@ class TierReads:
                 rest = [infos[each].key for each in range(4)][at:]
                 tier.expect(rest)
                 if seed == 9:
-                    assert not tier.read_into(infos[seed].key, np.empty(_BYTES, np.uint8))
+                    assert not tier.read(infos[seed].key, np.empty(_BYTES, np.uint8))
                 else:
                     assert_holds(tier, infos[seed], bytes_of(infos[seed]))
                     ranges = [(5, np.empty(70, np.uint8))]
-                    assert tier.read_ranges(infos[seed].key, ranges)
+                    assert tier.read_batch(infos[seed].key, ranges)
             tier.expect([])
         assert tier.find([infos[9].key, infos[0].key]) == [None, infos[0]]
 

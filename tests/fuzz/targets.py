@@ -234,7 +234,7 @@ class Rpc:
             self._schedule.world.sessions.get(self._session_id)
         except KVStoreError:
             message = pb.OpenSessionRequest(representation=representation_to_message(SMALL))
-            reply = self._schedule.service.OpenSession(message, None)  # type: ignore[arg-type]
+            reply = self._schedule.service.OpenSession(message, None)
             self._session_id = reply.session_id
         return self._session_id
 

@@ -20,7 +20,7 @@ from kvstore.proto.frame import (
     pack_header,
     parse_header,
 )
-from kvstore.proto.frame_verifier import FrameCheck, check_prefix
+from kvstore.proto.frame_verifier import FrameVerifier, check_prefix
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 ASSET = bytes(range(30, 46))
@@ -99,16 +99,17 @@ def test_a_level_that_the_frame_does_not_have_is_refused(level: int) -> None:
 def test_frames_with_levels_are_checked_as_they_come_in(frame: Bytes, data: st.DataObject) -> None:
     header = parse_header(frame)
     steps = sorted(data.draw(st.lists(st.integers(0, len(frame)), max_size=9)))
-    check = FrameCheck(frame, header.key, header_bytes(header.layout))
-    check.follow([*steps, len(frame)])
+    check = FrameVerifier(frame, header.key, header_bytes(header.layout))
+    for arrived in (*steps, len(frame)):
+        check.update(arrived)
     assert np.array_equal(check.finish().segments, header.segments)
 
 
 @pytest.mark.parametrize("size", [1, 9, 192, 300])
 def test_a_frame_shorter_than_its_header_says_is_refused_as_it_comes_in(size: int) -> None:
     frame = layered(SMALL, 3, [9] * 8)
-    check = FrameCheck(frame[:size], parse_header(frame).key, header_bytes(SMALL))
-    check.follow([size])
+    check = FrameVerifier(frame[:size], parse_header(frame).key, header_bytes(SMALL))
+    check.update(size)
     with pytest.raises(InvalidFrameError):
         check.finish()
 

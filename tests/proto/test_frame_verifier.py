@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_representation
@@ -9,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
+from kvstore.proto.errors import ChunkCorruptError, DeadlineError, InvalidFrameError
 from kvstore.proto.frame import check_frame, header_bytes, parse_header
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkKey
 
 INFO, FRAME = make_frame(1, 20, representation=make_representation(5, 2, 8))
@@ -21,8 +19,9 @@ _STEPS = st.lists(st.integers(0, len(FRAME)), max_size=9).map(sorted)
 
 
 def verdict(frame: Bytes, key: ChunkKey, steps: list[int]) -> str:
-    check = FrameCheck(frame, key, HEADER_BYTES)
-    assert check.follow([*steps, len(frame)])
+    check = FrameVerifier(frame, key, HEADER_BYTES)
+    for arrived in (*steps, len(frame)):
+        check.update(arrived)
     try:
         header = check.finish()
     except (InvalidFrameError, ChunkCorruptError) as error:
@@ -56,25 +55,29 @@ def test_any_changed_byte_gets_the_verdict_of_the_whole_frame(
 
 def test_bytes_are_checked_as_they_were_when_they_came() -> None:
     frame = np.zeros_like(FRAME)
-
-    def arriving() -> Iterator[int]:
-        for stop in range(1_000, len(frame) + 1_000, 1_000):
-            frame[stop - 1_000 : stop] = FRAME[stop - 1_000 : stop]
-            yield min(stop, len(frame))
-
-    check = FrameCheck(frame, INFO.key, HEADER_BYTES)
-    assert check.follow(arriving())
+    check = FrameVerifier(frame, INFO.key, HEADER_BYTES)
+    for stop in range(1_000, len(frame) + 1_000, 1_000):
+        frame[stop - 1_000 : stop] = FRAME[stop - 1_000 : stop]
+        check.update(min(stop, len(frame)))
+    frame[HEADER_BYTES:] = 0
     assert check.finish().key == INFO.key
 
 
-def test_nothing_that_came_is_nothing_found() -> None:
-    assert FrameCheck(FRAME, INFO.key, HEADER_BYTES).follow([]) is False
+def test_what_its_caller_raises_as_bytes_arrive_ends_the_read() -> None:
+    def arriving(size_bytes: int) -> None:
+        if size_bytes > 100:
+            raise DeadlineError(f"after {size_bytes} bytes")
+
+    check = FrameVerifier(FRAME, INFO.key, HEADER_BYTES, arriving)
+    check.update(100)
+    with pytest.raises(DeadlineError, match="after 101 bytes"):
+        check.update(101)
 
 
 @pytest.mark.parametrize("arrived", [0, 100, HEADER_BYTES, len(FRAME) - 100])
 def test_a_frame_that_did_not_come_to_its_end_is_not_right(arrived: int) -> None:
-    check = FrameCheck(FRAME, INFO.key, HEADER_BYTES)
-    assert check.follow([arrived])
+    check = FrameVerifier(FRAME, INFO.key, HEADER_BYTES)
+    check.update(arrived)
     with pytest.raises(ChunkCorruptError, match=f"of {len(FRAME)}"):
         check.finish()
 
@@ -103,19 +106,18 @@ def test_sums_that_a_reader_brings_along_get_the_verdict_that_ours_would(
     frame = FRAME.copy()
     if wrong is not None:
         frame[int(parse_header(FRAME).segments[wrong]["offset"])] ^= 1
-    check = FrameCheck(frame, INFO.key, HEADER_BYTES)
+    check = FrameVerifier(frame, INFO.key, HEADER_BYTES)
     told: list[tuple[int, int]] = []
 
-    def arriving() -> Iterator[int]:
-        assert check.following(0, limit) == []
-        yield HEADER_BYTES
-        assert check.following(HEADER_BYTES + 1, limit) == []
-        while segments := check.following(max((b for _, b in told), default=HEADER_BYTES), limit):
-            check.take_sums(checksum(frame[start:stop]) for start, stop in segments)
-            told.extend(segments)
-            yield segments[-1][1]
-
-    assert check.follow(arriving())
+    assert check.next_segments(0, limit) == []
+    check.update(HEADER_BYTES)
+    assert check.next_segments(HEADER_BYTES + 1, limit) == []
+    done = HEADER_BYTES
+    while segments := check.next_segments(done, limit):
+        check.add_checksums(checksum(frame[start:stop]) for start, stop in segments)
+        told.extend(segments)
+        done = segments[-1][1]
+        check.update(done)
     if wrong is None:
         assert check.finish().key == INFO.key
         assert told[-1][1] == len(frame)
@@ -126,6 +128,6 @@ def test_sums_that_a_reader_brings_along_get_the_verdict_that_ours_would(
 
 
 def test_sums_are_taken_of_no_frame_that_is_not_right_so_far() -> None:
-    check = FrameCheck(FRAME, OTHER.key, HEADER_BYTES)
-    assert check.follow([HEADER_BYTES])
-    assert check.following(HEADER_BYTES, 1 << 30) == []
+    check = FrameVerifier(FRAME, OTHER.key, HEADER_BYTES)
+    check.update(HEADER_BYTES)
+    assert check.next_segments(HEADER_BYTES, 1 << 30) == []

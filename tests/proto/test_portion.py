@@ -27,7 +27,7 @@ from kvstore.proto.frame import (
     unpack_components,
     unpack_table,
 )
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion
 from kvstore.proto.wire import portion_from_message, portion_to_message
 
@@ -82,8 +82,8 @@ def test_components_that_are_left_out_keep_their_rows_and_have_no_segments() -> 
 def test_whoever_takes_whole_chunks_takes_no_portion() -> None:
     frame = small_frame()
     room = np.zeros(len(frame), np.uint8)
-    check = FrameCheck(frame, KEY, 320)
-    check.follow([len(frame)])
+    check = FrameVerifier(frame, KEY, 320)
+    check.update(len(frame))
     for read in (
         lambda: parse_header(frame),
         lambda: check_frame(frame, KEY),

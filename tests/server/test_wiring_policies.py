@@ -10,12 +10,12 @@ from simulation.core import Core, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import PutOutcome
+from kvstore.proto.types import POLICIES, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction
-from kvstore.server.eviction.registry import POLICIES, make_policy
+from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB

@@ -30,7 +30,8 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.proto.wire import representation_to_message
-from kvstore.server.api.service import Identity, KVStoreService
+from kvstore.server.api.grpc_server import servicer_of
+from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.validation import Checks, ServiceLimits
 from kvstore.server.store.scrub import Scrub
 
@@ -87,9 +88,10 @@ class NetworkSchedule:
         world = self.world
         checks = Checks(ServiceLimits(64, 1 << 16, 1000), world.clock)
         identity = Identity(1, "simulated", "", 0.0)
-        self.service = KVStoreService(world.store, world.sessions, None, checks, identity)
         tiers = [slot.name for slot in world.slots]
-        self._scrub = self.service.scrub = Scrub(world.store.moves, tiers, 0, world.clock)
+        self._scrub = Scrub(world.store.moves, tiers, 0, world.clock)
+        backend = Backend(world.store, world.sessions, checks, identity, scrub=self._scrub)
+        self.service = servicer_of(backend)
 
     # --- the schedule
 
@@ -212,7 +214,7 @@ class NetworkSchedule:
             if count == stop:  # the reader goes away
                 self.counts["cut gets"] += 1
                 break
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         for index, data in arrived.items():
             if len(data) == whole[index]:
                 self._check_frame(keys[index], np.frombuffer(bytes(data), np.uint8))

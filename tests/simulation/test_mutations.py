@@ -41,7 +41,7 @@ def nothing(*_: object, **__: object) -> None:
 
 def reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
     def read(slot: TierSlot, info: ChunkInfo, out: Bytes, *_: object) -> FrameHeader | None:
-        found = slot.guarded(lambda: slot.tier.read_into(info.key, out))
+        found = slot.guarded(lambda: slot.tier.read(info.key, out))
         return _any_header(info) if found else None
 
     patch.setattr(TierSlot, "read_verified", read)

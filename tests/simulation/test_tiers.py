@@ -80,7 +80,7 @@ def test_failing_verbs_leave_no_reservation_and_every_verb_can_fail() -> None:
         lambda: disk.reserve(info),
         lambda: disk.find([info.key]),
         lambda: disk.delete(info.key),
-        lambda: disk.read_into(info.key, payload(1, 100)),
+        lambda: disk.read(info.key, payload(1, 100)),
         disk.flush,
     ]
     for verb in verbs:
@@ -112,7 +112,7 @@ def test_a_flipped_bit_and_a_lost_chunk_are_remembered() -> None:
     put(disk, info, payload(1, 100))
     disk.flip(info.key, 17)
     out = payload(2, 100)
-    assert disk.read_into(info.key, out)
+    assert disk.read(info.key, out)
     assert (out != payload(1, 100)).sum() == 1
     disk.lose(info.key)
     assert_absent(disk, info)

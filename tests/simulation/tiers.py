@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 
@@ -161,16 +162,20 @@ class DictTier(Tier):
             self._close_reservation(reservation)
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         if self.faults.strikes():
             out[: len(out) // 2] = 0xEE
-            raise TierUnavailableError(self.name, "read_into fails on purpose")
+            raise TierUnavailableError(self.name, "read fails on purpose")
         stored = self.medium.chunks.get(key)
         if stored is None:
             return False
         if not 0 <= offset <= len(stored.frame) - len(out):
             raise InvalidRequestError("offset", offset, "outside the frame")
         out[:] = stored.frame[offset : offset + len(out)]
+        if verifier is not None:
+            verifier.update(len(out))
         return True
 
     @override
@@ -301,9 +306,11 @@ class GatedDisk(SimDisk):
         super().write(reservation, offset, data)
 
     @override
-    def read_into(self, key: ChunkKey, out: Bytes, offset: int = 0) -> bool:
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
         self._pass()
-        return super().read_into(key, out, offset)
+        return super().read(key, out, offset, verifier)
 
 
 class SimRedis(DictTier):

@@ -20,7 +20,7 @@ from kvstore.proto import file_sums
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.tiers import disk_io
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskOptions, DiskTier
@@ -177,7 +177,7 @@ def test_no_more_buffers_are_made_than_the_limit(tmp_path: Path) -> None:
     def read(number: int) -> bool:
         info = infos[number % len(infos)]
         out = np.empty(info.size_bytes, np.uint8)
-        assert tier.read_into(info.key, out)
+        assert tier.read(info.key, out)
         return np.array_equal(out, bytes_of(info))
 
     with ThreadPoolExecutor(3 * BOUNCE_BUFFERS) as pool:
@@ -241,7 +241,7 @@ def test_a_checked_read_of_a_file_that_was_cut_says_so(tmp_path: Path, kept_byte
     assert place is not None
     os.truncate(tmp_path / "a" / "extents" / f"{place.extent:04}.kv", place.offset + kept_bytes)
     out = np.empty_like(frame)
-    check = FrameCheck(out, info.key, header_bytes(info.layout))
+    check = FrameVerifier(out, info.key, header_bytes(info.layout))
     with pytest.raises(TierUnavailableError, match="ends early"):
-        check.follow(tier.read_checked(info.key, out, check))
+        tier.read(info.key, out, 0, check)
     tier.close()

@@ -294,9 +294,7 @@ def test_reading_a_chunk_while_its_extent_goes_is_a_miss_or_its_bytes(tmp_path: 
 
     def read() -> int:
         out = np.empty(30_000, np.uint8)
-        return sum(
-            tier.read_into(make_info(seed, 1).key, out) for _ in range(8) for seed in range(160)
-        )
+        return sum(tier.read(make_info(seed, 1).key, out) for _ in range(8) for seed in range(160))
 
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(write, thread) for thread in range(2)]

@@ -237,7 +237,7 @@ def test_a_disk_that_dies_takes_its_chunks_and_no_others(
             assert_holds(tier, info, bytes_of(info))
             continue
         with pytest.raises(TierUnavailableError, match="Input/output error") as caught:
-            tier.read_into(info.key, bytes_of(info))
+            tier.read(info.key, bytes_of(info))
         assert caught.value.is_partial
     more = [make_info(seed, 64 << 10) for seed in range(30, 40)]
     for info in more:
@@ -294,7 +294,7 @@ def test_when_the_last_disk_dies_the_tier_is_unavailable(
         errors = []
         for info in infos:
             with pytest.raises(TierUnavailableError) as caught:
-                tier.read_into(info.key, bytes_of(info))
+                tier.read(info.key, bytes_of(info))
             errors.append(caught.value.is_partial)
         assert errors == [True, False]
     tier.close()

@@ -18,6 +18,7 @@ from redis_process import RedisProcess
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, TierUnavailableError
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers import at_rest
 from kvstore.tiers.at_rest import (
@@ -133,7 +134,7 @@ class Medium:
 
     def sealed(self, info: ChunkInfo) -> Bytes:
         out = np.empty(sealed_bytes(info.size_bytes), np.uint8)
-        assert self.inner.read_into(info.key, out)
+        assert self.inner.read(info.key, out)
         return out
 
     def replace(self, info: ChunkInfo, sealed: Bytes) -> None:
@@ -154,10 +155,9 @@ def medium(tmp_path: Path) -> Iterator[Medium]:
 
 def assert_corrupt(tier: Tier, info: ChunkInfo) -> None:
     out = np.empty(info.size_bytes, np.uint8)
-    with pytest.raises(ChunkCorruptError):
-        tier.read_into(info.key, out)
-    with pytest.raises(ChunkCorruptError):
-        list(tier.read_steps(info.key, out))
+    for verifier in (None, FrameVerifier(out, info.key, 64)):
+        with pytest.raises(ChunkCorruptError):
+            tier.read(info.key, out, 0, verifier)
 
 
 def test_the_medium_sees_no_byte_of_a_frame(medium: Medium, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_of_a_shared_medium_what_others_alone_can_open_is_absent_and_stays(
     ours, theirs = tier({1: KEYS[1]}), tier({2: KEYS[2]})
     info = make_info(1, SIZE)
     put(ours, info, payload(1, SIZE))
-    assert not theirs.read_into(info.key, np.empty(SIZE, np.uint8))
+    assert not theirs.read(info.key, np.empty(SIZE, np.uint8))
     assert_holds(ours, info, payload(1, SIZE))
     for one in (ours, theirs):
         one.close()

@@ -144,7 +144,7 @@ def test_bytes_go_up_and_come_down_whole(tier: GpuTier, size: int, is_known: boo
     ends = [tier.device.register(memory) for memory in (data, out)] if is_known else []
     info = make_info(1, size)
     assert put(tier, info, data)
-    assert tier.read_into(info.key, out)
+    assert tier.read(info.key, out)
     assert np.array_equal(out, data)
     for end in ends:
         assert end is not None
@@ -291,7 +291,7 @@ def test_a_device_that_comes_back_is_used_again(slow: GpuTier, device: SlowDevic
     _put(slow, info)
     device.fails = True
     with pytest.raises(TierUnavailableError):
-        slow.read_into(info.key, np.zeros(info.size_bytes, np.uint8))
+        slow.read(info.key, np.zeros(info.size_bytes, np.uint8))
     with pytest.raises(TierUnavailableError):
         slow.delete(info.key)
     assert_counts(slow, [], [])

@@ -160,7 +160,7 @@ def test_version_that_another_node_replaced_is_read_and_counted_no_more(
     second.delete(old.key)
     put(second, new, payload(2, 20_000))
     out = np.zeros(15_000, dtype=np.uint8)
-    assert first.read_into(new.key, out, 2_000)
+    assert first.read(new.key, out, 2_000)
     assert np.array_equal(out, payload(2, 20_000)[2_000:17_000])
     assert_counts(first, [], [])
     assert first.find([new.key]) == [new]

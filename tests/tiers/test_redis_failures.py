@@ -31,7 +31,7 @@ ACL = "ACL SETUSER writer on >secret +@all %R~*"
 
 CALLS: dict[str, Callable[[RedisTier], object]] = {
     "find": lambda tier: tier.find([INFO.key]),
-    "read_into": lambda tier: get(tier, INFO),
+    "read": lambda tier: get(tier, INFO),
     "delete": lambda tier: tier.delete(INFO.key),
     "scan": lambda tier: list(tier.scan()),
     "put": lambda tier: put(tier, make_info(2, 10_000), DATA),
@@ -331,7 +331,7 @@ def test_more_callers_than_connections_all_get_their_turn(
         for _ in range(20):
             answers.extend(tier.find([INFO.key]))
             out = np.zeros(10_000, dtype=np.uint8)
-            assert tier.read_into(INFO.key, out)
+            assert tier.read(INFO.key, out)
 
     threads = [threading.Thread(target=work) for _ in range(48)]
     for thread in threads:

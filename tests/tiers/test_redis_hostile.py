@@ -187,7 +187,7 @@ def test_large_frame_is_dealt_to_several_connections(
     assert_holds(tier, info, payload(4, info.size_bytes))
     assert len(redis.client.client_list()) == 1 + 3
     out = np.zeros(17 << 20, np.uint8)
-    assert tier.read_into(info.key, out, 12_345_678)
+    assert tier.read(info.key, out, 12_345_678)
     assert np.array_equal(out, payload(4, info.size_bytes)[12_345_678:][: 17 << 20])
 
 
@@ -198,8 +198,8 @@ def test_read_from_the_start_gives_a_chunk_its_whole_life_again(
     put(tier, INFO, DATA)
     for name in redis.names():
         redis.client.expire(name, 50)
-    assert tier.read_into(INFO.key, np.zeros(10, np.uint8), 5)
+    assert tier.read(INFO.key, np.zeros(10, np.uint8), 5)
     assert {redis.client.ttl(name) for name in redis.names()} <= {49, 50}
-    assert tier.read_into(INFO.key, np.zeros(10, np.uint8))
+    assert tier.read(INFO.key, np.zeros(10, np.uint8))
     manifest, *parts = sorted(redis.client.ttl(name) for name in redis.names())
     assert 50 < manifest <= 1000 < min(parts)

@@ -21,7 +21,7 @@ from redis_relay import SPOILS, outcome, relay
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.frame_verifier import FrameCheck
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_chunks import Manifest
@@ -46,10 +46,10 @@ def make_row(count: int = COUNT) -> list[Frame]:
 def load(tier: RedisTier, info: ChunkInfo) -> Bytes | None:
     """Load as the server does: checked as it comes. Return the frame, None when it is absent."""
     out = np.zeros(info.size_bytes, np.uint8)
-    check = FrameCheck(out, info.key, header_bytes(info.layout))
-    if not check.follow(tier.read_checked(info.key, out, check)):
+    verifier = FrameVerifier(out, info.key, header_bytes(info.layout))
+    if not tier.read(info.key, out, 0, verifier):
         return None
-    assert check.finish().info() == info
+    assert verifier.finish().info() == info
     return out
 
 
@@ -145,7 +145,7 @@ def test_asking_something_else_in_a_row_waits_for_no_connection(
         lambda: tier.find(keys),
         lambda: tier.delete(keys[-1]),
         lambda: get(tier, row[3][0]),
-        lambda: tier.read_into(keys[1], np.empty(77, np.uint8), 1000),
+        lambda: tier.read(keys[1], np.empty(77, np.uint8), 1000),
         lambda: load(tier, row[-1][0]),
         lambda: list(tier.scan()),
     ):

@@ -131,7 +131,7 @@ def test_frames_are_stored_and_answered_for_one_by_one(
     cpu = server.node.store.tiers.cpu_tier
     for frame, seed in zip(frames[:2], (1, 2), strict=True):
         out = frame * 0
-        assert cpu.read_into(key_of(terms, seed), out)
+        assert cpu.read(key_of(terms, seed), out)
         assert out.tobytes() == frame.tobytes()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import POLICIES, REPLACED_POLICIES
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.hit_density import HitDensityEviction
-from kvstore.server.eviction.registry import POLICIES, REPLACED, make_policy
+from kvstore.server.eviction.registry import make_policy
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -35,7 +36,9 @@ def test_an_unknown_name_is_refused_with_those_there_are() -> None:
         make_policy("fifo", AccessHistory())
 
 
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("name", REPLACED_POLICIES)
 def test_a_name_that_is_gone_is_refused_with_its_successor(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{name}.*: {REPLACED[name]}, which replaces"):
+    with pytest.raises(
+        InvalidRequestError, match=f"{name}.*: {REPLACED_POLICIES[name]}, which replaces"
+    ):
         make_policy(name, AccessHistory())

@@ -14,17 +14,16 @@ from pydantic import ValidationError
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Fidelity
-from kvstore.server.eviction.quotas import Quota
+from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
-from kvstore.server.settings.codec_rules import auto_fidelity, is_auto
 from kvstore.server.settings.loading import show
-from kvstore.server.settings.rules import DiskFolders
+from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolders, auto_fidelity, is_auto
 from kvstore.server.settings.settings import (
     Settings,
     load_config,
     load_with_origins,
 )
-from kvstore.server.settings.values import GIB, KIB, MIB
+from kvstore.server.settings.values import GIB, KIB, MIB, text_by_tier
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
 
@@ -696,29 +695,53 @@ def test_disks_that_cannot_be_are_refused(value: str, why: str) -> None:
 def test_the_codecs_of_tenants_are_read_by_tier_and_shown_as_they_were_written() -> None:
     text = "acme/redis=kvq:2,sinks=4,importance,acme/disk=raw,b.c-d_1/disk=zplane"
     rules = load_config(["--tenant-codecs", text]).tenant_codecs
-    assert rules is not None
-    assert str(rules) == text
-    assert rules.of_tier("disk") == {"acme": "raw", "b.c-d_1": "zplane"}
-    assert rules.of_tier("redis") == {"acme": "kvq:2,sinks=4,importance"}
-    assert rules.of_tier("cpu") == {}
+    assert ",".join(map(str, rules)) == text
+    assert [(rule.tenant, rule.tier, rule.codec) for rule in rules] == [
+        ("acme", "redis", "kvq:2,sinks=4,importance"),
+        ("acme", "disk", "raw"),
+        ("b.c-d_1", "disk", "zplane"),
+    ]
 
 
 def test_the_terms_of_policy_are_read_by_tier_and_shown_as_they_were_written() -> None:
     policies = load_config(["--policy", "marconi,gpu=lru"]).policy
-    assert (str(policies), policies.of_tier("gpu"), policies.of_tier("cpu")) == (
-        "marconi,gpu=lru", "lru", "marconi",
-    )  # fmt: skip
+    others = dict.fromkeys(("cpu", "disk", "redis"), "marconi")
+    assert (text_by_tier(policies), policies) == ("marconi,gpu=lru", {"gpu": "lru"} | others)
     text = "acme=2GiB:512MiB,acme/disk=10GiB,zeta/disk=1GiB"
     quotas = load_config(["--tenant-quotas", text]).tenant_quotas
-    assert quotas is not None
-    assert (str(quotas), quotas.tenants) == (text, ("acme", "zeta"))
-    assert quotas.of_tier("cpu") == {"acme": Quota(2 * GIB, 512 * MIB)}
-    assert quotas.of_tier("disk") == {"acme": Quota(10 * GIB), "zeta": Quota(GIB)}
-    terms = load_config(["--category-terms", "batch=600s:1GiB,scratch=90s,rest=0s:1MiB"])
-    assert terms.category_terms is not None
-    assert str(terms.category_terms) == "batch=600s:1GiB,scratch=90s,rest=0s:1MiB"
-    assert terms.category_terms.ttls_s == {"batch": 600.0, "scratch": 90.0}
-    assert terms.category_terms.quotas == {"batch": Quota(GIB), "rest": Quota(MIB)}
+    assert ",".join(map(str, quotas)) == text
+    assert [(rule.tenant, rule.tier, rule.quota, rule.guaranteed) for rule in quotas] == [
+        ("acme", "", 2 * GIB, 512 * MIB),
+        ("acme", "disk", 10 * GIB, 0),
+        ("zeta", "disk", GIB, 0),
+    ]
+    text = "batch=600s:1GiB,scratch=90s,rest=0s:1MiB"
+    terms = load_config(["--category-terms", text]).category_terms
+    assert ",".join(map(str, terms)) == text
+    assert [(rule.ttl_s, rule.quota) for rule in terms] == [(600, GIB), (90, 0), (0, MIB)]
+    assert load_config(["--category-terms", "rest=:1MiB"]).category_terms == terms[2:]
+
+
+def test_rules_may_be_a_list_of_texts_or_of_mappings_in_the_file(tmp_path: Path) -> None:
+    text = """
+tenant_quotas: ["acme=2GiB:512MiB", {tenant: zeta, tier: disk, quota: 1GiB}]
+policy: {gpu: lru}
+shared_pools:
+"""
+    config = load_config(["--config", write(tmp_path / "c.yaml", text)])
+    assert ",".join(map(str, config.tenant_quotas)) == "acme=2GiB:512MiB,zeta/disk=1GiB"
+    assert (config.policy["gpu"], config.policy["cpu"]) == ("lru", "hit_density")
+    assert config.shared_pools == ()
+
+
+def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for() -> None:
+    assert 2 * MAX_QUOTAS <= MAX_PARTITIONS
+    quotas = ",".join(f"t{n}=1GiB,t{n}/disk=2GiB" for n in range(MAX_QUOTAS))
+    assert len(load_config(["--tenant-quotas", quotas]).tenant_quotas) == 2 * MAX_QUOTAS
+    assert "at most 7 tenants" in refused("--tenant-quotas", quotas + ",more=1GiB")
+    terms = ",".join(f"c{n}=1s:1GiB" for n in range(MAX_QUOTAS))
+    assert "at most 7 with quotas" in refused("--category-terms", terms + ",more=:1GiB")
+    assert len(load_config(["--category-terms", terms + ",more=1s"]).category_terms) == 8
 
 
 @pytest.mark.parametrize(

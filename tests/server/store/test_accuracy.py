@@ -224,7 +224,7 @@ def test_a_better_copy_takes_the_place_of_a_lossy_one_below() -> None:
 def disk_frame(core: Core, version: Version) -> Bytes:
     info = core.catalog.copies(version.info.key)["disk"]
     frame = as_bytes(bytearray(info.size_bytes))
-    assert core.slot("disk").tier.read_into(info.key, frame)
+    assert core.slot("disk").tier.read(info.key, frame)
     return frame
 
 

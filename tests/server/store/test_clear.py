@@ -14,7 +14,7 @@ from kvstore.client import AsyncClient, ClientOptions
 from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server.api.look_calls import MAX_RANKED
+from kvstore.server.api.admin_calls import MAX_RANKED
 from kvstore.server.store.clear import BATCH_CHUNKS, Cleared, clear, keys_of_tenant
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bare_wire import Wire, wire_to
@@ -45,17 +47,18 @@ from kvstore.proto.types import (
     PutOutcome,
 )
 from kvstore.proto.wire import REFUSED, fidelity_number
-from kvstore.server.api.explain_messages import ExplainDesk
+from kvstore.server.api.grpc_server import servicer_of
+from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.validation import Checks, ServiceLimits
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.explain import ChunkFacts
-from kvstore.server.store.miss_log import (
+from kvstore.server.store.explain import (
     MAX_COUNTS,
     MAX_MISSES,
     MAX_REASON_CHARS,
     MAX_REASONS,
     MAX_REPORTS,
+    ChunkFacts,
     MissLog,
 )
 
@@ -304,10 +307,12 @@ def test_a_question_that_makes_no_sense_is_refused(server: LocalServer) -> None:
 
 def test_who_is_on_another_host_needs_a_session(server: LocalServer) -> None:
     checks = Checks(ServiceLimits(4096, 1 << 28, 2000), time.monotonic)
-    desk = ExplainDesk(server.node.store, server.node.sessions, checks)
+    identity = Identity(1, "", "", 0.0)
+    servicer = servicer_of(Backend(server.node.store, server.node.sessions, checks, identity))
+    context: Any = SimpleNamespace(peer=lambda: "ipv4:10.1.2.3:4567")
     for request in (pb.ExplainRequest(recent=1), pb.ExplainRequest(spaces=True)):
         with pytest.raises(PermissionDeniedError, match="Explain"):
-            desk.answer(request, "ipv4:10.1.2.3:4567", pb.Server())
+            servicer.Explain(request, context)
 
 
 # --- what missed lately

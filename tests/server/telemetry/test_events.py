@@ -30,7 +30,7 @@ def world(kept: int = 1000) -> tuple[Catalog, EventLog]:
     ids = count(1)
     policies: dict[str, EvictionPolicy] = {tier: LruEviction() for tier in TIERS}
     catalog = Catalog(policies, Leases(10, lambda: next(ids)), 1000, FakeClock())
-    log = EventLog(LOCAL, kept)
+    log = EventLog(LOCAL, kept, catalog.queries.held_from)
     catalog.listeners.append(log)
     return catalog, log
 
@@ -51,7 +51,7 @@ class Follower:
         self.known: set[tuple[ChunkKey, str]] = set()
         self.pages: list[Page] = []
         self._catalog, self._log, self._space = catalog, log, space
-        self.reader = EventReader(log, catalog.queries.held_from, space)
+        self.reader = log.reader(space)
         self._cursor = 0
 
     def read(self, pages: int = 1_000) -> None:
@@ -70,7 +70,7 @@ class Follower:
 
     def connect_again(self) -> None:
         """Begin another call behind the last page."""
-        self.reader = EventReader(self._log, self._catalog.queries.held_from, self._space)
+        self.reader = self._log.reader(self._space)
         self.reader.go_on(self._cursor)
 
     def truth(self) -> set[tuple[ChunkKey, str]]:
@@ -192,7 +192,7 @@ def test_a_cursor_that_nobody_was_given_begins_anew() -> None:
     catalog, log = world()
     catalog.note_sealed("cpu", chunk(0))
     for space in (None, space_of(0)):
-        reader = EventReader(log, catalog.queries.held_from, space)
+        reader = log.reader(space)
         reader.go_on(1 << 40)
         page = reader.poll()
         assert page is not None

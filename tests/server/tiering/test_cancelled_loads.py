@@ -15,6 +15,7 @@ from simulation.universe import Version
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.work_queue import WorkQueue
@@ -61,14 +62,18 @@ class _Slow:
 
     gate: Gate
 
-    def read_steps(self, key: ChunkKey, out: Bytes) -> Iterator[int]:
-        if not self.read_into(key, out):  # type: ignore[attr-defined]
-            return
+    def read(
+        self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
+    ) -> bool:
+        assert verifier is not None
+        if not super().read(key, out, offset):  # type: ignore[misc]
+            return False
         size = len(out) // PARTS
         for part in range(1, PARTS):
-            yield part * size
+            verifier.update(part * size)
             self.gate.pass_through()
-        yield len(out)
+        verifier.update(len(out))
+        return True
 
 
 class SlowDisk(_Slow, SimDisk):

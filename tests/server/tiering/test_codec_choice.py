@@ -72,7 +72,7 @@ def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
         assert len(core.catalog) == 0
 
 
-@pytest.mark.parametrize("verb", ["reserve", "write", "seal", "read_into", "delete"])
+@pytest.mark.parametrize("verb", ["reserve", "write", "seal", "read", "delete"])
 def test_a_medium_that_fails_is_judged_by_the_first_guess(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -288,7 +288,7 @@ PAGES = 150
 
 
 class ManyPages:
-    """Stands in for the desk: there is more to tell than any queue on the way holds."""
+    """Stands in for the log: there is more to tell than any queue on the way holds."""
 
     def __init__(self) -> None:
         self._pages = iter(Page([stored(1)] * PAGE_EVENTS, 0) for _ in range(PAGES))
@@ -305,8 +305,8 @@ def publisher_of_many(folder: Path) -> Iterator[tuple[EventPublisher, Counters]]
     folder.mkdir(mode=0o700)
     counters = Counters()
     sockets = EventSockets("off", f"ipc:{folder / 'r'}", None, None)
-    desk: Any = ManyPages()
-    with closing(EventPublisher(sockets, desk, 1, counters, lambda: 0.0, time.monotonic)) as one:
+    log: Any = ManyPages()
+    with closing(EventPublisher(sockets, log, 1, counters, lambda: 0.0, time.monotonic)) as one:
         assert eventually(lambda: counters["event_batches"] == PAGES)
         yield one, counters
 
