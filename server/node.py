@@ -44,7 +44,6 @@ from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.tracing import open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
-from kvstore.server.web.dashboard_view import Subject
 from kvstore.server.web.event_publisher import NodeEvents
 from kvstore.server.wiring import build_store
 
@@ -265,6 +264,7 @@ class Node:
     def _open_http(self) -> HttpPort | None:
         if self._config.http_address is None:
             return None
+        from kvstore.server.web.dashboard import Subject
         from kvstore.server.web.http_pages import HttpPort
 
         subject = Subject(

@@ -21,14 +21,12 @@ from kvstore.server.security.authenticator import SCHEME, Authenticator
 from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback
-from kvstore.server.web.dashboard import Dashboard
-from kvstore.server.web.dashboard_page import MEDIA, PAGE_TITLE, page, sections_as_json
+from kvstore.server.web.dashboard import MEDIA, Dashboard, Subject, Viewer
 from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
 from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
 
 if TYPE_CHECKING:
     from kvstore.server.security.setup import Trust
-    from kvstore.server.web.dashboard_view import Subject
 
 
 MAX_READERS = 16
@@ -38,7 +36,7 @@ OnRefused = Callable[[Principal | None, str, str], None]
 """Told of each refusal of who brought a proof: who it was, the error, and from where."""
 
 _WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
-_REALM = {"WWW-Authenticate": f'Basic realm="{PAGE_TITLE}", charset="UTF-8"'}
+_REALM = {"WWW-Authenticate": 'Basic realm="kvstore", charset="UTF-8"'}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
@@ -84,7 +82,7 @@ class Pages:
         self.app = Starlette(
             routes=[
                 Route("/metrics", self._guarded(self._get_metrics, is_page=False)),
-                Route("/", self._guarded(self._get_page)),
+                Route("/data", self._guarded(self._get_data)),
                 Route("/events", self._guarded(self._get_events)),
                 *(Route(f"/{name}", self._guarded(self._get_media)) for name in MEDIA),
             ]
@@ -135,9 +133,9 @@ class Pages:
         text = await asyncio.to_thread(self._metrics.text)
         return Response(text, media_type=None, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _get_page(self, request: Request) -> Response:
-        sections = await self._dashboard.sections()
-        return Response(page(sections), media_type="text/html", headers=_HEADERS)
+    async def _get_data(self, request: Request) -> Response:
+        text = await self._dashboard.text()
+        return Response(text, media_type="application/json", headers=_HEADERS)
 
     async def _get_media(self, request: Request) -> Response:
         media_type, data = MEDIA[request.url.path.removeprefix("/")]
@@ -159,12 +157,12 @@ class Pages:
             yield "retry: 2000\n\n"
             number = 0
             while not await request.is_disconnected():
-                number, sections = await self._dashboard.after(number)
+                number, text = await self._dashboard.after(number)
                 try:
                     self._check(request, lambda *_: None)
                 except KVStoreError:
                     return
-                yield f"data: {sections_as_json(sections)}\n\n"
+                yield f"data: {text}\n\n"
         finally:
             self._readers -= 1
 
@@ -202,15 +200,12 @@ class HttpPort:
     """
 
     def __init__(self, config: Settings, subject: Subject, trust: Trust) -> None:
-        from kvstore.server.web.dashboard_page import sections_of
-        from kvstore.server.web.dashboard_view import Viewer
-
         assert config.http_address is not None
         store, sessions = subject.store, subject.sessions
         tiers = [slot.name for slot in store.tiers.slots.values()]
         metrics = MetricsText(subject.counters, lambda: gauges(store, len(sessions)), tiers)
         self._viewer = viewer = Viewer(subject)
-        dashboard = Dashboard(lambda: sections_of(viewer.view()), time.monotonic)
+        dashboard = Dashboard(viewer.data, time.monotonic)
 
         def on_refused(who: Principal | None, outcome: str, peer: str) -> None:
             trust.authorizer.note(who, METHOD, outcome, peer=lambda: peer)
