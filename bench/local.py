@@ -41,12 +41,12 @@ from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.keys import join_digests
 from kvstore.proto.types import (
     ChunkKey,
     KVLayout,
     PutOutcome,
 )
-from kvstore.proto.wire import join_digests
 from kvstore.server.main import keep_freed_memory
 
 CHUNKS = 16

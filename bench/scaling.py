@@ -26,7 +26,7 @@ from kvstore.cli.plot import line_chart
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.types import ChunkKey
 from kvstore.tiers.base import Tier
-from kvstore.tiers.spot_table import SpotTable
+from kvstore.tiers.locations import LocationTable
 
 CHUNK_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 CLIENT_COUNTS = (1, 4, 16, 64)
@@ -44,7 +44,7 @@ class Index:
     """A control path and the keys of some of its prompts, from the first to the last."""
 
     control: Control
-    table: SpotTable = field(default_factory=SpotTable)
+    table: LocationTable = field(default_factory=LocationTable)
     sample: list[list[ChunkKey]] = field(default_factory=list)
     chunks: int = 0
 

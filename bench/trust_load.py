@@ -29,8 +29,8 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import ChunkKey
-from kvstore.proto.wire import representation_to_message
 
 IDLE = 1000
 ACTIVE = 64

@@ -7,8 +7,8 @@ import json
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
-from kvstore.proto.blend_wire import gate_from_message
-from kvstore.proto.text import printable
+from kvstore.proto.errors import printable
+from kvstore.proto.messages import gate_from_message
 
 
 def gates_as_json(reply: pb.StatusResponse) -> str:

@@ -25,12 +25,12 @@ from kvstore.codecs.base import ChunkTensors, codec_by_id, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.frame import MAX_FRAME_BYTES, FrameHeader, check_frame
-from kvstore.proto.types import DType, Fidelity, KVLayout, LayerKind
-from kvstore.proto.wire import (
+from kvstore.proto.messages import (
     layout_from_message,
     layout_to_message,
     representation_from_message,
 )
+from kvstore.proto.types import DType, Fidelity, KVLayout, LayerKind
 
 MAX_HEADER_BYTES = 16 << 20
 SAFETENSORS, FRAME = ".safetensors", ".frame"

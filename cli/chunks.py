@@ -160,7 +160,7 @@ def put(
 
     from kvstore.cli.progress import progress
     from kvstore.cli.put import put_files
-    from kvstore.proto.text import printable
+    from kvstore.proto.errors import printable
     from kvstore.proto.types import PutOutcome
 
     rows = []

@@ -13,9 +13,9 @@ from kvstore.cli.status import directory_line
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.settings.settings import Settings
+from kvstore.tiers.redis import check_health
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
 from kvstore.tiers.redis_connection import Command
-from kvstore.tiers.redis_health import check_health
 
 MAX_REDIS_MS = 5.0
 PINGS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from kvstore.proto.text import printable
+from kvstore.proto.errors import printable
 
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2

@@ -18,16 +18,15 @@ from kvstore.cli.tables import Grid, open_console
 from kvstore.client.batches import digest_batches
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend_wire import gate_from_message
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import chain_digests
+from kvstore.proto.keys import chain_digests, join_digests
+from kvstore.proto.messages import MAX_EXPLAINED, REFUSED, gate_from_message
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
-from kvstore.proto.wire import MAX_EXPLAINED, REFUSED, join_digests
 
 DEADLINE_MS = 10_000
 CLIENT_NAME = "kvstore explain"

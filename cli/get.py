@@ -7,8 +7,8 @@ from pathlib import Path
 from kvstore.cli.chunk_files import check_suffix, write_chunk
 from kvstore.cli.spaces import Where, find, hex_prefix, places
 from kvstore.proto.frame import FrameHeader
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import Fidelity
-from kvstore.proto.wire import representation_to_message
 
 
 def get_chunk(where: Where, name: str, out: Path, *, lossy: bool) -> tuple[FrameHeader, int] | None:

@@ -12,8 +12,8 @@ from kvstore.client.transport import Put
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chunk_key, representation_digest
+from kvstore.proto.messages import representation_from_message
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity
-from kvstore.proto.wire import representation_from_message
 
 
 def put_files(

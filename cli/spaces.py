@@ -20,8 +20,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.keys import chunk_key
+from kvstore.proto.messages import representation_from_message
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey
-from kvstore.proto.wire import representation_from_message
 
 DEADLINE_MS = 10_000
 LEAST_DIGITS = 4

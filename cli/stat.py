@@ -15,8 +15,8 @@ from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameHeader
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import ChunkKey, DType, Fidelity, LayerKind
-from kvstore.proto.wire import representation_to_message
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typing_extensions import override
 
-from kvstore.proto.text import printable
+from kvstore.proto.errors import printable
 
 _GAP = "  "
 _LEAST_WRAPPED = 12

@@ -14,7 +14,7 @@ from rich.text import Text
 from kvstore.cli.status import ask_figures, readable_size
 from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.text import printable
+from kvstore.proto.errors import printable
 
 
 @dataclass(frozen=True, slots=True)

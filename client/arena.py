@@ -10,7 +10,7 @@ from kvstore.client.session import SessionTerms
 from kvstore.client.slabs import Slabs
 from kvstore.proto.device import Imported, open_device
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.shm import ARENA_SLAB
+from kvstore.proto.unix_socket import ARENA_SLAB
 
 Arena: TypeAlias = Imported
 

@@ -22,16 +22,17 @@ from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk_reading import BulkPieces, BulkReading, here
+from kvstore.proto.bulk_reader import BulkPieces, BulkReading, here
 from kvstore.proto.errors import (
     DeadlineError,
     KVStoreError,
     TierUnavailableError,
 )
+from kvstore.proto.keys import join_digests
+from kvstore.proto.messages import fidelity_number
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity, Portion
-from kvstore.proto.wire import fidelity_number, join_digests
 
 if TYPE_CHECKING:
     from kvstore.proto import kvstore_pb2 as pb

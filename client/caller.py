@@ -42,6 +42,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
+from kvstore.proto.keys import cut_keys, join_digests, split_digests
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
@@ -54,7 +55,6 @@ from kvstore.proto.types import (
     Representation,
     Stated,
 )
-from kvstore.proto.wire import cut_keys, join_digests, split_digests
 
 T = TypeVar("T")
 

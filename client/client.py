@@ -30,6 +30,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
+from kvstore.proto.messages import engine_to_message, fidelity_number, match_from_message
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, PrefillModel
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -41,7 +42,6 @@ from kvstore.proto.types import (
     Portion,
     Stated,
 )
-from kvstore.proto.wire import engine_to_message, fidelity_number, match_from_message
 
 
 class Client(Keeping, EngineCalls, Resolving, Following):

@@ -19,7 +19,7 @@ from kvstore.client.tracing import traced
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import DeadlineError, KVStoreError
-from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.proto.messages import MESSAGE_BYTES
 
 SLACK_S = 0.05
 """What a call may take beyond the deadline that the server was given."""

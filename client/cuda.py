@@ -49,8 +49,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import header_bytes, raw_frame_bytes
-from kvstore.proto.places import Place, Reach, unpack_places
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, KVLayout
+from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 T = TypeVar("T")
 

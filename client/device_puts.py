@@ -20,13 +20,13 @@ from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import FrameAt, Sums
 from kvstore.codecs.raw import raw_header
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import ALIGN_BYTES, FrameHeader, FrameTemplate, pack_header
+from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import PutOutcome
-from kvstore.proto.wire import hints_to_message
 
 MAX_FRAMES = 64
 """Of one call; a put of more takes several."""
@@ -63,15 +63,16 @@ class DeviceRing:
         if terms.arena_device != identity:
             there = f"on {terms.arena_device}" if terms.arena_device else "nowhere"
             return f"the server's gpu tier is {there}, the ring on {identity}"
-        token = shm.device_token(identity)
+        token = unix_socket.device_token(identity)
         exported = self.device.export(self.memory)
         try:
             answer = transport.slabs.give(
-                shm.Request(shm.Op.ring, len(self.memory), token), exported
+                unix_socket.Request(unix_socket.Op.ring, len(self.memory), token), exported
             )
         finally:
             os.close(exported)
-        return "" if answer is shm.Reply.ok else f"the server does not take the ring: {answer.name}"
+        is_taken = answer is unix_socket.Reply.ok
+        return "" if is_taken else f"the server does not take the ring: {answer.name}"
 
     def headers(
         self, representation: bytes, chunks: Sequence[DeviceChunk], written: Event

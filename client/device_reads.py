@@ -42,8 +42,8 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FIDELITY_OFFSET, KEY_OFFSET, FrameHeader, like_header
-from kvstore.proto.places import Place
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.proto.unix_socket import Place
 
 if TYPE_CHECKING:
     from kvstore.client.cuda import CudaTransport

@@ -13,9 +13,8 @@ from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyPart, AnyTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import Bytes, read_summed
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.file_sums import read_summed
 from kvstore.proto.frame import FrameHeader, check_segment
 
 _RAW = RawCodec()

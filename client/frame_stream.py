@@ -15,7 +15,7 @@ from kvstore.client.connection import SLACK_S
 from kvstore.client.session import SessionTerms
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.bulk_reading import Payload
+from kvstore.proto.bulk_reader import Payload
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
@@ -23,7 +23,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.stream_wire import connect_wire
+from kvstore.proto.framing import connect_wire
 
 T = TypeVar("T")
 

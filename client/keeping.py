@@ -11,12 +11,16 @@ from kvstore.client.retry import countdown
 from kvstore.client.transport import Transport
 from kvstore.client.whole_frame import checked, join_parts
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    check_text,
+)
 from kvstore.proto.frame import FrameHeader
+from kvstore.proto.messages import batch_from_message, fidelity_number
 from kvstore.proto.plans import MAX_HANDOVER_MS, PlannedBatch
-from kvstore.proto.text import check_text
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.wire import batch_from_message, fidelity_number
 
 
 class Keeping(Caller):

@@ -11,8 +11,8 @@ from kvstore.client.slabs import SlabMap, Slabs
 from kvstore.client.view import ChunkView, RawGeometry, view_at
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import KEY_OFFSET
-from kvstore.proto.places import NOWHERE, PLACE_ROW, Reach, check_rows, unpack_places
 from kvstore.proto.types import KEY_BYTES, ChunkKey
+from kvstore.proto.unix_socket import NOWHERE, PLACE_ROW, Reach, check_rows, unpack_places
 
 _WORD_BYTES = 8
 _KEY_WORDS = np.arange(KEY_OFFSET // _WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // _WORD_BYTES)

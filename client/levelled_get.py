@@ -53,8 +53,9 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
+from kvstore.proto.keys import join_digests
+from kvstore.proto.messages import fidelity_number
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Stated
-from kvstore.proto.wire import fidelity_number, join_digests
 
 SLOW_BATCH_S = 4 * BATCH_S
 """One that takes so long says something of the link, however small it is."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session, SessionTerms
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 
 PROBE_S = 0.015
 """What a server takes at most to answer a hello, if it runs at all."""
@@ -34,7 +34,7 @@ _RUNNING = ("R", "D")
 def peer_pid(link: socket.socket) -> int:
     """Return the process at the other end of a Unix socket; 0 if it cannot be looked at."""
     try:
-        pid, _ = shm.peer_ids(link)
+        pid, _ = unix_socket.peer_ids(link)
     except OSError:
         return 0
     return pid if pid > 0 and os.access(_PROC / str(pid) / "task", os.R_OK | os.X_OK) else 0
@@ -66,8 +66,8 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
         link.settimeout(PROBE_S)
         try:
             link.connect(terms.socket_path)
-            link.send(shm.Request(shm.Op.hello, terms.session_id).pack())
-            link.recv(shm.GREETING_BYTES)
+            link.send(unix_socket.Request(unix_socket.Op.hello, terms.session_id).pack())
+            link.recv(unix_socket.GREETING_BYTES)
             return False
         except TimeoutError:
             pass
@@ -79,7 +79,7 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
             return False
         link.settimeout(GRACE_S)
         try:
-            link.recv(shm.GREETING_BYTES)
+            link.recv(unix_socket.GREETING_BYTES)
         except TimeoutError:
             return True
         except OSError:

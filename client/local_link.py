@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvstore.client.connection import SLACK_S, Connection
 from kvstore.client.session import SessionTerms
-from kvstore.proto import shm
-from kvstore.proto.calls import (
+from kvstore.proto import unix_socket
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.unix_socket import (
     MAX_ANSWER_BYTES,
     MAX_PACKET_BYTES,
     Answer,
@@ -22,7 +23,6 @@ from kvstore.proto.calls import (
     reply_of,
     unpack_answer,
 )
-from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
 
 MAX_CONNECTIONS = 12
 """Calls at once; more go through gRPC. Below what a server allows one session."""
@@ -164,7 +164,7 @@ class LocalLink:
         is_over = False
         try:
             answer = self._receive(asked)
-            if answer.reply is shm.Reply.more:
+            if answer.reply is unix_socket.Reply.more:
                 raise _Broken
             is_over = True
         finally:
@@ -181,7 +181,7 @@ class LocalLink:
         try:
             while True:
                 answer = self._receive(asked)
-                is_over = answer.reply is not shm.Reply.more
+                is_over = answer.reply is not unix_socket.Reply.more
                 if answer.error is not None:
                     raise answer.error
                 if is_over:
@@ -197,13 +197,14 @@ class LocalLink:
         taken for the next call's.
         """
         answer = self._packet(asked)
-        if answer.reply is not shm.Reply.part:
+        if answer.reply is not unix_socket.Reply.part:
             return answer
         parts = [answer.body]
-        while answer.reply is shm.Reply.part and len(parts) * MAX_PACKET_BYTES < MAX_ANSWER_BYTES:
+        most = MAX_ANSWER_BYTES // MAX_PACKET_BYTES
+        while answer.reply is unix_socket.Reply.part and len(parts) < most:
             answer = self._packet(asked)
             parts.append(answer.body)
-        if answer.reply is shm.Reply.part:
+        if answer.reply is unix_socket.Reply.part:
             raise _Broken
         return answer._replace(body=b"".join(parts))
 
@@ -265,13 +266,13 @@ class LocalLink:
         """Whether the server let *link* join; where it does not say, half the time is left."""
         link.settimeout(min(_JOIN_WITHIN_S, self._left_s(until) / 4))  # for each of two answers
         try:
-            reply = enter(link, self._terms, shm.Op.join)
+            reply = enter(link, self._terms, unix_socket.Op.join)
         except (OSError, InvalidRequestError):
-            reply = shm.Reply.unknown
-        if reply is not shm.Reply.ok:
+            reply = unix_socket.Reply.unknown
+        if reply is not unix_socket.Reply.ok:
             with self._lock:
                 self._join_at = self._clock() + _JOIN_AGAIN_S
-        return reply is shm.Reply.ok
+        return reply is unix_socket.Reply.ok
 
     def _put_away(self, link: socket.socket, *, is_over: bool) -> None:
         """Keep a connection whose call is over for the next one; hang up on any other."""
@@ -291,29 +292,29 @@ class LocalLink:
 def enter(
     link: socket.socket,
     terms: SessionTerms,
-    op: shm.Op,
+    op: unix_socket.Op,
     size_bytes: int = 0,
     descriptors: Sequence[int] = (),
-) -> shm.Reply:
+) -> unix_socket.Reply:
     """Connect *link* and ``attach``, with staging memory of *size_bytes*, or ``join``.
 
     The server proves first that it is the session's. Raises InvalidRequestError when it does not:
     another process listens in its place; and OSError.
     """
     link.connect(terms.socket_path)
-    is_known = terms.pid_namespace and terms.pid_namespace == shm.pid_namespace()
-    if is_known and shm.peer_ids(link)[0] != terms.server_pid:
+    is_known = terms.pid_namespace and terms.pid_namespace == unix_socket.pid_namespace()
+    if is_known and unix_socket.peer_ids(link)[0] != terms.server_pid:
         raise InvalidRequestError("socket_path", terms.socket_path, "not the server's process")
-    session_id, nonce = terms.session_id, os.urandom(shm.NONCE_BYTES)
-    link.send(shm.Request(shm.Op.hello, session_id, nonce).pack())
-    theirs, proven = shm.unpack_greeting(link.recv(shm.GREETING_BYTES))
+    session_id, nonce = terms.session_id, os.urandom(unix_socket.NONCE_BYTES)
+    link.send(unix_socket.Request(unix_socket.Op.hello, session_id, nonce).pack())
+    theirs, proven = unix_socket.unpack_greeting(link.recv(unix_socket.GREETING_BYTES))
     nonces = (nonce, theirs)
-    expected = shm.proof(terms.attach_token, shm.Op.hello, session_id, nonces)
+    expected = unix_socket.proof(terms.attach_token, unix_socket.Op.hello, session_id, nonces)
     if not hmac.compare_digest(expected, proven):
         raise InvalidRequestError("socket_path", terms.socket_path, "not the session's server")
-    own = shm.proof(terms.attach_token, op, session_id, nonces)
-    socket.send_fds(link, [shm.Request(op, size_bytes, own).pack()], descriptors)
-    return shm.unpack_reply(link.recv(shm.MESSAGE_BYTES))[0]
+    own = unix_socket.proof(terms.attach_token, op, session_id, nonces)
+    socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], descriptors)
+    return unix_socket.unpack_reply(link.recv(unix_socket.HEADER_BYTES))[0]
 
 
 class CallQueue:

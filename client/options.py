@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from kvstore.client.access import OPEN, Access
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, check_text
 from kvstore.proto.keys import check_chunk_tokens
-from kvstore.proto.text import check_text
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
 TransportName = Literal["auto", "shm", "tcp", "grpc"]

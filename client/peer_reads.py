@@ -25,7 +25,7 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.bulk import pack_wanted
-from kvstore.proto.bulk_reading import BulkReading
+from kvstore.proto.bulk_reader import BulkReading
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 

@@ -20,8 +20,9 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
+from kvstore.proto.keys import join_digests
+from kvstore.proto.messages import hints_to_message, layout_to_message, portion_to_message
 from kvstore.proto.types import DIGEST_BYTES, Portion, PutOutcome
-from kvstore.proto.wire import hints_to_message, join_digests, layout_to_message, portion_to_message
 
 _GROUPS_PER_RESERVE = 4
 _UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)

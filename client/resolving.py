@@ -16,8 +16,8 @@ from kvstore.client.reader import given
 from kvstore.client.retry import countdown
 from kvstore.client.tensors import LayerTensors
 from kvstore.client.transport import Transport
-from kvstore.proto import blend_wire
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import messages
 from kvstore.proto.blend import (
     MAX_ASKED_CHUNKS,
     GateView,
@@ -32,10 +32,10 @@ from kvstore.proto.blend import (
 )
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.frame import FrameHeader
+from kvstore.proto.messages import engine_to_message, fidelity_number
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.wire import engine_to_message, fidelity_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +194,9 @@ class Resolving(Caller):
             try:
                 for some in groups:
                     del request.segments[:]
-                    request.segments.extend(blend_wire.segments_to_messages(some))
+                    request.segments.extend(messages.segments_to_messages(some))
                     reply = transport.calls.call("Resolve", request, left_ms(), pb.ResolveResponse)
-                    found.append(blend_wire.resolution_from_message(reply, some))
+                    found.append(messages.resolution_from_message(reply, some))
             except BaseException:
                 self._release([one.lease_id for one in found if one.lease_id])
                 raise
@@ -221,7 +221,7 @@ class Resolving(Caller):
             for part in _parts(report, _most(transport)):
                 part.session_id = transport.session.terms.session_id
                 reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
-            return blend_wire.gate_from_message(reply.gate)
+            return messages.gate_from_message(reply.gate)
 
         return self._with_session(work)
 

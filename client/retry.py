@@ -16,7 +16,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     revive,
 )
-from kvstore.proto.wire import ERROR_NAME
+from kvstore.proto.messages import ERROR_NAME
 
 
 def translate(error: grpc.RpcError) -> KVStoreError:

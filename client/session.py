@@ -13,8 +13,8 @@ from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import representation_digest
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import Namespace, Representation
-from kvstore.proto.wire import representation_to_message
 
 _BEATS_PER_LIFETIME = 3
 FIRST_PACE_S = 0.05

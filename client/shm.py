@@ -38,7 +38,7 @@ from kvstore.client.transport import (
 )
 from kvstore.client.view import View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -47,9 +47,9 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import chunk_key
-from kvstore.proto.places import Place, Reach, unpack_places
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Portion
+from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 _SOCKET_TIMEOUT_S = 2.0
 
@@ -70,7 +70,7 @@ def can_share_memory(session: Session) -> bool:
     terms = session.terms
     return bool(
         terms.socket_path
-        and terms.host_id == shm.host_id()
+        and terms.host_id == unix_socket.host_id()
         and os.access(terms.socket_path, os.R_OK | os.W_OK)
     )
 
@@ -108,11 +108,11 @@ class ShmTransport(Transport):
         link.settimeout(_SOCKET_TIMEOUT_S)
         try:
             memory = [staging.descriptor]
-            reply = enter(link, terms, shm.Op.attach, staging.size_bytes, memory)
+            reply = enter(link, terms, unix_socket.Op.attach, staging.size_bytes, memory)
         except (OSError, InvalidRequestError) as error:
             link.close()
             raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
-        if reply is not shm.Reply.ok:
+        if reply is not unix_socket.Reply.ok:
             link.close()
             raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
         return link

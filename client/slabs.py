@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from kvstore.client.file_frame import OpenFile
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -18,7 +18,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.places import Place, Reach
+from kvstore.proto.unix_socket import Place, Reach
 
 _GENERATION_BYTES = 8
 _MEMORY = int(Reach.memory)
@@ -97,38 +97,38 @@ class Slabs:
             if file is None:
                 if len(self._files) >= _MAX_FILES:
                     self._files.clear()
-                file = self._files[extent] = OpenFile(*self._ask(shm.Op.extent, extent))
+                file = self._files[extent] = OpenFile(*self._ask(unix_socket.Op.extent, extent))
             return file
 
-    def give(self, request: shm.Request, descriptor: int) -> shm.Reply:
+    def give(self, request: unix_socket.Request, descriptor: int) -> unix_socket.Reply:
         """Give the server a descriptor of ours; return its answer. Raises TierUnavailableError."""
         with self._lock:
             try:
                 socket.send_fds(self._socket, [request.pack()], [descriptor])
-                return shm.unpack_reply(self._socket.recv(shm.MESSAGE_BYTES))[0]
+                return unix_socket.unpack_reply(self._socket.recv(unix_socket.HEADER_BYTES))[0]
             except (OSError, InvalidRequestError) as error:
                 self._socket.close()
                 raise TierUnavailableError("shm", f"the server hung up: {error}") from None
 
     def _ask_slab(self, slab_id: int) -> SlabMap:
-        descriptor, size_bytes = self._ask(shm.Op.slab, slab_id)
+        descriptor, size_bytes = self._ask(unix_socket.Op.slab, slab_id)
         try:
             return SlabMap(mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ))
         finally:
             os.close(descriptor)
 
-    def _ask(self, op: shm.Op, number: int) -> tuple[int, int]:
+    def _ask(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
         """Return a descriptor, ours to close, and its size."""
         try:
-            self._socket.send(shm.Request(op, number).pack())
-            message, files, _, _ = socket.recv_fds(self._socket, shm.MESSAGE_BYTES, 1)
+            self._socket.send(unix_socket.Request(op, number).pack())
+            message, files, _, _ = socket.recv_fds(self._socket, unix_socket.HEADER_BYTES, 1)
         except OSError as error:
             # An answer that is only late must not be taken for that of the next question.
             self._socket.close()
             raise TierUnavailableError("shm", f"the server hung up: {error}") from None
         try:
-            reply, size_bytes = shm.unpack_reply(message)
-            if reply is not shm.Reply.ok or len(files) != 1:
+            reply, size_bytes = unix_socket.unpack_reply(message)
+            if reply is not unix_socket.Reply.ok or len(files) != 1:
                 raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
         except KVStoreError:
             for descriptor in files:

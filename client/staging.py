@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvstore.client.transport import Outgoing
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import ALIGN_BYTES, FLAG_UNSUMMED
@@ -24,10 +24,10 @@ class StagingMemory:
     def __init__(self, part_bytes: int) -> None:
         self._part_bytes = -(-part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.size_bytes = PARTS * self._part_bytes
-        self.descriptor = shm.create_memfd("kvstore-staging", self.size_bytes)
+        self.descriptor = unix_socket.create_memfd("kvstore-staging", self.size_bytes)
         try:
             memory = mmap.mmap(self.descriptor, self.size_bytes)
-            shm.add_seals(self.descriptor, shm.STAGING_SEALS)
+            unix_socket.add_seals(self.descriptor, unix_socket.STAGING_SEALS)
         except OSError:
             os.close(self.descriptor)
             raise

@@ -27,10 +27,10 @@ from kvstore.client.transport import (
 )
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity, Portion
-from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
 
 
 def _stays() -> None:

@@ -19,7 +19,7 @@ from kvstore.codecs.base import AnyPart
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameTemplate, pack_header
-from kvstore.proto.wire import MESSAGE_BYTES, hints_to_message
+from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 
 MAX_WAITING_MESSAGES = 8
 """Of 1 MiB, on their way to gRPC; the next layer waits."""

@@ -11,9 +11,9 @@ from kvstore.client.transport import Outgoing, Put, read_outcomes
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.framing import MAX_PIECES
+from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.stream_wire import MAX_PIECES
-from kvstore.proto.wire import hints_to_message
 
 SMALL_FRAME_BYTES = 1 << 17
 """Goes in one part; of a larger one the header goes ahead, and the server takes the rest to where

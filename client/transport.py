@@ -26,10 +26,11 @@ from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
+from kvstore.proto.keys import join_digests
+from kvstore.proto.messages import fidelity_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, Portion, PutOutcome, Stated
-from kvstore.proto.wire import fidelity_number, hints_to_message, join_digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from kvstore.proto.frame import (
     parse_header,
     raw_frame_bytes,
 )
-from kvstore.proto.places import Place
 from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout, Portion
+from kvstore.proto.unix_socket import Place
 
 if TYPE_CHECKING:
     import torch

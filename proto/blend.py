@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, check_text
 from kvstore.proto.keys import chain_digest, check_chunk_tokens, content_digest, tokens_le32
-from kvstore.proto.text import check_text
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
     DIGEST_BYTES,

@@ -121,12 +121,12 @@ def _no_loop() -> CopyGroups | None:
 def _best_loop() -> CopyGroups | None:
     """Return the compiled loop, where the extra ``cpu-fast`` is there; while it is made, None."""
     try:
-        from kvstore.proto.copy_loop import CopyLoop, agrees
+        from kvstore.proto.checksum_loops import CopyLoop, copies_agree
 
         loop = CopyLoop()
     except (ImportError, OSError, RuntimeError):  # not there, or not for this machine
         return None
-    return loop if agrees(loop) else None
+    return loop if copies_agree(loop) else None
 
 
 def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
@@ -139,3 +139,53 @@ def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
         block = out[start : start + BLOCK_BYTES]
         np.copyto(block, data[start : start + BLOCK_BYTES])
         state.update(block)  # type: ignore[arg-type,unused-ignore]
+
+
+FileGroups: TypeAlias = "Sequence[tuple[int, Sequence[Bytes]]]"
+"""From where in the file, and what to fill, one piece behind the other."""
+
+READ_LOOP_FROM_BYTES = 1 << 18
+"""Less is read as fast by single calls."""
+
+ReadGroups: TypeAlias = "Callable[[int, FileGroups], list[int] | None]"
+
+
+def can_sum() -> bool:
+    """Whether there is such a loop yet. The first who asks has it made."""
+    return _best_read_loop() is not None
+
+
+def read_summed(descriptor: int, groups: FileGroups) -> list[int] | None:
+    """Fill the pieces of *groups* from the file; return xxh3_64 of what arrived for each group.
+
+    None where there is no such loop, it does not take pieces like these, or a read failed or was
+    short: read it all again by other means, which say what is wrong.
+    """
+    loop = _best_read_loop() if _is_for_read_loop(groups) else None
+    return None if loop is None else loop(descriptor, groups)
+
+
+def _is_for_read_loop(groups: FileGroups) -> bool:
+    total = 0
+    for _, pieces in groups:
+        sizes = [piece.nbytes for piece in pieces]
+        if not sizes or not all(sizes) or any(size % LOOP_UNIT_BYTES for size in sizes):
+            return False
+        total += sum(sizes)
+    return total >= READ_LOOP_FROM_BYTES
+
+
+def _no_read_loop() -> ReadGroups | None:
+    return None
+
+
+@improving(_no_read_loop)
+def _best_read_loop() -> ReadGroups | None:
+    """Return the compiled loop, where the extra ``cpu-fast`` is there; while it is made, None."""
+    try:
+        from kvstore.proto.checksum_loops import ReadLoop, reads_agree
+
+        loop = ReadLoop()
+    except (ImportError, OSError, RuntimeError):  # not there, or not for this machine
+        return None
+    return loop if reads_agree(loop) else None

@@ -6,6 +6,8 @@ docs/format.md. Nothing here does I/O.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -13,8 +15,9 @@ from typing import NamedTuple, TypeAlias
 
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError, revive
 from kvstore.proto.frame import pack_components
+from kvstore.proto.keys import keys_of_digests
+from kvstore.proto.messages import MESSAGE_BYTES, pack_info, unpack_info
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, KVLayout, Namespace
-from kvstore.proto.wire import MESSAGE_BYTES, keys_of_digests, pack_info, unpack_info
 
 MAGIC = b"KVSZ"
 VERSION = 2
@@ -394,3 +397,26 @@ def unpack_found(keys: Sequence[ChunkKey], payload: bytes) -> list[ChunkInfo | N
         if info is not None and info.key != key:
             raise InvalidFrameError("key", info.key.hex(), f"asked for {key.hex()}")
     return found + [None] * (len(keys) - len(found))
+
+
+GUEST_S = 300
+"""What a guest is let in for: who has lost that server's trust is out by then."""
+
+_GUEST_TERMS = struct.Struct("<Q16sI")
+_GUEST_PURPOSE = b"kvstore guest"
+
+
+def guest_token(secret: bytes, session_id: int, namespace: bytes, until_s: int) -> bytes:
+    """Return HMAC-SHA256 (RFC 2104), cut to 16 bytes, of what a guest may do under *secret*.
+
+    Who has the secret of a session at the other server makes one without asking it, and it can
+    tell without having heard of it before.
+    """
+    terms = _GUEST_PURPOSE + _GUEST_TERMS.pack(session_id, namespace, until_s)
+    return hmac.new(secret, terms, hashlib.sha256).digest()[:TOKEN_BYTES]
+
+
+def is_genuine(guest: Guest, secret: bytes) -> bool:
+    """Whether who has *secret* let *guest* in on these terms."""
+    token = guest_token(secret, guest.session_id, guest.namespace, guest.until_s)
+    return hmac.compare_digest(token, guest.token)

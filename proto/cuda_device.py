@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.cuda import (
     HANDLE_BYTES,
@@ -101,9 +101,9 @@ class CudaDevice(Device):
     def export(self, arena: torch.Tensor) -> int:
         with _device_errors(), self._cupy.cuda.Device(self._index):
             handle: bytes = self._cupy.cuda.runtime.ipcGetMemHandle(arena.data_ptr())
-        descriptor = shm.create_memfd("kvstore-arena", HANDLE_BYTES)
+        descriptor = unix_socket.create_memfd("kvstore-arena", HANDLE_BYTES)
         os.pwrite(descriptor, handle, 0)
-        shm.add_seals(descriptor, shm.SIZE_SEALS | shm.SEAL_FUTURE_WRITE)
+        unix_socket.add_seals(descriptor, unix_socket.SIZE_SEALS | unix_socket.SEAL_FUTURE_WRITE)
         return descriptor
 
     @override

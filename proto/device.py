@@ -20,7 +20,7 @@ import structlog
 import torch
 from typing_extensions import override
 
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 
@@ -211,9 +211,9 @@ class HostDevice(Device):
 
     @override
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        descriptor = shm.create_memfd("kvstore-arena", size_bytes)
+        descriptor = unix_socket.create_memfd("kvstore-arena", size_bytes)
         memory = mmap.mmap(descriptor, size_bytes)
-        shm.add_seals(descriptor, shm.SIZE_SEALS | shm.SEAL_FUTURE_WRITE)
+        unix_socket.add_seals(descriptor, unix_socket.SIZE_SEALS | unix_socket.SEAL_FUTURE_WRITE)
         arena = torch.from_numpy(np.frombuffer(memory, np.uint8))
         self._files[arena.data_ptr()] = descriptor
         return arena

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from numbers import Integral
+from typing import cast
 
 import numpy as np
 from blake3 import blake3
@@ -18,6 +20,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
     DIGEST_BYTES,
+    KEY_BYTES,
     MAX_CHUNK_TOKENS,
     MIN_CHUNK_TOKENS,
     ROOT,
@@ -34,6 +37,12 @@ _CONTENT = b"kvstore.v1.content"
 _U32 = struct.Struct("<I")
 _FLAT = "give a flat sequence of integer token ids, one prompt at a time"
 _BYTES = "give a sequence of bytes, such as [b'salt']"
+
+_DIGEST = struct.Struct(f"{DIGEST_BYTES}s")
+_DIGESTS = struct.Struct(f"{DIGEST_BYTES}s" * 64)
+"""A prompt's are unpacked by so many at once: a slice for each takes four times as long."""
+_HALF_KEY = f"V{DIGEST_BYTES}"
+"""Namespace or digest, as numpy moves them: a prompt has hundreds of keys."""
 
 
 def _field(data: bytes) -> bytes:
@@ -188,3 +197,50 @@ def page_digests(
         page = page_hash(page, data[4 * start : 4 * stop])
         digests.append(ChainDigest(page[:DIGEST_BYTES]))
     return digests
+
+
+def join_digests(digests: Iterable[bytes]) -> bytes:
+    """Pack digests into one bytes field."""
+    return b"".join(digests)
+
+
+def split_digests(packed: bytes, limit: int) -> list[ChainDigest]:
+    """Unpack at most *limit* digests. Raises InvalidRequestError on a ragged or long field."""
+    _check_digests(packed, limit)
+    return cast("list[ChainDigest]", list(_digests_of(packed)))
+
+
+def _digests_of(packed: bytes) -> Iterator[bytes]:
+    whole = len(packed) - len(packed) % _DIGESTS.size
+    many, few = _DIGESTS.iter_unpack(packed[:whole]), _DIGEST.iter_unpack(packed[whole:])
+    return chain.from_iterable(chain(many, few))
+
+
+def _check_digests(packed: bytes, limit: int) -> None:
+    count, rest = divmod(len(packed), DIGEST_BYTES)
+    if rest:
+        raise InvalidRequestError("digests", len(packed), f"give {DIGEST_BYTES} bytes per chunk")
+    if count > limit:
+        raise InvalidRequestError("digests", count, f"at most {limit} chunks in one batch")
+
+
+def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKey]:
+    """Unpack at most *limit* digests into the keys they are in *space*.
+
+    Raises InvalidRequestError as ``split_digests`` does.
+    """
+    _check_digests(packed, limit)
+    return cast("list[ChunkKey]", list(map(space.__add__, _digests_of(packed))))
+
+
+def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
+    """Return the packed digests of *keys*; None when any is no key of the namespace *space*."""
+    try:
+        joined = b"".join(keys)
+    except TypeError:
+        return None
+    count = len(keys)
+    if not set(map(len, keys)) <= {KEY_BYTES}:
+        return None
+    halves = np.ndarray((count, 2), _HALF_KEY, joined)
+    return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * count else None

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.text import check_text
+from kvstore.proto.errors import InvalidRequestError, check_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple, NewType
 
-from kvstore.proto.errors import LayoutMismatchError, RepresentationError
+from kvstore.proto.errors import LayoutMismatchError, RepresentationError, check_text
 from kvstore.proto.plans import LoadPlan
-from kvstore.proto.text import check_text
 
 Namespace = NewType("Namespace", bytes)
 """16 bytes: keyed hash of (tenant salt, Representation). See ``keys.namespace``."""

@@ -17,7 +17,7 @@ import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.shm import ARENA_SLAB, Op, host_id
+from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, bind, bind_health, servicer_of
 from kvstore.server.api.health import Health
 from kvstore.server.api.load_shedding import Overload

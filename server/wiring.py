@@ -120,8 +120,6 @@ def _expect(tier: Tier, names: Sequence[bytes]) -> None:
 def batch_parallelism() -> dict[str, int]:
     """Return how many threads share chunks that one server is asked for in a row, by queue.
 
-    Of more than there are cores for, all would be late. A Redis on the same host takes a core for
-    each that is at it.
+    Of more than there are cores for, all would be late.
     """
-    cores = len(os.sched_getaffinity(0))
-    return {"load-peer": cores, "load-redis": max(1, cores // 2)}
+    return {"load-peer": len(os.sched_getaffinity(0))}

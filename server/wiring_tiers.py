@@ -82,8 +82,7 @@ def hiding(config: Settings) -> Callable[[Tier], Tier]:
     path = config.encryption_keys
     if path is None:
         return lambda tier: tier
-    from kvstore.tiers.at_rest import AtRestKeys
-    from kvstore.tiers.encrypted import EncryptedTier
+    from kvstore.tiers.encrypted import EncryptedTier, KeyRing
 
     file = WatchedFile((path,), _by_epoch)
 
@@ -91,7 +90,7 @@ def hiding(config: Settings) -> Callable[[Tier], Tier]:
         file.refresh()
         return file.value
 
-    keys = AtRestKeys(now, os.urandom)
+    keys = KeyRing(now, os.urandom)
     return lambda tier: EncryptedTier(tier, keys)
 
 

@@ -14,8 +14,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.frame import FrameHeader, pack_header, parse_header
 from kvstore.proto.keys import chunk_key
+from kvstore.proto.messages import MESSAGE_BYTES, layout_to_message
 from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout, Namespace
-from kvstore.proto.wire import MESSAGE_BYTES, layout_to_message
 
 
 @dataclass

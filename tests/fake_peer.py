@@ -23,7 +23,7 @@ from kvstore.proto.bulk import (
 )
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
-from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.framing import StreamWire
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.peer_connections import PeerTerms
 from kvstore.server.cluster.peer_dial import LetIn

@@ -18,8 +18,8 @@ from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import ChunkKey, Representation
-from kvstore.proto.wire import representation_to_message
 from kvstore.server.node import Node
 from kvstore.server.settings.rules import is_auto
 from kvstore.server.settings.settings import load_config

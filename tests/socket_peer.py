@@ -13,9 +13,16 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from kvstore.proto import shm
-from kvstore.proto.calls import MAX_PACKET_BYTES, Answer, pack_call, unpack_answer
-from kvstore.proto.shm import Op, Reply, Request
+from kvstore.proto import unix_socket
+from kvstore.proto.unix_socket import (
+    MAX_PACKET_BYTES,
+    Answer,
+    Op,
+    Reply,
+    Request,
+    pack_call,
+    unpack_answer,
+)
 from kvstore.server.security.authorization import SessionAuth
 
 STAGING_BYTES = 1 << 16
@@ -51,7 +58,7 @@ class Peer:
     def ask(self, message: bytes, descriptors: list[int] | None = None) -> Reply:
         """Send *message* and return the answer."""
         socket.send_fds(self.link, [message], descriptors or [])
-        return shm.unpack_reply(self.link.recv(shm.MESSAGE_BYTES))[0]
+        return unix_socket.unpack_reply(self.link.recv(unix_socket.HEADER_BYTES))[0]
 
     def attach(self, terms: Terms, *descriptors: int, size_bytes: int = STAGING_BYTES) -> Reply:
         """Bring staging memory."""
@@ -68,11 +75,11 @@ class Peer:
 
         Who may not say hello attaches or joins all the same.
         """
-        nonce = b"n" * shm.NONCE_BYTES
+        nonce = b"n" * unix_socket.NONCE_BYTES
         self.link.send(Request(Op.hello, terms.session_id, nonce).pack())
-        greeting = self.link.recv(shm.GREETING_BYTES)
-        theirs = greeting[shm.MESSAGE_BYTES :][: shm.NONCE_BYTES] or nonce
-        proven = shm.proof(terms.attach_token, op, terms.session_id, (nonce, theirs))
+        greeting = self.link.recv(unix_socket.GREETING_BYTES)
+        theirs = greeting[unix_socket.HEADER_BYTES :][: unix_socket.NONCE_BYTES] or nonce
+        proven = unix_socket.proof(terms.attach_token, op, terms.session_id, (nonce, theirs))
         return self.ask(Request(op, size_bytes, proven).pack(), list(descriptors))
 
     def send_call(self, method: str, request: Message) -> None:
@@ -141,14 +148,17 @@ class Listener:
 
 @contextlib.contextmanager
 def staging(
-    seals: int = shm.STAGING_SEALS, size_bytes: int = STAGING_BYTES, *, written: bool = False
+    seals: int = unix_socket.STAGING_SEALS,
+    size_bytes: int = STAGING_BYTES,
+    *,
+    written: bool = False,
 ) -> Iterator[int]:
     """Make a memfd that could be staging memory, of holes alone or *written* from end to end."""
-    descriptor = shm.create_memfd("test-staging", size_bytes)
+    descriptor = unix_socket.create_memfd("test-staging", size_bytes)
     try:
         if written:
             os.pwrite(descriptor, bytes(size_bytes), 0)
-        shm.add_seals(descriptor, seals)
+        unix_socket.add_seals(descriptor, seals)
         yield descriptor
     finally:
         os.close(descriptor)

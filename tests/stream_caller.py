@@ -10,7 +10,7 @@ import pytest
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.framing import StreamWire
 
 SOON_S = 20.0
 

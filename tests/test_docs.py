@@ -17,7 +17,7 @@ from golden.samples import vectors
 from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
-from kvstore.proto.wire import unpack_info
+from kvstore.proto.messages import unpack_info
 from kvstore.server.settings.loading import REPLACED, as_written, flag_of
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import parse_size

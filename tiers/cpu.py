@@ -19,10 +19,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.slab import (
+from kvstore.proto.unix_socket import PLACE_ROW, Reach
+from kvstore.tiers.allocator import (
     BLOCK_HEADER_BYTES,
     PAGE_BYTES,
     Block,
@@ -30,13 +29,14 @@ from kvstore.tiers.slab import (
     SlabPlace,
     open_slab,
 )
-from kvstore.tiers.spot_table import SpotTable
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.locations import LocationTable
 
 _MEMORY = int(Reach.memory)
 
 
-class SlabTable(SpotTable):
-    """A SpotTable whose areas are slabs. About 123 bytes a frame.
+class SlabTable(LocationTable):
+    """A LocationTable whose areas are slabs. About 123 bytes a frame.
 
     Generations stand in the slabs too, where readers compare them. From there a prompt's would be
     fetched from as many pages as it has chunks; here they lie side by side.
@@ -53,11 +53,10 @@ class SlabTable(SpotTable):
 
     def seal_in(self, slab_id: int, start: int, generation: int, info: ChunkInfo) -> None:
         """Take note of a frame whose key is not here, and whose block begins at *start*."""
-        self.seal(info, slab_id, start)
-        self._generations[self.find(info.key)] = generation
+        self._generations[self.seal(info, slab_id, start)] = generation
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
-        """Return where readers find the frames, as rows of proto/places; zeros for absent ones."""
+        """Return where readers find the frames, as rows of places; zeros for absent ones."""
         rows = np.zeros(len(keys), PLACE_ROW)
         at = self.find_all(keys)
         here: slice | np.ndarray[tuple[int], np.dtype[np.bool_]] = slice(None)
@@ -271,12 +270,12 @@ class CpuTier(Tier):
             return None if block is None else block.place()
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
-        """Return where clients find the frames, as rows of proto/places; zeros for absent ones."""
+        """Return where clients find the frames, as rows of places; zeros for absent ones."""
         with self._lock:
             return self._sealed.place_rows(keys)
 
     def _at(self, row: int) -> Block | None:
-        slab_id, start, size_bytes = self._sealed.spot(row)
+        slab_id, start, size_bytes = self._sealed.location(row)
         return Block(self._slabs[slab_id], start, size_bytes) if slab_id else None
 
     def slab_file(self, slab_id: int, tenant: str) -> int:
@@ -302,7 +301,7 @@ class CpuTier(Tier):
     def residents(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks of the slab that holds *key*, in order of sealing."""
         with self._lock:
-            slab_id, _, _ = self._sealed.spot(self._sealed.find(key))
+            slab_id, _, _ = self._sealed.location(self._sealed.find(key))
             return self._sealed.keys_in(slab_id) if slab_id else []
 
     def _block(self, key: ChunkKey) -> Block | None:

@@ -13,9 +13,8 @@ from typing import ClassVar, NamedTuple
 
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes
+from kvstore.proto.buffers import READ_LOOP_FROM_BYTES, Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
-from kvstore.proto.file_sums import LOOP_FROM_BYTES
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.allocator import Neighbour, adjacent_run
@@ -30,7 +29,7 @@ from kvstore.tiers.disk_index import (
     pack_row,
 )
 from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, CachedIO, DirectIO, check_range, join_runs
-from kvstore.tiers.spot_table import NO_AREA, SpotTable
+from kvstore.tiers.locations import NO_AREA, LocationTable
 
 DEFAULT_FILE_BYTES = 4 << 30
 """Data files of a tier from 64 GiB on; smaller tiers have about sixteen."""
@@ -140,7 +139,7 @@ class DiskTier(Tier):
         self._closed = False
         self.capacity_bytes = self._files.capacity_bytes
         self._reserved: set[_Place] = set()
-        self._chunks = SpotTable()
+        self._chunks = LocationTable()
         """Areas are the numbers of data files and one: none has the number of no area."""
         self._sequence = itertools.count(self._recover())
         self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
@@ -304,7 +303,7 @@ class DiskTier(Tier):
     def _read_verified(self, found: _Located, out: Bytes, verifier: FrameVerifier) -> None:
         """Fill *out* with the frame in steps; segments are summed as they are read."""
         done = 0
-        if len(out) >= LOOP_FROM_BYTES and self._files.io.can_sum():
+        if len(out) >= READ_LOOP_FROM_BYTES and self._files.io.can_sum():
             done = verifier.header_bytes
             self._files.read(found.file, found.offset, [out[:done]])
             verifier.update(done)
@@ -390,7 +389,7 @@ class DiskTier(Tier):
             if found is None or found.file.owner != tenant:
                 return []
             keys = self._chunks.keys_in(found.file.number + 1)
-            places = [self._chunks.spot(self._chunks.find(one)) for one in keys]
+            places = [self._chunks.location(self._chunks.find(one)) for one in keys]
             holes = found.file.free.spans()
         chunks = [
             Neighbour(offset, self.allocated_bytes(size), one)
@@ -474,7 +473,7 @@ class DiskTier(Tier):
             self._remove(row.info.key)
 
     def _locate(self, key: ChunkKey) -> _Located | None:
-        area, offset, size_bytes = self._chunks.spot(self._chunks.find(key))
+        area, offset, size_bytes = self._chunks.location(self._chunks.find(key))
         if area == NO_AREA:
             return None
         return _Located(self._files.by_number[area - 1], offset, size_bytes)
@@ -482,7 +481,7 @@ class DiskTier(Tier):
     def _remove(self, key: ChunkKey) -> bool:
         """Forget a chunk and free its room. Return whether it was there."""
         row = self._chunks.find(key)
-        area, offset, size_bytes = self._chunks.spot(row)
+        area, offset, size_bytes = self._chunks.location(row)
         if area == NO_AREA:
             return False
         self._chunks.remove(row)

@@ -20,8 +20,8 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.proto.wire import pack_info, unpack_info
 from kvstore.tiers.disk_files import DataFile, DataFiles
 from kvstore.tiers.disk_io import (
     BLOCK_BYTES,

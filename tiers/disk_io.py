@@ -22,9 +22,8 @@ import lmdb
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes, checksum, copy_bytes
+from kvstore.proto.buffers import Bytes, FileGroups, can_sum, checksum, copy_bytes, read_summed
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
-from kvstore.proto.file_sums import FileGroups, can_sum, read_summed
 
 _PROBE_BYTES = 1 << 20
 """More than LMDB writes at a time: where it was cut short there is less."""

@@ -1,32 +1,175 @@
-"""An EncryptedTier: another tier, of which the medium sees frames encrypted only."""
+"""An EncryptedTier: another tier, of which the medium sees frames encrypted only.
+
+An encrypted frame is cut into cells of ``CELL_BYTES``; the first begins with the header, and each
+ends with its tag of 16 bytes. Cell i is sealed under the nonce *prefix* (8 bytes) and i (4 bytes,
+big-endian), with the header and the chunk's key as additional data: a cell that is changed, moved,
+cut off, or of another chunk, tenant, epoch or version of the frame does not open.
+
+The key of a frame is HKDF-SHA256 (RFC 5869) of that of its tenant with the frame's random salt, and
+the key of a tenant HKDF of that of the epoch: no two frames share a key, so that nonces may count
+(the STREAM of Hoang, Reyhanitabar, Rogaway and Vizar, CRYPTO 2015, section 7, as Tink builds it).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hmac
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.at_rest import (
-    CELL_BYTES,
-    HEADER_BYTES,
-    TAG_BYTES,
-    AtRestKeys,
-    Cell,
-    Envelope,
-    UnknownEpochError,
-    cells,
-    frame_bytes_of,
-    largest_frame_bytes,
-    sealed_bytes,
-)
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+
+CELL_BYTES = 1 << 18
+"""What a core caches: a cell is decrypted where it was just read, in the time of a copy."""
+TAG_BYTES = 16
+HEADER_BYTES = 64
+RANDOM_BYTES = 32
+
+_MAGIC = b"KVSE"
+_VERSION = 1
+# magic, version, three zeros, epoch, reserved, bytes of the frame, tenant, salt, nonce prefix
+_HEADER = struct.Struct("<4sB3sIIQ8s24s8s")
+_NONCE = struct.Struct(">8sI")
+_FIRST_BYTES = CELL_BYTES - HEADER_BYTES - TAG_BYTES
+_OTHER_BYTES = CELL_BYTES - TAG_BYTES
+_TENANT_INFO, _FRAME_INFO = b"kvstore at rest 1 tenant", b"kvstore at rest 1 frame"
+
+
+class UnknownKeyError(Exception):
+    """Encrypted under a key that is not here, or not encrypted at all."""
+
+
+class Cell(NamedTuple):
+    """Where a cell is: *start* to *stop* of the frame, and where it begins on the medium."""
+
+    number: int
+    start: int
+    stop: int
+    place: int
+
+
+def encrypted_bytes(frame_bytes: int) -> int:
+    """Return the bytes that a frame of *frame_bytes* takes encrypted."""
+    more = max(0, frame_bytes - _FIRST_BYTES)
+    return HEADER_BYTES + frame_bytes + TAG_BYTES * (1 + -(-more // _OTHER_BYTES))
+
+
+def decrypted_bytes(sealed: int) -> int:
+    """Return the bytes of the frame that takes *sealed* encrypted; 0 where none does."""
+    frame_bytes = sealed - HEADER_BYTES - TAG_BYTES * -(-sealed // CELL_BYTES)
+    return frame_bytes if frame_bytes > 0 and encrypted_bytes(frame_bytes) == sealed else 0
+
+
+def largest_frame_bytes(sealed: int) -> int:
+    """Return the largest frame that takes at most *sealed* bytes encrypted."""
+    return max(0, sealed - HEADER_BYTES - TAG_BYTES * -(-sealed // CELL_BYTES))
+
+
+def cells(frame_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[Cell]:
+    """Yield the cells that hold bytes *start* to *stop* of a frame."""
+    stop = frame_bytes if stop is None else stop
+    number = 0 if start < _FIRST_BYTES else 1 + (start - _FIRST_BYTES) // _OTHER_BYTES
+    while True:
+        begin = _FIRST_BYTES + (number - 1) * _OTHER_BYTES if number else 0
+        end = min(frame_bytes, _FIRST_BYTES + number * _OTHER_BYTES)
+        if begin >= stop:
+            return
+        yield Cell(number, begin, end, number * CELL_BYTES if number else HEADER_BYTES)
+        number += 1
+
+
+@lru_cache(maxsize=4096)
+def _tenant_key(epoch_key: bytes, tenant_tag: bytes) -> bytes:
+    return _hkdf(epoch_key, b"", _TENANT_INFO + tenant_tag)
+
+
+def _hkdf(key: bytes, salt: bytes, info: bytes) -> bytes:
+    """Return 32 bytes of HKDF-SHA256: one round of its expansion."""
+    return hmac.digest(hmac.digest(salt or bytes(32), key, "sha256"), info + b"\x01", "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class FrameCipher:
+    """The header of one encrypted frame and what opens and seals its cells."""
+
+    header: bytes
+    prefix: bytes
+    cipher: AESGCM
+    additional: bytes
+
+    def seal(self, cell: Cell, data: Bytes, out: Bytes) -> None:
+        """Encrypt *data* into *out*, which is a tag longer."""
+        nonce = _NONCE.pack(self.prefix, cell.number)
+        self.cipher.encrypt_into(nonce, data.data, self.additional, out.data)
+
+    def open(self, cell: Cell, sealed: Bytes, out: Bytes) -> bool:
+        """Decrypt *sealed* into *out*, which is a tag shorter; False if it was not sealed so."""
+        nonce = _NONCE.pack(self.prefix, cell.number)
+        try:
+            self.cipher.decrypt_into(nonce, sealed.data, self.additional, out.data)
+        except InvalidTag:
+            return False
+        return True
+
+
+class KeyRing:
+    """Keys by epoch, which *keys* returns as they are now; the last epoch's is sealed with.
+
+    *random_bytes* gives what no two frames may share. Thread-safe.
+    """
+
+    def __init__(
+        self, keys: Callable[[], Mapping[int, bytes]], random_bytes: Callable[[int], bytes]
+    ) -> None:
+        self._keys = keys
+        self._random_bytes = random_bytes
+
+    def new(self, key: ChunkKey, frame_bytes: int, tenant: str) -> FrameCipher:
+        """Return a cipher for a frame of *tenant*. Raises UnknownKeyError without any key."""
+        keys = self._keys()
+        if not keys:
+            raise UnknownKeyError("no key to encrypt with")
+        epoch = max(keys)
+        tag = hmac.digest(keys[epoch], tenant.encode(), "sha256")[:8]
+        random = self._random_bytes(RANDOM_BYTES)
+        header = _HEADER.pack(
+            _MAGIC, _VERSION, bytes(3), epoch, 0, frame_bytes, tag, random[:24], random[24:]
+        )
+        return _frame_cipher(header, keys[epoch], key)
+
+    def cipher_for(self, header: bytes, key: ChunkKey, frame_bytes: int) -> FrameCipher:
+        """Return the cipher of what lies under *key*.
+
+        Raises UnknownKeyError for a key that is not here, ChunkCorruptError for a header that
+        is not that of a frame of *frame_bytes*.
+        """
+        magic, version, zeros, epoch, more, stated, *_ = _HEADER.unpack(header)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise UnknownKeyError("not encrypted, or by a later version")
+        if zeros.strip(b"\0") or more or stated != frame_bytes:
+            raise ChunkCorruptError(key, "its header is not that of the encrypted frame")
+        epoch_key = self._keys().get(epoch)
+        if epoch_key is None:
+            raise UnknownKeyError(f"epoch {epoch} is not among the keys")
+        return _frame_cipher(header, epoch_key, key)
+
+
+def _frame_cipher(header: bytes, epoch_key: bytes, key: ChunkKey) -> FrameCipher:
+    *_, tag, salt, prefix = _HEADER.unpack(header)
+    frame_key = _hkdf(_tenant_key(epoch_key, tag), salt, _FRAME_INFO)
+    return FrameCipher(header, prefix, AESGCM(frame_key), header + key)
+
 
 READ_CELLS = 4
 """Read at once: a megabyte, which a core's cache still holds when it is decrypted."""
@@ -50,7 +193,7 @@ class EncryptedTier(Tier):
     others share, who may have the key. Files with frames are shared with nobody.
     """
 
-    def __init__(self, inner: Tier, keys: AtRestKeys) -> None:
+    def __init__(self, inner: Tier, keys: KeyRing) -> None:
         self.inner = inner
         self._keys = keys
         # What the Tier promises as attributes is the inner tier's.
@@ -74,7 +217,7 @@ class EncryptedTier(Tier):
     def allocated_bytes(self, size_bytes: int) -> int:
         if size_bytes < 1:
             raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
-        return self.inner.allocated_bytes(sealed_bytes(size_bytes))
+        return self.inner.allocated_bytes(encrypted_bytes(size_bytes))
 
     @override
     def max_frame_bytes(self) -> int:
@@ -86,7 +229,7 @@ class EncryptedTier(Tier):
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
         if info.size_bytes < 1:
             raise InvalidRequestError("size_bytes", info.size_bytes, "a frame has bytes")
-        sealed = replace(info, size_bytes=sealed_bytes(info.size_bytes))
+        sealed = replace(info, size_bytes=encrypted_bytes(info.size_bytes))
         inner = self.inner.reserve(sealed, tenant)
         return Reservation(info, tenant, inner.reserved_bytes, _Draft(inner, tenant))
 
@@ -113,15 +256,15 @@ class EncryptedTier(Tier):
     def _send(self, reservation: Reservation, draft: _Draft, frame: Bytes) -> None:
         key = reservation.info.key
         try:
-            envelope = self._keys.new(key, len(frame), draft.tenant)
-        except UnknownEpochError as error:
+            cipher = self._keys.new(key, len(frame), draft.tenant)
+        except UnknownKeyError as error:
             raise TierUnavailableError(self.name, str(error)) from None
         room = np.empty(CELL_BYTES, np.uint8)
-        room[:HEADER_BYTES] = as_bytes(envelope.header)
+        room[:HEADER_BYTES] = as_bytes(cipher.header)
         for cell in cells(len(frame)):
             begin = HEADER_BYTES if not cell.number else 0
             end = begin + cell.stop - cell.start + TAG_BYTES
-            envelope.seal(cell, frame[cell.start : cell.stop], room[begin:end])
+            cipher.seal(cell, frame[cell.start : cell.stop], room[begin:end])
             self.inner.write(draft.inner, cell.place - begin, room[:end])
 
     @override
@@ -175,14 +318,14 @@ class EncryptedTier(Tier):
                     verifier.update(min(group[-1].stop, len(out)))
         return True
 
-    def opened(self, header: bytes, key: ChunkKey, frame_bytes: int) -> Envelope | None:
-        """Return the envelope of a header that was read; None for one that is others' to open.
+    def cipher_for(self, header: bytes, key: ChunkKey, frame_bytes: int) -> FrameCipher | None:
+        """Return the cipher of a header that was read; None for one that is others' to open.
 
         Raises ChunkCorruptError.
         """
         try:
-            return self._keys.known(header, key, frame_bytes)
-        except UnknownEpochError as error:
+            return self._keys.cipher_for(header, key, frame_bytes)
+        except UnknownKeyError as error:
             if self.shared:
                 return None
             raise ChunkCorruptError(key, str(error)) from None
@@ -218,7 +361,7 @@ class EncryptedTier(Tier):
 
     @override
     def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
-        return self.inner.in_the_way(key, sealed_bytes(size_bytes), tenant)
+        return self.inner.in_the_way(key, encrypted_bytes(size_bytes), tenant)
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:
@@ -240,7 +383,7 @@ class _Opener:
         self._tier = tier
         self._key = key
         self._frame_bytes = frame_bytes
-        self._envelope: Envelope | None = None
+        self._cipher: FrameCipher | None = None
         self._header: Bytes = np.empty(HEADER_BYTES, np.uint8)
         self._room: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
         self._whole: Bytes = np.empty(0, np.uint8)
@@ -254,30 +397,30 @@ class _Opener:
         size = last - first + group[-1].stop - group[-1].start + TAG_BYTES
         sealed = self._room[:size]
         ranges = [(first, sealed)]
-        if self._envelope is None:
+        if self._cipher is None:
             ranges.insert(0, (0, self._header))
         if not self._tier.inner.read_batch(self._key, ranges):
             return False
-        if self._envelope is None:
+        if self._cipher is None:
             header = self._header.tobytes()
-            self._envelope = self._tier.opened(header, self._key, self._frame_bytes)
-            if self._envelope is None:
+            self._cipher = self._tier.cipher_for(header, self._key, self._frame_bytes)
+            if self._cipher is None:
                 return False
         for cell in group:
             begin = cell.place - first
             body = sealed[begin : begin + cell.stop - cell.start + TAG_BYTES]
-            self._open(self._envelope, cell, body, out, offset)
+            self._open(self._cipher, cell, body, out, offset)
         return True
 
-    def _open(self, envelope: Envelope, cell: Cell, body: Bytes, out: Bytes, offset: int) -> None:
+    def _open(self, cipher: FrameCipher, cell: Cell, body: Bytes, out: Bytes, offset: int) -> None:
         start, stop = cell.start - offset, cell.stop - offset
         if start >= 0 and stop <= len(out):
-            is_right = envelope.open(cell, body, out[start:stop])
+            is_right = cipher.open(cell, body, out[start:stop])
         else:
             if not len(self._whole):
                 self._whole = np.empty(CELL_BYTES, np.uint8)
             whole = self._whole[: stop - start]
-            is_right = envelope.open(cell, body, whole)
+            is_right = cipher.open(cell, body, whole)
             if is_right:
                 begin, end = max(0, start), min(stop, len(out))
                 copy_bytes(out[begin:end], whole[begin - start : end - start])
@@ -299,7 +442,7 @@ def _groups(frame_bytes: int, offset: int, size: int) -> Iterator[list[Cell]]:
 
 def _plain(info: ChunkInfo) -> ChunkInfo | None:
     """Return *info* with the size of its frame; None for one of a size that none has."""
-    size = frame_bytes_of(info.size_bytes)
+    size = decrypted_bytes(info.size_bytes)
     return replace(info, size_bytes=size) if size else None
 
 

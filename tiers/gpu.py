@@ -16,12 +16,10 @@ from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.device import Device, Event, Stream, tensor_over
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.places import Place, Reach, pack_places
-from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.allocator import OffsetAllocator
+from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
+from kvstore.tiers.allocator import OffsetAllocator, SlabPlace
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
-from kvstore.tiers.slab import SlabPlace
 
 PIECES_PER_LANE = 2
 
@@ -334,7 +332,7 @@ class GpuTier(Tier):
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
         """Return where clients of the device find the frames up to the first that is absent, as
-        rows of proto/places.
+        rows of places.
         """
         with self._lock:
             blocks = [self._sealed.get(key) for key in keys]

@@ -38,7 +38,8 @@ from kvstore.tiers.redis_chunks import (
     RedisChunks,
 )
 from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, NodeDown, RedisClient
-from kvstore.tiers.redis_health import check_health
+from kvstore.tiers.redis_connection import Reply
+from kvstore.tiers.redis_servers import SLOTS, Server
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
 
 logger = structlog.get_logger(__name__)
@@ -47,8 +48,6 @@ CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
 MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
-MAX_FOLLOWING = 256
-"""Of frames that are to be read, which of them is read next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,6 @@ class RedisTier(Tier):
         self._client = RedisClient(self.name, url, timeout_ms, connections)
         self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
         self._capacity = CapacityTracker(capacity_bytes)
-        self._following: dict[ChunkKey, ChunkKey] = {}
         self._listed = False
         self._never_answered = ""
         try:
@@ -340,12 +338,10 @@ class RedisTier(Tier):
                 verifier.update(size_bytes)
 
         known = self._capacity.known(key)
-        following = self._capacity.known(self._following.pop(key, key))
-        following = None if following is known else following
         if (
             known
             and known.covers(offset, len(out))
-            and self._stored.read(known, out, offset, following, arrived=arrived)
+            and self._stored.read(known, out, offset, arrived)
         ):
             return True
         (current,) = self._stat([key])
@@ -356,31 +352,13 @@ class RedisTier(Tier):
                 "offset", offset, f"{len(out)} bytes from there exceed {current.info.size_bytes}"
             )
         had_checked = has_checked
-        if self._stored.read(current, out, offset, arrived=bool if had_checked else arrived):
+        if self._stored.read(current, out, offset, bool if had_checked else arrived):
             # What was checked of one read says nothing of another: a miss, for once.
             return not had_checked
         with contextlib.suppress(TierUnavailableError):
             self._stored.delete(key, current.raw)
         self._capacity.forget(key, [current])
         return False
-
-    @override
-    def batch_key(self, key: ChunkKey) -> object:
-        """Return the tier: one server sends what one thread reads over one connection.
-
-        What is to be decoded is better spread over threads, and a Cluster's chunks over servers.
-        """
-        known = None if self._client.is_cluster else self._capacity.known(key)
-        return self if known is not None and not known.info.codec_id else None
-
-    @override
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        if not keys:
-            self._stored.drop_ahead()
-        elif len(keys) > 1:
-            if len(self._following) >= MAX_FOLLOWING:
-                self._following.clear()
-            self._following[keys[0]] = keys[1]
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         """Return what is known of each key, whoever put it; one round trip for 512 keys.
@@ -440,3 +418,88 @@ def _pending(reservation: Reservation) -> _PendingWrite:
     if not isinstance(reservation.place, _PendingWrite):
         raise InvalidRequestError("reservation", reservation.place, "it is another tier's")
     return reservation.place
+
+
+FULL_SHARE = 0.95
+"""Redis frees nothing of itself under noeviction: writes begin to fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFinding:
+    """One thing that is wrong. ``is_loss``: chunks miss or cannot be put already."""
+
+    saw: str
+    fix: str
+    is_loss: bool
+
+
+def check_health(client: RedisClient) -> Iterator[HealthFinding]:
+    """Yield what is wrong with the servers behind *client*; what its user may not see is left out.
+
+    Raises TierUnavailableError when none of them answers.
+    """
+    masters = client.masters()
+    answering = []
+    for master in masters:
+        try:
+            client.run_on(master, (b"SCAN", 0, b"COUNT", 1))
+            answering.append(master)
+        except TierUnavailableError as error:
+            if not error.is_partial:
+                raise
+            fix = "bring it back, or let a replica of it take over"
+            yield HealthFinding(f"{master} does not answer; its slots miss", fix, is_loss=True)
+    if client.is_cluster and answering:
+        yield from _coverage(client, answering)
+    for master in answering:
+        yield from _memory(client, master)
+
+
+def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFinding]:
+    rows = _asked(client, masters[0], b"CLUSTER", b"SLOTS")
+    served = _served(rows)
+    if isinstance(rows, list) and served < SLOTS:
+        fix = "give them one: redis-cli --cluster fix HOST:PORT"
+        yield HealthFinding(f"{SLOTS - served} of {SLOTS} slots have no master", fix, is_loss=True)
+    question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
+    if any(_asked(client, master, *question) == [question[2], b"yes"] for master in masters):
+        yield HealthFinding(
+            "the Redis Cluster refuses every key while one master is down",
+            "set cluster-require-full-coverage to no on all its nodes",
+            is_loss=False,
+        )
+
+
+def _served(rows: Reply) -> int:
+    count = 0
+    for row in rows if isinstance(rows, list) else []:
+        match row:
+            case [int(first), int(last), *_]:
+                count += last - first + 1
+    return count
+
+
+def _memory(client: RedisClient, master: Server) -> Iterator[HealthFinding]:
+    text = _asked(client, master, b"INFO", b"memory")
+    lines = text.decode(errors="replace").splitlines() if isinstance(text, bytes) else []
+    found = dict(line.partition(":")[::2] for line in lines)
+    used, most = (_number(found.get(name, "")) for name in ("used_memory", "maxmemory"))
+    if most and used >= FULL_SHARE * most and found.get("maxmemory_policy") == "noeviction":
+        yield HealthFinding(
+            f"{master} is full, {used} of {most} bytes, and evicts nothing (noeviction)",
+            "raise its maxmemory, lower --redis-size, or set maxmemory-policy allkeys-lru",
+            is_loss=True,
+        )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 20 else 0
+
+
+def _asked(client: RedisClient, master: Server, *command: bytes) -> Reply:
+    """Return the answer, None when it may not be asked for."""
+    try:
+        answer: Reply = client.run_on(master, command)
+    except TierUnavailableError:
+        return None
+    return answer

@@ -19,12 +19,10 @@ from redis.exceptions import OutOfMemoryError
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
+from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
-from kvstore.proto.wire import pack_info, unpack_info
 from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 from kvstore.tiers.redis_connection import (
-    SLICE_BYTES,
-    WINDOW,
     Command,
     Step,
     Transfer,
@@ -201,27 +199,25 @@ class RedisChunks:
         manifest: Manifest,
         out: Bytes,
         offset: int,
-        following: Manifest | None = None,
         arrived: Callable[[int], object] = bool,
     ) -> bool:
         """Fill *out* from the parts of *manifest*. False when it or a part is not there whole.
 
-        A read from the chunk's start gives it its whole life again. *following* is what the
-        calling thread reads next, whole: its begin is requested. *arrived* is Transfer's.
+        A read from the chunk's start gives it its whole life again. *arrived* is Transfer's.
         """
-        ahead: list[Step] = []
-        next_name = b""
-        if following is not None:
-            begin_bytes = min(WINDOW * SLICE_BYTES, following.info.size_bytes)
-            ahead = self._slices(following, 0, begin_bytes)[: 1 + WINDOW]
-            next_name = self._names.manifest(following.info.key)
         steps = self._steps(manifest, offset, len(out))
         name = self._names.manifest(manifest.info.key)
-        return self._client.transfer(name, Transfer(steps, out.data, ahead, arrived), next_name)
+        return self._client.transfer(name, Transfer(steps, out.data, arrived))
 
     def _steps(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
-        """Return what brings *size_bytes* of a frame."""
-        steps = self._slices(manifest, offset, size_bytes)
+        """Return what brings *size_bytes* of a frame: first its manifest, whether it still stands,
+        then its parts.
+        """
+        peek, raw = self._get_manifest(manifest.info.key), manifest.raw
+        steps = [Step(bytes(pack(peek)[0]), b"$%d\r\n%b\r\n" % (len(raw), raw))]
+        parts = self._names.parts(manifest)
+        for part, start, stop in manifest.cut(offset, size_bytes):
+            steps += slice_steps(parts[part], start, stop)
         if offset == 0:
             # the manifest last: as ever, it promises that its parts are there
             life_s = self._ttl_s + PART_SLACK_S
@@ -230,19 +226,6 @@ class RedisChunks:
             commands.append((b"EXPIRE", name, self._ttl_s))
             steps.append(Step(bytes(pack(*commands)[0]), b":1\r\n" * len(commands)))
         return steps
-
-    def _slices(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
-        """Return the manifest's step, whether it still stands, and those of its parts."""
-        peek, raw = self._get_manifest(manifest.info.key), manifest.raw
-        steps = [Step(bytes(pack(peek)[0]), b"$%d\r\n%b\r\n" % (len(raw), raw))]
-        parts = self._names.parts(manifest)
-        for part, start, stop in manifest.cut(offset, size_bytes):
-            steps += slice_steps(parts[part], start, stop)
-        return steps
-
-    def drop_ahead(self) -> None:
-        """The calling thread reads nothing of what was to follow."""
-        self._client.drop_ahead()
 
     def write(self, manifest: Manifest, frame: Bytes) -> bool:
         """Send the parts, then the manifest unless its key has one. Return whether it had none.

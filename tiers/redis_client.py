@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -222,16 +221,16 @@ class RedisClient:
                 replies[at] = None if isinstance(reply, WrongTypeError) else reply
         return failed
 
-    def transfer(self, name: bytes, transfer: Transfer, next_name: bytes = b"") -> bool:
-        """Carry out *transfer* of the key called *name*; what it requests ahead is *next_name*'s.
+    def transfer(self, name: bytes, transfer: Transfer) -> bool:
+        """Carry out *transfer* of the key called *name*.
 
         Return False when a reply is another than expected. Raises TierUnavailableError.
         """
         deadline = self._deadline(len(transfer.out))
         try:
-            failure = self._transfer_once(name, transfer, next_name, deadline)
+            failure = self._transfer_once(name, transfer, deadline)
             if failure and failure.is_unsent and self._may_try_again(deadline):
-                failure = self._transfer_once(name, transfer, next_name, deadline)
+                failure = self._transfer_once(name, transfer, deadline)
         except KVStoreError:  # of whoever follows what arrives
             raise
         except (RedisError, OSError) as error:
@@ -242,9 +241,7 @@ class RedisClient:
             return False
         raise self._given_up(failure.error)
 
-    def _transfer_once(
-        self, name: bytes, transfer: Transfer, next_name: bytes, deadline: float
-    ) -> _Failure | None:
+    def _transfer_once(self, name: bytes, transfer: Transfer, deadline: float) -> _Failure | None:
         try:
             server = self._topology.server_of(name, deadline)
         except _UNREACHED as error:
@@ -252,9 +249,8 @@ class RedisClient:
         connection: RedisConnection | None = None
         is_done = False
         try:
-            kept = server.take_ahead(name, transfer.steps, deadline)
-            connection, requested = kept or (server.acquire(deadline), 0)
-            transfer.run(connection, server.window, requested)
+            connection = server.acquire(deadline)
+            transfer.run(connection, server.window)
             is_done = True
         except KVStoreError:
             raise
@@ -265,15 +261,9 @@ class RedisClient:
             is_refused = isinstance(error, _ELSEWHERE) and not transfer.filled_bytes
             return _Failure(error, is_unsent=connection is None or is_refused)
         finally:
-            if connection is not None and is_done and transfer.ahead:
-                server.keep_ahead(next_name, connection, transfer.ahead)
-            elif connection is not None:
+            if connection is not None:
                 server.release(connection, is_clean=is_done)
         return None
-
-    def drop_ahead(self) -> None:
-        """The calling thread reads nothing of what it requested ahead."""
-        self._topology.drop_ahead(threading.get_ident())
 
     def masters(self) -> list[Server]:
         """Return the servers that hold keys. Raises TierUnavailableError."""

@@ -388,27 +388,23 @@ def _other_reply(got: bytes, expected: bytes) -> RedisError:
 class Transfer:
     """The value of one key received in place: *steps* in order, whose payload fills *out*.
 
-    *arrived* is called, after each slice, with how much has come. *ahead* begins what is read
-    next: it is requested at the end, on the same connection, and received by the next transfer.
+    *arrived* is called, after each slice, with how much has come.
     """
 
     def __init__(
         self,
         steps: Sequence[Step],
         out: memoryview,
-        ahead: Sequence[Step] = (),
         arrived: Callable[[int], object] = bool,
     ) -> None:
-        self.steps, self.out, self.ahead = steps, out, ahead
+        self.steps, self.out = steps, out
         self.filled_bytes = 0
         self._arrived = arrived
 
-    def run(self, connection: RedisConnection, window: int, requested: int = 0) -> None:
-        """Receive all, *window* slices on their way; *requested* steps were requested before."""
+    def run(self, connection: RedisConnection, window: int) -> None:
+        """Receive all, *window* slices on their way."""
         self.filled_bytes = 0
-        queue = deque(self.steps[requested:])
-        queue.extend(self.ahead)
-        free = window - sum(step.payload_bytes > 0 for step in self.steps[:requested])
+        queue, free = deque(self.steps), window
         for step in self.steps:
             free = _request(connection, queue, free)
             end = self.filled_bytes + step.payload_bytes

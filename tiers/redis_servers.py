@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import select
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +27,6 @@ from kvstore.tiers.redis_connection import (
     RedisConnection,
     Reply,
     SlotLostError,
-    Step,
     pack,
 )
 from kvstore.tiers.redis_url import HostPort, RedisUrl
@@ -50,7 +49,6 @@ MIN_ASK_SHARE = 0.1
 count as failed without a chance. The next call asks it first."""
 SLOTS = 16384
 
-_GONE = select.POLLHUP | select.POLLRDHUP | select.POLLERR | select.POLLNVAL
 _MOVED = re.compile(r"([0-9]{1,5}) ([A-Za-z0-9_.:-]{0,255}):([0-9]{1,5})")
 
 Clock = Callable[[], float]
@@ -61,8 +59,7 @@ logger = structlog.get_logger(__name__)
 class Server:
     """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe.
 
-    Each has one user at a time; one that failed is not used again. Some wait with the begin of a
-    value requested on them, for whoever reads that value, until they are needed for others.
+    Each has one user at a time; one that failed is not used again.
     """
 
     def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
@@ -71,9 +68,6 @@ class Server:
         self.clock: Final = clock
         self._free = threading.BoundedSemaphore(options.limit)
         self._idle: deque[RedisConnection] = deque()
-        self._ahead: OrderedDict[bytes, tuple[RedisConnection, Sequence[Step], int]] = OrderedDict()
-        self._waiting = 0
-        self._lock = threading.Lock()  # guards _ahead and _waiting
         self.rests_until = 0.0
         self._nearest_s = float("inf")
         self._is_closed = False
@@ -102,19 +96,9 @@ class Server:
 
     def acquire(self, deadline: float) -> RedisConnection:
         """Return a connection that is open and quiet, waiting for one up to *deadline*."""
-        if not self._free.acquire(blocking=False):
-            self._wait_more(1)
-            try:
-                self.drop_ahead()
-                if not self._free.acquire(timeout=max(0.0, deadline - self.clock())):
-                    raise TimeoutError("all connections are in use")
-            finally:
-                self._wait_more(-1)
+        if not self._free.acquire(timeout=max(0.0, deadline - self.clock())):
+            raise TimeoutError("all connections are in use")
         return self._ready(deadline)
-
-    def _wait_more(self, count: int) -> None:
-        with self._lock:
-            self._waiting += count
 
     def acquire_free(self, count: int, deadline: float) -> list[RedisConnection]:
         """Return up to *count* further connections, those that others leave free."""
@@ -158,49 +142,9 @@ class Server:
         if self._is_closed:
             self.close()
 
-    def keep_ahead(self, name: bytes, connection: RedisConnection, steps: Sequence[Step]) -> None:
-        """Keep a connection on which *steps* are requested, which begin what is read of *name*.
-
-        Not while somebody waits for one.
-        """
-        kept = connection, steps, threading.get_ident()
-        with self._lock:
-            dropped = kept if self._waiting else self._ahead.pop(name, None)
-            if not self._waiting:
-                self._ahead[name] = kept
-        if dropped is not None:
-            self.release(dropped[0], is_clean=False)
-        if self._is_closed:
-            self.close()
-
-    def take_ahead(
-        self, name: bytes, steps: Sequence[Step], deadline: float
-    ) -> tuple[RedisConnection, int] | None:
-        """Return a connection on which the first of *steps* are requested, and how many."""
-        with self._lock:
-            kept = self._ahead.pop(name, None)
-        if kept is None:
-            return None
-        connection, requested, _ = kept
-        if steps[: len(requested)] != requested or _events(connection) & _GONE:
-            self.release(connection, is_clean=False)
-            return None
-        connection.deadline = deadline
-        return connection, len(requested)
-
-    def drop_ahead(self, owner: int | None = None) -> None:
-        """Hang up on what thread *owner* requested ahead; without one, on what is oldest."""
-        with self._lock:
-            names = [name for name, kept in self._ahead.items() if owner in (None, kept[2])]
-            dropped = [self._ahead.pop(name)[0] for name in (names if owner else names[:1])]
-        for connection in dropped:
-            self.release(connection, is_clean=False)
-
     def close(self) -> None:
         """Hang up; what is in use follows as it comes back. Idempotent."""
         self._is_closed = True
-        while self._ahead:
-            self.drop_ahead()
         while (connection := self._pop_idle()) is not None:
             connection.disconnect()  # type: ignore[no-untyped-call]
 
@@ -420,13 +364,6 @@ class Topology:
         if address not in self._nodes:
             self._nodes[address] = Server(address, self._options, self._clock)
         return self._nodes[address]
-
-    def drop_ahead(self, owner: int) -> None:
-        """Hang up on what thread *owner* requested ahead."""
-        with self._lock:
-            servers = list(self._nodes.values())
-        for server in servers:
-            server.drop_ahead(owner)
 
     def close(self) -> None:
         """Disconnect. Idempotent."""

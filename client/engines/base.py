@@ -45,6 +45,7 @@ from kvstore.client.tensors import LayerTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import ACCURACY_TAG
 from kvstore.proto.keys import chunk_key, chunk_spans, content_digest, tokens_le32
+from kvstore.proto.messages import fidelity_number
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import (
     EXACT,
@@ -55,7 +56,6 @@ from kvstore.proto.types import (
     PutOutcome,
     Stated,
 )
-from kvstore.proto.wire import fidelity_number
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 from kvstore.client.engines.vllm_layout import EnginePages, LayerPages, Packing
 from kvstore.client.tensors import LayerTensors, to_array
 from kvstore.codecs.block_stack import BlockStack
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import END_KINDS
 
@@ -34,7 +34,7 @@ class CopyFile:
     def __init__(self) -> None:
         """Raises TierUnavailableError where there are no such files."""
         try:
-            self.descriptor = shm.create_memfd("kvstore-copies", 0)
+            self.descriptor = unix_socket.create_memfd("kvstore-copies", 0)
         except OSError as error:
             raise TierUnavailableError("copies", f"no file in memory: {error}") from None
         self._end = 0

@@ -16,6 +16,7 @@ from kvstore.client.engines.vllm_layout import BlockWriter
 from kvstore.client.engines.vllm_orders import BlockTables, LoadOrder, StepOrders, WorkerNews
 from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.proto.errors import KVStoreError
+from kvstore.proto.messages import REFUSED
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
     DType,
@@ -24,7 +25,6 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
-from kvstore.proto.wire import REFUSED
 
 REPORT_EVERY_S = 10.0
 """How often the reason is sent: a server may have started later, or again."""

@@ -27,8 +27,8 @@ from kvstore.client.events import EventPage, Place
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chain_digests
+from kvstore.proto.messages import representation_from_message
 from kvstore.proto.types import DIGEST_BYTES, Fidelity, Representation
-from kvstore.proto.wire import representation_from_message
 
 MAX_CHUNKS = 1 << 20
 """Chunks that are known; the ones that were heard of longest ago go first."""

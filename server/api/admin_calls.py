@@ -9,9 +9,10 @@ import grpc
 
 from kvstore.codecs.base import codec_name
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import wire
-from kvstore.proto.blend_wire import gate_to_message
+from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
+from kvstore.proto.keys import keys_of_digests
+from kvstore.proto.messages import gate_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.service import Backend
@@ -161,7 +162,7 @@ class AdminCalls:
         spaces = [
             pb.KnownSpace(
                 key_namespace=space.namespace,
-                representation=wire.representation_to_message(space.representation),
+                representation=messages.representation_to_message(space.representation),
                 client=space.client,
                 chunks=counts[space.namespace],
                 tenant=space.tenant,
@@ -169,7 +170,7 @@ class AdminCalls:
             for space in self._store.spaces.all()
             if tenant in (EVERY_TENANT, space.tenant)
         ][request.skip :]
-        fit = list(fitting(spaces, wire.MESSAGE_BYTES))
+        fit = list(fitting(spaces, messages.MESSAGE_BYTES))
         return pb.SpacesResponse(server=self._stamp, spaces=fit, left=len(spaces) - len(fit))
 
     # --- quotas
@@ -326,11 +327,11 @@ class AdminCalls:
         space = self._space(request, context.peer())
         reply = pb.ExplainResponse(server=self._stamp)
         if request.digests:
-            limit = max(self._checks.limits.max_batch_chunks, wire.MAX_EXPLAINED)
-            keys = wire.keys_of_digests(request.digests, space, limit)
+            limit = max(self._checks.limits.max_batch_chunks, messages.MAX_EXPLAINED)
+            keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
-            reply.chunks.extend(fitting(map(_reason, found.reasons), wire.MESSAGE_BYTES))
+            reply.chunks.extend(fitting(map(_reason, found.reasons), messages.MESSAGE_BYTES))
             reply.near.extend(fitting(map(_similar, found.similar), LIST_BYTES))
             reply.left_out += len(found.reasons) + len(found.similar)
             reply.left_out -= len(reply.chunks) + len(reply.near)
@@ -421,7 +422,7 @@ def _similar(similar: SimilarModel) -> pb.KnownSpace:
 def _space_message(space: ModelNamespace, chunks: int) -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
-        representation=wire.representation_to_message(space.representation),
+        representation=messages.representation_to_message(space.representation),
         client=space.client,
         chunks=chunks,
     )

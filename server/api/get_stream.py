@@ -8,18 +8,17 @@ from itertools import groupby
 from operator import attrgetter
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import wire
-from kvstore.proto.places import Place, Reach, pack_places
+from kvstore.proto import messages
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
 from kvstore.server.store.ranged_reads import ByteRange, RangeRead
 from kvstore.server.store.reads import IN_MEMORY, ReadResult
 from kvstore.server.store.store import Store
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import FilePlace, PeerPlace
-from kvstore.tiers.slab import SlabPlace
 
 REACH: dict[int, frozenset[Reach] | None] = {
     pb.VIA_STREAM: None,
@@ -149,7 +148,7 @@ class GetStream:
 
     def _pieces(self, part: LayerPart) -> Iterator[pb.GetResponse]:
         """Cut a part of a frame into messages."""
-        for start in range(0, len(part.data), wire.MESSAGE_BYTES):
+        for start in range(0, len(part.data), messages.MESSAGE_BYTES):
             offset = part.offset + start
             yield pb.GetResponse(
                 server=None if offset else self.stamp,
@@ -159,7 +158,7 @@ class GetStream:
                 part=pb.FramePart(
                     frame_bytes=part.frame_bytes,
                     offset=offset,
-                    data=part.data[start : start + wire.MESSAGE_BYTES].tobytes(),
+                    data=part.data[start : start + messages.MESSAGE_BYTES].tobytes(),
                 ),
             )
 

@@ -12,7 +12,7 @@ import structlog
 from typing_extensions import override
 
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.wire import ERROR_NAME
+from kvstore.proto.messages import ERROR_NAME
 from kvstore.server.telemetry.request_ids import RequestId
 
 if TYPE_CHECKING:

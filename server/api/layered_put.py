@@ -9,8 +9,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
+from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import NO_HINTS
-from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.reservations import PutOptions

@@ -12,9 +12,9 @@ from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.frame_verifier import FrameVerifier
+from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
-from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.reservations import PutOptions

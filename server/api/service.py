@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, cast
 import grpc
 
 from kvstore.codecs.base import CODECS
-from kvstore.proto import blend_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import messages
 from kvstore.proto.buffers import as_bytes
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.bulk import GUEST_S
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError, check_text
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
-from kvstore.proto.guest_token import GUEST_S
-from kvstore.proto.places import Reach
-from kvstore.proto.shm import pid_namespace
-from kvstore.proto.text import check_text
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
+from kvstore.proto.unix_socket import Reach, pid_namespace
 from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.get_stream import REACH, GetStream
 from kvstore.server.api.layered_put import LayeredPutStream
@@ -84,8 +82,8 @@ class Backend:
     @property
     def stamp(self) -> pb.Server:
         """What each reply says of the server."""
-        features = wire.FEATURE_SHARED_MEMORY if self.data_plane is not None else 0
-        features |= wire.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
+        features = messages.FEATURE_SHARED_MEMORY if self.data_plane is not None else 0
+        features |= messages.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
         return pb.Server(boot_id=self.identity.boot_id, features=features)
 
     @property
@@ -118,7 +116,7 @@ class DataCalls:
     ) -> pb.OpenSessionResponse:
         """Open a session for a client of one model."""
         client = check_text("client", request.client, MAX_CLIENT_CHARS)
-        representation = wire.representation_from_message(request.representation)
+        representation = messages.representation_from_message(request.representation)
         caller = principal_of(context)
         standing = self._standings.of(caller, request.tenant)
         session = self._sessions.open(
@@ -130,7 +128,7 @@ class DataCalls:
             session_id=session.session_id,
             key_namespace=session.namespace,
             heartbeat_ms=self._sessions.ttl_ms,
-            max_message_bytes=wire.MESSAGE_BYTES,
+            max_message_bytes=messages.MESSAGE_BYTES,
             max_frame_bytes=self._checks.limits.max_frame_bytes,
             max_batch_chunks=self._checks.limits.max_batch_chunks,
             host_id=self._identity.host_id if plane else "",
@@ -179,7 +177,7 @@ class DataCalls:
             deadline,
             lease=Leasing.of(request),
             min_fidelity=least,
-            engine=wire.engine_from_message(request),
+            engine=messages.engine_from_message(request),
         )
         self._requests.note(keys, match.ready, request.prefill.tokens)
         self._explainer.record_lookup(session, keys, match, least)
@@ -196,7 +194,7 @@ class DataCalls:
             places=self._leased_places(keys, match.sources) if wants_places else b"",
             shared=match.shared,
         )
-        wire.add_plan(reply, match.plan)
+        messages.add_plan(reply, match.plan)
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
@@ -206,12 +204,12 @@ class DataCalls:
         ttl_ms = self._checks.plan_ttl_ms(request.ttl_ms)
         self._checks.batch("lengths", len(request.lengths))
         keys = self._checks.keys(session, request.chains)
-        chains = wire.chains_of(keys, request.lengths)
+        chains = messages.chains_of(keys, request.lengths)
         plan, kept = self._store.plan(session, chains, ttl_ms / 1000)
         return pb.PlanResponse(
             server=self._stamp,
             order=plan.order,
-            uses=wire.pack_uses([plan.uses[key] for key in keys]),
+            uses=messages.pack_uses([plan.uses[key] for key in keys]),
             kept=kept,
             peak_chunks=plan.peak_chunks,
         )
@@ -265,7 +263,7 @@ class DataCalls:
         """End leases."""
         session = self._sessions.get(request.session_id)
         self._checks.batch("lease_ids", len(request.lease_ids))
-        hints = wire.hints_from_message(request.hints)
+        hints = messages.hints_from_message(request.hints)
         released = sum(self._store.release(session, lease, hints) for lease in request.lease_ids)
         return pb.ReleaseResponse(server=self._stamp, released=released)
 
@@ -290,7 +288,7 @@ class DataCalls:
         asked = self._checks.reserved(session, request)
         infos, parts = [info for info, _ in asked], [part for _, part in asked]
         deadline = self._checks.deadline(request.deadline_ms)
-        hints = wire.hints_from_message(request.hints)
+        hints = messages.hints_from_message(request.hints)
         begun = self._store.writes.begin_all(session, infos, deadline, hints, parts)
         tickets = [0 if isinstance(r, PutResult) else r.ticket_id for r in begun]
         answers = [r if isinstance(r, PutResult) else PutResult(PutOutcome.stored) for r in begun]
@@ -350,7 +348,7 @@ class DataCalls:
         self._checks.batch("headers", count)
         if count != len(request.offsets):
             raise InvalidRequestError("offsets", len(request.offsets), "give one for each header")
-        hints = wire.hints_from_message(request.hints)
+        hints = messages.hints_from_message(request.hints)
         deadline = self._checks.deadline(request.deadline_ms)
         headers = [self._raw_header(session, data) for data in request.headers]
         if self._device_puts is None:
@@ -407,7 +405,7 @@ class DataCalls:
         question = self._blend_checks.question(session, request)
         blends = self._store.blends
         found = blends.resolve(session, question)
-        reply = blend_wire.resolution_to_message(found, blends.tier_names, self._stamp)
+        reply = messages.resolution_to_message(found, blends.tier_names, self._stamp)
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
@@ -424,7 +422,7 @@ class DataCalls:
             self._store.counters.add("blend_refused_reports")
             raise
         gate = blends.report(session, report)
-        return pb.ReportReuseResponse(server=self._stamp, gate=blend_wire.gate_to_message(gate))
+        return pb.ReportReuseResponse(server=self._stamp, gate=messages.gate_to_message(gate))
 
     # --- other servers
 

@@ -7,10 +7,10 @@ from contextlib import closing
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
-from kvstore.proto import shm
-from kvstore.proto.calls import METHODS, Packet, pack_answer, pack_failure, unpack_call
+from kvstore.proto import unix_socket
 from kvstore.proto.errors import KVStoreError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
+from kvstore.proto.unix_socket import METHODS, Packet, pack_answer, pack_failure, unpack_call
 from kvstore.server.api.interceptors import told
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session
@@ -42,7 +42,7 @@ class LocalCalls:
         self.tracing: Tracing | None = None
 
     def answer(
-        self, session: Session, head: shm.Request, body: bytes
+        self, session: Session, head: unix_socket.Request, body: bytes
     ) -> Generator[Packet, None, None]:
         """Return the packets of the answer. Closing the iterator ends the call."""
         method = METHODS.get(head.arg)
@@ -61,7 +61,7 @@ class LocalCalls:
         yield from ()
 
     def _packets(
-        self, session: Session, head: shm.Request, body: bytes
+        self, session: Session, head: unix_socket.Request, body: bytes
     ) -> Generator[Packet, None, None]:
         method, request = unpack_call(head, body)
         if request.session_id != session.session_id:  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.shm import peer_ids
+from kvstore.proto.unix_socket import peer_ids
 
 _BACKLOG = 128
 _UID_MAP = Path("/proc/self/uid_map")

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.calls import MAX_PACKET_BYTES, Packet
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -28,6 +27,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
+from kvstore.proto.unix_socket import MAX_PACKET_BYTES, Packet
 from kvstore.server.api.unix_listener import can_send, is_trusted, listen
 from kvstore.server.security.authorization import SessionAuth, check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
@@ -44,7 +44,11 @@ _STAGING_DESCRIPTORS = 2
 _IN_A_ROW = 16
 """Messages of one peer before others have their turn."""
 
-_METHODS = {shm.Op.slab: "Slab", shm.Op.extent: "Extent", shm.Op.ring: "Ring"}
+_METHODS = {
+    unix_socket.Op.slab: "Slab",
+    unix_socket.Op.extent: "Extent",
+    unix_socket.Op.ring: "Ring",
+}
 """What roles and the audit log call an operation; all others are ways to attach."""
 _ATTACH = "Attach"
 _ORIGIN = "unix"
@@ -57,10 +61,10 @@ SlabFile = Callable[[int, str], tuple[int, int]]
 Raises KVStoreError.
 """
 
-TakeRing = Callable[[Session, shm.Request, Bytes], None]
+TakeRing = Callable[[Session, unix_socket.Request, Bytes], None]
 """Given a session, what it says of its ring, and what it exported. Raises KVStoreError."""
 
-Answer = Callable[[Session, shm.Request, bytes], Generator[Packet, None, None]]
+Answer = Callable[[Session, unix_socket.Request, bytes], Generator[Packet, None, None]]
 """A call's session, head and message to the packets of its answer, errors among them."""
 
 
@@ -112,7 +116,7 @@ class DataPlane:
         self,
         path: Path,
         sessions: SessionTable,
-        files: Mapping[shm.Op, SlabFile],
+        files: Mapping[unix_socket.Op, SlabFile],
         clock: Callable[[], float],
         limits: PlaneLimits,
         auth: SessionAuth,
@@ -359,18 +363,20 @@ class DataPlane:
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
-        request: shm.Request | None = None
+        request: unix_socket.Request | None = None
         try:
             if not message:
                 return False
-            request = shm.Request.unpack(message[: shm.MESSAGE_BYTES])
-            body = message[shm.MESSAGE_BYTES :]
+            request = unix_socket.Request.unpack(message[: unix_socket.HEADER_BYTES])
+            body = message[unix_socket.HEADER_BYTES :]
             if len(message) > MAX_PACKET_BYTES or flags & socket.MSG_TRUNC:
                 raise InvalidRequestError("message", len(message), f"at most {MAX_PACKET_BYTES}")
-            if request.op is shm.Op.call:
+            if request.op is unix_socket.Op.call:
                 return self._take_call(peer, request, body)
             if body:
-                raise InvalidRequestError("message", len(message), f"send {shm.MESSAGE_BYTES}")
+                raise InvalidRequestError(
+                    "message", len(message), f"send {unix_socket.HEADER_BYTES}"
+                )
             self._obey(peer, request, descriptors)
         except KVStoreError as error:
             self._refuse(peer, request, error)
@@ -379,16 +385,18 @@ class DataPlane:
                 os.close(descriptor)
         return True
 
-    def _refuse(self, peer: _Peer, request: shm.Request | None, error: KVStoreError) -> None:
+    def _refuse(
+        self, peer: _Peer, request: unix_socket.Request | None, error: KVStoreError
+    ) -> None:
         logger.info("data plane refused", reason=str(error))
         if request is not None:  # or else it is noise, which nobody wants written down
             method = _METHODS.get(request.op, _ATTACH)
             self._auth.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
-        reply = shm.Reply.denied if is_denied else shm.Reply.invalid
-        peer.connection.send(shm.pack_reply(reply))
+        reply = unix_socket.Reply.denied if is_denied else unix_socket.Reply.invalid
+        peer.connection.send(unix_socket.pack_reply(reply))
 
-    def _take_call(self, peer: _Peer, request: shm.Request, body: bytes) -> bool:
+    def _take_call(self, peer: _Peer, request: unix_socket.Request, body: bytes) -> bool:
         if peer.session is None:
             raise UnauthenticatedError("attach or join before calling")
         if self._answer is None:
@@ -412,30 +420,30 @@ class DataPlane:
                     break
         return True
 
-    def _obey(self, peer: _Peer, request: shm.Request, descriptors: list[int]) -> None:
-        if request.op in (shm.Op.slab, shm.Op.extent):
+    def _obey(self, peer: _Peer, request: unix_socket.Request, descriptors: list[int]) -> None:
+        if request.op in (unix_socket.Op.slab, unix_socket.Op.extent):
             self._send_file(peer, request)
             return
-        if request.op in (shm.Op.attach, shm.Op.ring) and len(descriptors) != 1:
+        if request.op in (unix_socket.Op.attach, unix_socket.Op.ring) and len(descriptors) != 1:
             raise InvalidRequestError(request.op.name, len(descriptors), "bring one memfd")
-        if request.op is shm.Op.ring:
+        if request.op is unix_socket.Op.ring:
             self._ring(peer, request, descriptors[0])
         elif peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
-        elif request.op is shm.Op.hello:
+        elif request.op is unix_socket.Op.hello:
             peer.challenge = challenge = self._sessions.challenge(request.arg, request.token)
-            proven = challenge.proof(shm.Op.hello)
-            peer.connection.send(shm.pack_greeting(challenge.nonces[1], proven))
+            proven = challenge.proof(unix_socket.Op.hello)
+            peer.connection.send(unix_socket.pack_greeting(challenge.nonces[1], proven))
             return
-        elif request.op is shm.Op.attach:
+        elif request.op is unix_socket.Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
             self._join(peer, request)
-        peer.connection.send(shm.pack_reply(shm.Reply.ok))
+        peer.connection.send(unix_socket.pack_reply(unix_socket.Reply.ok))
 
-    def _send_file(self, peer: _Peer, request: shm.Request) -> None:
+    def _send_file(self, peer: _Peer, request: unix_socket.Request) -> None:
         session = self._admitted(peer, request.op)
-        if request.op is shm.Op.extent and "write" not in session.roles:
+        if request.op is unix_socket.Op.extent and "write" not in session.roles:
             # As the server's user it can open the file anew through /proc, for writing too.
             raise PermissionDeniedError("Extent: this session may not write, and gets copies")
         file = self._files.get(request.op)
@@ -446,13 +454,13 @@ class DataPlane:
         except OSError as error:  # out of descriptors, say: no reason to end the session
             raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
-            reply = shm.pack_reply(shm.Reply.ok, size_bytes)
+            reply = unix_socket.pack_reply(unix_socket.Reply.ok, size_bytes)
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
         self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
-    def _admitted(self, peer: _Peer, op: shm.Op) -> Session:
+    def _admitted(self, peer: _Peer, op: unix_socket.Op) -> Session:
         """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
         session = peer.session
         if session is None or session.is_closed:
@@ -461,9 +469,9 @@ class DataPlane:
         check_session_role(session.roles, _METHODS[op])
         return session
 
-    def _attach(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
+    def _attach(self, peer: _Peer, request: unix_socket.Request, descriptor: int) -> None:
         most_bytes = self._limits.max_staging_bytes
-        memory = shm.map_sealed(descriptor, most_bytes, shm.STAGING_SEALS)
+        memory = unix_socket.map_sealed(descriptor, most_bytes, unix_socket.STAGING_SEALS)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
         session = _proven(peer, request)
@@ -478,17 +486,17 @@ class DataPlane:
             peer.session, peer.staging_map = session, memory
             session.is_attached = True
 
-    def _ring(self, peer: _Peer, request: shm.Request, descriptor: int) -> None:
+    def _ring(self, peer: _Peer, request: unix_socket.Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
         if peer.staging_map is None:
             raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
-        exported = shm.map_sealed(descriptor, self._limits.max_staging_bytes)
+        exported = unix_socket.map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
         self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
-    def _join(self, peer: _Peer, request: shm.Request) -> None:
+    def _join(self, peer: _Peer, request: unix_socket.Request) -> None:
         session = _proven(peer, request)
         with self._lock:
             if session.session_id not in self._staging:
@@ -517,7 +525,7 @@ class DataPlane:
             self._sessions.close(peer.session.session_id)
 
 
-def _proven(peer: _Peer, request: shm.Request) -> Session:
+def _proven(peer: _Peer, request: unix_socket.Request) -> Session:
     """Return the session of the peer's hello, once: its next proof needs another.
 
     Raises UnauthenticatedError, and PermissionDeniedError for who has no use for memory: another

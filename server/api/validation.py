@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 
 from kvstore.codecs.base import boundless_codecs, codec_by_id, codec_name
 from kvstore.codecs.portions import portion_frame_bytes
-from kvstore.proto import blend_wire, wire
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import messages
 from kvstore.proto.blend import (
     ACCURACY_TAG,
     MAX_ASKED_CHUNKS,
@@ -29,6 +29,7 @@ from kvstore.proto.errors import (
     RepresentationError,
 )
 from kvstore.proto.frame import FrameHeader, raw_frame_bytes
+from kvstore.proto.keys import keys_of_digests, split_digests
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -99,7 +100,7 @@ class Checks:
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
-        return wire.keys_of_digests(digests, session.namespace, self.limits.max_batch_chunks)
+        return keys_of_digests(digests, session.namespace, self.limits.max_batch_chunks)
 
     def plan_ttl_ms(self, ttl_ms: int) -> int:
         """Refuse to keep announced chunks for too long; 0 keeps nothing."""
@@ -139,7 +140,7 @@ class Checks:
                 f"not in this session's namespace {session.namespace.hex()}; open a session "
                 "with the Representation of these tensors",
             )  # fmt: skip
-        if not wire.layout_fits(info.layout, session.representation):
+        if not messages.layout_fits(info.layout, session.representation):
             expected = KVLayout.of(session.representation, info.layout.tokens)
             raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
         if info.size_bytes > self.limits.max_frame_bytes:
@@ -181,14 +182,14 @@ class Checks:
         A part comes with the info of the chunk that it is of.
         """
         keys = self.keys(session, request.digests)
-        parents = wire.split_digests(request.parents, self.limits.max_batch_chunks)
+        parents = split_digests(request.parents, self.limits.max_batch_chunks)
         if not len(keys) == len(parents) == len(request.frame_bytes) == len(request.layout):
             raise InvalidRequestError(
                 "digests", len(keys), "give as many parents, frame_bytes and layout entries"
             )
         self.batch("layouts", len(request.layouts))
-        layouts = [wire.layout_from_message(message) for message in request.layouts]
-        portions = [wire.portion_from_message(message) for message in request.layouts]
+        layouts = [messages.layout_from_message(message) for message in request.layouts]
+        portions = [messages.portion_from_message(message) for message in request.layouts]
         if any(index >= len(layouts) for index in request.layout):
             raise InvalidRequestError("layout", max(request.layout), "index into layouts")
         found: list[tuple[ChunkInfo, ChunkPart | None]] = []
@@ -234,7 +235,7 @@ class BlendChecks:
                 raise InvalidRequestError("segments", wrong, f"in order, none before {at}")
             segments.append(self._segment(session.namespace, message))
             at = message.stop
-        engine = wire.engine_from_message(request)
+        engine = messages.engine_from_message(request)
         return Question(
             tuple(segments),
             check_tag(request.tag),
@@ -247,8 +248,8 @@ class BlendChecks:
 
     def _segment(self, space: Namespace, message: pb.PromptSegment) -> AskedSegment:
         tokens = message.tokens
-        contents = wire.split_digests(message.contents, self._limit)
-        chains = wire.split_digests(message.chains, self._limit)
+        contents = split_digests(message.contents, self._limit)
+        chains = split_digests(message.chains, self._limit)
         if len(contents) != len(tokens) or len(chains) not in (0, len(tokens)):
             wrong = (len(tokens), len(contents), len(chains))
             fix = "give a content digest for each chunk, and a chain digest for each or for none"
@@ -297,7 +298,7 @@ class BlendChecks:
         is_timed = request.compute_ms > 0 and request.full_ms > 0
         shadow = None
         if request.HasField("shadow"):
-            shadow = blend_wire.shadow_from_message(request.shadow)
+            shadow = messages.shadow_from_message(request.shadow)
         return Report(
             _check_report_tag(request.tag, shadow is not None),
             tuple(
@@ -312,7 +313,7 @@ class BlendChecks:
 
 def fidelity(value: int) -> Fidelity:
     """Return the minimum fidelity a request states: 0 or 2 exact, 1 bounded, 3 any."""
-    found = wire.fidelity_of(value)
+    found = messages.fidelity_of(value)
     if found is None:
         raise InvalidRequestError("min_fidelity", value, "use 0 to 3")
     return found
@@ -360,7 +361,7 @@ def chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
         expires_s=held.expires_s,
         priority=held.priority,
         context_tokens=held.context_tokens,
-        components=wire.layout_to_message(info.layout).components,
+        components=messages.layout_to_message(info.layout).components,
     )
 
 

@@ -17,7 +17,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.framing import StreamWire
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_transfers import StreamPut, StreamWork
 from kvstore.server.security.authorization import SessionAuth

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 
 from kvstore.proto import bulk
+from kvstore.proto.bulk import is_genuine
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -30,8 +31,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.guest_token import is_genuine
-from kvstore.proto.stream_wire import StreamWire, word_bytes, word_of
+from kvstore.proto.framing import StreamWire, word_bytes, word_of
 from kvstore.server.api.interceptors import known_errors
 from kvstore.server.bulk.tcp_requests import METHODS, Caller, StreamAnswers, StreamTerms, refuse
 from kvstore.server.security.authorization import SessionAuth
@@ -407,7 +407,7 @@ def open_streams(
     host, port = parse_endpoint(config.bulk)
     tls = None
     if not is_loopback(host):
-        from kvstore.proto.stream_tls import make_tls
+        from kvstore.proto.tls import make_tls
 
         tls = make_tls()
     listener, address = listen(host, port)

@@ -12,9 +12,9 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
+from kvstore.proto.framing import STEP_BYTES, StreamWire
+from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import Hints
-from kvstore.proto.stream_wire import STEP_BYTES, StreamWire
-from kvstore.proto.wire import hints_from_message
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.security.sessions import Session
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvstore.proto.bulk import Guest
+from kvstore.proto.bulk import GUEST_S, Guest, guest_token
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -18,7 +18,6 @@ from kvstore.proto.errors import (
     ShuttingDownError,
     UnauthenticatedError,
 )
-from kvstore.proto.guest_token import GUEST_S, guest_token
 from kvstore.proto.types import Namespace
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
 from kvstore.server.tiering.breaker import Breaker

@@ -16,7 +16,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.stream_wire import StreamWire, connect_wire
+from kvstore.proto.framing import StreamWire, connect_wire
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 STEP_BYTES = 1 << 19

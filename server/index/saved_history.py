@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
+from kvstore.proto.messages import representation_from_message, representation_to_message
 from kvstore.proto.types import DIGEST_BYTES, Namespace
-from kvstore.proto.wire import representation_from_message, representation_to_message
 from kvstore.server.eviction.access_history import OWNS
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 from kvstore.server.index.history_state import CHUNK, CLASS, HistoryState

@@ -6,8 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
-from kvstore.proto.text import check_text
+from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError, check_text
 from kvstore.server.security.sessions import Principal
 
 LEEWAY_S = 5

@@ -15,7 +15,6 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.keys import namespace, representation_digest
-from kvstore.proto.shm import NONCE_BYTES, Op, proof
 from kvstore.proto.types import (
     DIGEST_BYTES,
     DType,
@@ -25,6 +24,7 @@ from kvstore.proto.types import (
     Representation,
     RopeParameters,
 )
+from kvstore.proto.unix_socket import NONCE_BYTES, Op, proof
 from kvstore.server.settings.values import TENANT_FIX, TENANT_NAME
 from kvstore.tiers.base import DEFAULT_TENANT
 

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.proto.wire import MESSAGE_BYTES
+from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.settings.checks import REDIS_FIX, TLS_FILES, check_together
 from kvstore.server.settings.loading import given_settings, refusal, user_folder
 from kvstore.server.settings.rules import (

@@ -18,7 +18,7 @@ import structlog
 
 from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.paged import FrameAt, FrameKernels, Sums, check_sums
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Event, Imported, tensor_over
 from kvstore.proto.errors import (
@@ -36,8 +36,8 @@ from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import Reservation
-from kvstore.tiers.slab import SlabPlace
 
 MAX_RING_BYTES = 1 << 30
 PUTS_AT_ONCE = 4
@@ -92,14 +92,14 @@ class DevicePuts:
         self._rings: dict[int, _Ring] = {}
         self._lock = threading.Lock()  # guards the rings and how many use each
 
-    def take_ring(self, session: Session, request: shm.Request, exported: Bytes) -> None:
+    def take_ring(self, session: Session, request: unix_socket.Request, exported: Bytes) -> None:
         """Map the ring that *session* exported.
 
         Raises InvalidRequestError for a second one, one that is too large or of another device,
         LeaseExpiredError once the session is closed, TierUnavailableError for what is no memory.
         """
         device, size_bytes = self._tier.device, request.arg
-        if request.token != shm.device_token(device.identity):
+        if request.token != unix_socket.device_token(device.identity):
             raise InvalidRequestError("device", request.token.hex(), f"be on {device.identity}")
         if not 0 < size_bytes <= MAX_RING_BYTES:
             raise InvalidRequestError("ring", size_bytes, f"at most {MAX_RING_BYTES} bytes")

@@ -10,9 +10,9 @@ from heapq import nsmallest
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
-from kvstore.proto.text import printable
+from kvstore.proto.errors import printable
+from kvstore.proto.messages import REFUSED
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Match, Namespace
-from kvstore.proto.wire import REFUSED
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.model_registry import (
     FieldDifference,

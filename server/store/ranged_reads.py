@@ -20,8 +20,8 @@ from kvstore.proto.errors import (
     KVStoreError,
     UnknownCodecError,
 )
-from kvstore.proto.places import Place, Reach
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.proto.unix_socket import Place, Reach
 from kvstore.server.store.reads import Reads
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.moves import Moves

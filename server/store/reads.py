@@ -21,15 +21,15 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.places import PLACE_ROW, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.unix_socket import PLACE_ROW, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.promotion import PromoteOnSecondHit
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import FilePlace, PeerPlace
-from kvstore.tiers.slab import SlabPlace
 
 
 @dataclass(frozen=True, slots=True)

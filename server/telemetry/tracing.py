@@ -16,8 +16,8 @@ import structlog
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.messages import ERROR_NAME
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.proto.wire import ERROR_NAME
 from kvstore.server.telemetry.request_ids import RequestId
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from prompts import SMALL, equal, frame_of, tensors_of
 from kvstore.cli.chunk_files import FRAME, SAFETENSORS, read_chunk, write_chunk
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import check_frame
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.wire import representation_to_message
 
 KEY = ChunkKey(bytes(range(32)))
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "chunk.safetensors"

@@ -20,8 +20,8 @@ from trust_world import World
 from kvstore.cli.main import main
 from kvstore.cli.pins import parse_duration_ms
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
-from kvstore.proto.wire import representation_to_message
 
 Kvstore = Callable[..., tuple[int, str, str]]
 

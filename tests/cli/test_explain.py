@@ -22,8 +22,8 @@ from kvstore.client import ClientOptions
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import DIGEST_BYTES, DType, Representation
-from kvstore.proto.wire import representation_to_message
 from kvstore.server.blending.gate_table import TRIALS
 
 Explain = Callable[..., tuple[int, str, str]]

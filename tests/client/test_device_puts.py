@@ -29,7 +29,7 @@ from kvstore.client.device_puts import DevicePutting, DeviceRing
 from kvstore.client.pages import PageAxes
 from kvstore.client.shm import ShmTransport
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.device import HostDevice, Imported
 from kvstore.proto.errors import (
     DeadlineError,
@@ -355,7 +355,7 @@ def test_a_server_without_gpu_memory_refuses_with_the_reason(
         assert one.outcome is REFUSED
         assert one.reason == "the server's gpu tier is nowhere, the ring on cpu"
         transport = transport_of(client)
-        assert offered(transport, len(ring.memory), ring) is shm.Reply.invalid
+        assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.invalid
 
 
 def test_a_ring_on_another_device_is_refused_by_both_sides(
@@ -367,15 +367,17 @@ def test_a_ring_on_another_device_is_refused_by_both_sides(
     )
     assert one.outcome is REFUSED
     assert one.reason == "the server's gpu tier is on cpu, the ring on cuda:GPU-elsewhere"
-    assert offered(transport_of(client), len(ring.memory), ring) is shm.Reply.invalid
+    assert offered(transport_of(client), len(ring.memory), ring) is unix_socket.Reply.invalid
     assert not puts_of(server)._rings
 
 
-def offered(transport: ShmTransport, size_bytes: int, ring: Slots) -> shm.Reply:
+def offered(transport: ShmTransport, size_bytes: int, ring: Slots) -> unix_socket.Reply:
     exported = ring.device.export(ring.memory)
-    token = shm.device_token(ring.device.identity)
+    token = unix_socket.device_token(ring.device.identity)
     try:
-        return transport.slabs.give(shm.Request(shm.Op.ring, size_bytes, token), exported)
+        return transport.slabs.give(
+            unix_socket.Request(unix_socket.Op.ring, size_bytes, token), exported
+        )
     finally:
         os.close(exported)
 
@@ -384,15 +386,15 @@ def offered(transport: ShmTransport, size_bytes: int, ring: Slots) -> shm.Reply:
 def test_a_ring_that_is_not_as_large_as_it_says_is_refused(
     server: LocalServer, client: CudaClient, ring: Slots, size_bytes: int
 ) -> None:
-    assert offered(transport_of(client), size_bytes, ring) is shm.Reply.invalid
+    assert offered(transport_of(client), size_bytes, ring) is unix_socket.Reply.invalid
     assert not puts_of(server)._rings
     assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [STORED]
 
 
 def test_a_session_has_one_ring(client: CudaClient, ring: Slots) -> None:
     transport = transport_of(client)
-    assert offered(transport, len(ring.memory), ring) is shm.Reply.ok
-    assert offered(transport, len(ring.memory), ring) is shm.Reply.invalid
+    assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.ok
+    assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.invalid
     reason = ring.register(transport)
     assert reason == "the server does not take the ring: invalid"
     assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [REFUSED]
@@ -402,9 +404,9 @@ def test_a_ring_whose_size_may_change_under_the_server_is_refused(
     client: CudaClient, ring: Slots
 ) -> None:
     transport = transport_of(client)
-    loose = shm.create_memfd("ring", SLOT_BYTES)
-    request = shm.Request(shm.Op.ring, SLOT_BYTES, shm.device_token("cpu"))
-    assert transport.slabs.give(request, loose) is shm.Reply.invalid
+    loose = unix_socket.create_memfd("ring", SLOT_BYTES)
+    request = unix_socket.Request(unix_socket.Op.ring, SLOT_BYTES, unix_socket.device_token("cpu"))
+    assert transport.slabs.give(request, loose) is unix_socket.Reply.invalid
     os.close(loose)
 
 
@@ -481,7 +483,9 @@ def test_a_draining_server_takes_no_puts_out_of_device_memory(
 
 def test_the_arena_stays_read_only_to_clients(client: CudaClient, ring: Slots) -> None:
     assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [STORED]
-    descriptor, size_bytes = transport_of(client).slabs._ask(shm.Op.slab, shm.ARENA_SLAB)
+    descriptor, size_bytes = transport_of(client).slabs._ask(
+        unix_socket.Op.slab, unix_socket.ARENA_SLAB
+    )
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, size_bytes)
     os.close(descriptor)

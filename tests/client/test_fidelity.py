@@ -15,8 +15,8 @@ from kvstore.client import Client
 from kvstore.client.options import TransportName
 from kvstore.client.transport import Arrived, as_true
 from kvstore.proto.frame import FIDELITY_OFFSET
+from kvstore.proto.messages import fidelity_number, fidelity_of
 from kvstore.proto.types import EXACT, ChunkKey, Fidelity, PutOutcome, Stated
-from kvstore.proto.wire import fidelity_number, fidelity_of
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS = 3

@@ -12,7 +12,7 @@ from contracts.chunks import make_frame, make_representation
 from kvstore.client.file_frame import FileFrame, OpenFile
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto import file_sums
+from kvstore.proto import buffers
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -31,9 +31,9 @@ def frame(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> By
     made = None
     if "loop" in request.param:
         pytest.importorskip("llvmlite")
-        made = file_sums._best_loop.wait()
+        made = buffers._best_read_loop.wait()
         assert made is not None
-    monkeypatch.setattr(file_sums, "_best_loop", lambda: made)
+    monkeypatch.setattr(buffers, "_best_read_loop", lambda: made)
     if request.param == "small":
         return make_frame(1)[1]
     return make_frame(1, 256, representation=make_representation(3, 2, 128))[1]

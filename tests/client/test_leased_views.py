@@ -22,8 +22,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.places import NOWHERE, Place, Reach, pack_places
 from kvstore.proto.types import ROOT, ChunkKey, KVLayout
+from kvstore.proto.unix_socket import NOWHERE, Place, Reach, pack_places
 
 WHOLE, SHORT = KVLayout.of(SMALL, 32), KVLayout.of(SMALL, 17)
 KEYS = [ChunkKey(bytes([n]) * 32) for n in range(1, 6)]

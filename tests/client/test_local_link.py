@@ -33,8 +33,7 @@ from kvstore.client.local_link import MAX_CONNECTIONS, LocalLink
 from kvstore.client.session import Session
 from kvstore.client.transport import Assembly
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import shm
-from kvstore.proto.calls import MAX_PACKET_BYTES, Packet, pack_answer, pack_failure
+from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -43,8 +42,17 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import parse_header
-from kvstore.proto.shm import MESSAGE_BYTES, Op, Reply, Request
 from kvstore.proto.types import PutOutcome
+from kvstore.proto.unix_socket import (
+    HEADER_BYTES,
+    MAX_PACKET_BYTES,
+    Op,
+    Packet,
+    Reply,
+    Request,
+    pack_answer,
+    pack_failure,
+)
 
 ServerMaker = Callable[..., LocalServer]
 Answers = Sequence[Packet]
@@ -75,7 +83,7 @@ class FalseServer:
         path: Path,
         token: bytes,
         answer: Callable[[bytes], Answers],
-        join: Callable[[], Answers] = lambda: [shm.pack_reply(Reply.ok)],
+        join: Callable[[], Answers] = lambda: [unix_socket.pack_reply(Reply.ok)],
     ) -> None:
         self.token = token
         self.answer = answer
@@ -90,11 +98,11 @@ class FalseServer:
         with peer, suppress(OSError):
             while message := peer.recv(MAX_PACKET_BYTES):
                 self.heard.append(message)
-                request = Request.unpack(message[:MESSAGE_BYTES])
+                request = Request.unpack(message[:HEADER_BYTES])
                 if request.op is Op.hello:
-                    nonces = (request.token, b"s" * shm.NONCE_BYTES)
-                    proven = shm.proof(self.token, Op.hello, request.arg, nonces)
-                    peer.send(shm.pack_greeting(nonces[1], proven))
+                    nonces = (request.token, b"s" * unix_socket.NONCE_BYTES)
+                    proven = unix_socket.proof(self.token, Op.hello, request.arg, nonces)
+                    peer.send(unix_socket.pack_greeting(nonces[1], proven))
                     continue
                 is_call = request.op is Op.call
                 (self.calls if is_call else self.joins).append(message)
@@ -271,7 +279,7 @@ def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) 
 
 
 def test_error_of_a_call_is_the_server_s_and_the_connection_is_kept(setting: Setting) -> None:
-    answers = [[pack_failure("LeaseExpiredError", "gone")], [shm.pack_reply(Reply.denied)]]
+    answers = [[pack_failure("LeaseExpiredError", "gone")], [unix_socket.pack_reply(Reply.denied)]]
     false = setting.serve(lambda _: answers.pop(0) if answers else lookup_answer())
     with pytest.raises(LeaseExpiredError, match=r"^gone$"):
         setting.look_up()
@@ -388,8 +396,8 @@ def test_answer_that_came_in_time_is_taken_however_late_it_is_looked_at(setting:
         pytest.param([bytes(32)], id="zeros"),
         pytest.param([bytes(MAX_PACKET_BYTES + 1)], id="too much"),
         pytest.param(pack_answer(pb.LookupResponse(), more=True), id="a stream's message"),
-        pytest.param([shm.pack_reply(Reply.part)] * 40, id="parts without end"),
-        pytest.param([shm.pack_reply(Reply.part), HANG_UP], id="half an answer"),
+        pytest.param([unix_socket.pack_reply(Reply.part)] * 40, id="parts without end"),
+        pytest.param([unix_socket.pack_reply(Reply.part), HANG_UP], id="half an answer"),
     ],
 )
 def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
@@ -402,7 +410,7 @@ def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
 
 
 def test_message_that_makes_no_sense_is_an_error_of_the_store(setting: Setting) -> None:
-    setting.serve(lambda _: [shm.pack_reply(Reply.ok) + b"\xff\xff"])
+    setting.serve(lambda _: [unix_socket.pack_reply(Reply.ok) + b"\xff\xff"])
     with pytest.raises(KVStoreError, match="the server's answer is no LookupResponse"):
         setting.look_up()
 
@@ -460,8 +468,8 @@ def test_method_that_the_socket_does_not_carry_goes_through_grpc(setting: Settin
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param([shm.pack_reply(Reply.invalid)], id="invalid"),
-        pytest.param([shm.pack_reply(Reply.denied)], id="denied"),
+        pytest.param([unix_socket.pack_reply(Reply.invalid)], id="invalid"),
+        pytest.param([unix_socket.pack_reply(Reply.denied)], id="denied"),
         pytest.param([b"rubbish"], id="rubbish"),
         pytest.param([], id="nothing"),
         pytest.param([HANG_UP], id="hung up"),
@@ -473,7 +481,7 @@ def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
     if not said:
         monkeypatch.setattr(local_link, "_JOIN_WITHIN_S", SOON_MS / 1000)
     joining = [said]
-    accepted = [shm.pack_reply(Reply.ok)]
+    accepted = [unix_socket.pack_reply(Reply.ok)]
     false = setting.serve(lambda _: lookup_answer(), lambda: joining[0])
     for _ in range(3):
         assert setting.look_up() == 2
@@ -551,7 +559,7 @@ def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> Non
     def join() -> Answers:
         asked.set()
         assert let_go.wait(20)
-        return [shm.pack_reply(Reply.ok)]
+        return [unix_socket.pack_reply(Reply.ok)]
 
     setting.serve(lambda _: lookup_answer(), join)
     with ThreadPoolExecutor(1) as pool:

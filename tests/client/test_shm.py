@@ -20,7 +20,7 @@ from kvstore.client.file_frame import FileFrame
 from kvstore.client.session import Session
 from kvstore.client.shm import ShmTransport
 from kvstore.client.transport import Transport
-from kvstore.proto import frame, shm
+from kvstore.proto import frame, unix_socket
 from kvstore.proto.buffers import Pieces, copy_groups
 from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, PutOutcome
@@ -280,10 +280,10 @@ def answering(path: Path, token: bytes, *answers: bytes | None) -> Iterator[None
             for answer in answers:
                 message = peer.recv(64)
                 if answer is None:
-                    hello = shm.Request.unpack(message)
+                    hello = unix_socket.Request.unpack(message)
                     nonces = (hello.token, bytes(16))
-                    proven = shm.proof(token, shm.Op.hello, hello.arg, nonces)
-                    answer = shm.pack_greeting(nonces[1], proven)
+                    proven = unix_socket.proof(token, unix_socket.Op.hello, hello.arg, nonces)
+                    answer = unix_socket.pack_greeting(nonces[1], proven)
                 peer.send(answer)
             done.wait(30)
 
@@ -312,11 +312,11 @@ def session(server: LocalServer, tmp_path: Path) -> Iterator[Session]:
         [b""],
         [b"x"],
         [bytes(64)],
-        [shm.pack_reply(shm.Reply.denied)],
-        [shm.pack_greeting(bytes(16), bytes(16))],
+        [unix_socket.pack_reply(unix_socket.Reply.denied)],
+        [unix_socket.pack_greeting(bytes(16), bytes(16))],
         [None, b""],
         [None, b"x" * 32],
-        [None, shm.pack_reply(shm.Reply.denied)],
+        [None, unix_socket.pack_reply(unix_socket.Reply.denied)],
     ],
 )
 def test_garbage_from_the_socket_is_a_transport_that_is_unavailable(
@@ -336,7 +336,9 @@ def test_slab_that_never_comes_is_an_error_and_its_late_answer_is_not_taken_for_
     keys = keys_of(client, 1, 1)
     client.put(chunks_of(client, keys))
     token = session.terms.attach_token
-    with answering(tmp_path / "other.sock", token, None, shm.pack_reply(shm.Reply.ok)):
+    with answering(
+        tmp_path / "other.sock", token, None, unix_socket.pack_reply(unix_socket.Reply.ok)
+    ):
         transport = ShmTransport(session)
         for _ in range(2):
             with (

@@ -14,8 +14,8 @@ from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.errors import ChunkCorruptError, LeaseExpiredError
 from kvstore.proto.frame import FrameTemplate, check_frame, raw_frame_bytes
-from kvstore.proto.places import Place, Reach
 from kvstore.proto.types import ROOT, ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.unix_socket import Place, Reach
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from contracts.chunks import make_frame, make_info, make_representation, payload
 from contracts.shelf import assert_holds, bytes_of, put
 
-from kvstore.proto import file_sums
+from kvstore.proto import buffers
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -98,8 +98,8 @@ class TierReads:
     def test_a_checked_read_gets_the_frame_or_finds_what_is_wrong(
         self, tier: Tier, monkeypatch: pytest.MonkeyPatch, flipped: int | None, has_loop: bool
     ) -> None:
-        loop = file_sums._best_loop.wait() if has_loop else None
-        monkeypatch.setattr(file_sums, "_best_loop", lambda: loop)
+        loop = buffers._best_read_loop.wait() if has_loop else None
+        monkeypatch.setattr(buffers, "_best_read_loop", lambda: loop)
         info, frame = make_frame(1, 256, representation=make_representation(3, 2, 128))
         if info.size_bytes > tier.max_frame_bytes():
             pytest.skip("larger than its frames")

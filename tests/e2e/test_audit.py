@@ -13,7 +13,7 @@ from trust_world import Audited, chunks_for
 from kvstore.client import Access
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.options import TransportName
-from kvstore.proto import bulk, shm
+from kvstore.proto import bulk, unix_socket
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.server.api import unix_server
 
@@ -80,7 +80,7 @@ def test_who_is_not_let_in_at_the_unix_socket_is_written_down(
         stranger.settimeout(DEADLINE_MS / 1000)
         stranger.connect(str(plane.path))
         if uid == "ours":
-            stranger.send(shm.Request(shm.Op.join, 0).pack())
-            assert stranger.recv(64) == shm.pack_reply(shm.Reply.denied)
+            stranger.send(unix_socket.Request(unix_socket.Op.join, 0).pack())
+            assert stranger.recv(64) == unix_socket.pack_reply(unix_socket.Reply.denied)
         outcome = "PermissionDeniedError" if uid == "another" else "UnauthenticatedError"
         assert eventually(lambda: world.came(rpc="Attach", outcome=outcome, peer="unix"))

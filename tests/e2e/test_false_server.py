@@ -18,8 +18,8 @@ from socket_peer import Listener
 
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.connection import Connection
-from kvstore.proto.calls import MAX_PACKET_BYTES
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.unix_socket import MAX_PACKET_BYTES
 
 
 class Relay:

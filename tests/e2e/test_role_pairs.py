@@ -18,12 +18,18 @@ from trust_world import SERVICE, Audited, World, chunks_for, request_of
 from kvstore.client import Access, Chunk, Client
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import shm
-from kvstore.proto.calls import METHODS, pack_call, unpack_answer
+from kvstore.proto import unix_socket
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, TierUnavailableError
-from kvstore.proto.places import unpack_places
-from kvstore.proto.shm import Op, Reply, Request
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
+from kvstore.proto.unix_socket import (
+    METHODS,
+    Op,
+    Reply,
+    Request,
+    pack_call,
+    unpack_answer,
+    unpack_places,
+)
 from kvstore.server.security.rate_limits import Limits
 
 CHUNKS = 4
@@ -157,7 +163,7 @@ def files_given(peer: Peer, op: Op, numbers: Iterable[int] = range(64)) -> int:
     given = 0
     for number in numbers:
         peer.link.send(Request(op, number).pack())
-        _, files, _, _ = socket.recv_fds(peer.link, shm.MESSAGE_BYTES, 4)
+        _, files, _, _ = socket.recv_fds(peer.link, unix_socket.HEADER_BYTES, 4)
         given += len(files)
         for descriptor in files:
             os.close(descriptor)

@@ -23,7 +23,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.wire import representation_to_message
+from kvstore.proto.messages import representation_to_message
 from kvstore.server.settings.settings import load_config
 
 

@@ -21,8 +21,8 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     UnauthenticatedError,
 )
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
-from kvstore.proto.wire import representation_to_message
 
 
 @pytest.fixture(scope="module")

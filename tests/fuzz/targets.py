@@ -20,24 +20,17 @@ from redis.exceptions import RedisError
 from simulation.network import NetworkSchedule
 
 from kvstore.codecs.base import codec_by_id, empty_tensors
-from kvstore.proto import bulk, calls, shm
+from kvstore.proto import bulk, unix_socket
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.bulk import pack_found, pack_wanted, unpack_found, unpack_wanted
 from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
+from kvstore.proto.messages import representation_to_message, unpack_info
 from kvstore.proto.types import Namespace
-from kvstore.proto.wire import representation_to_message, unpack_info
 from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.index.saved_history import pack_spaces, unpack_spaces
 from kvstore.server.settings.settings import load_config
-from kvstore.tiers.at_rest import (
-    HEADER_BYTES,
-    TAG_BYTES,
-    AtRestKeys,
-    UnknownEpochError,
-    cells,
-)
 from kvstore.tiers.disk_index import (
     IndexRow,
     owner_key,
@@ -46,13 +39,20 @@ from kvstore.tiers.disk_index import (
     unpack_owner,
     unpack_row,
 )
+from kvstore.tiers.encrypted import (
+    HEADER_BYTES,
+    TAG_BYTES,
+    KeyRing,
+    UnknownKeyError,
+    cells,
+)
 from kvstore.tiers.redis_chunks import Manifest, parse_manifest
 from kvstore.tiers.redis_connection import ReplyParser
 
 Target = Callable[[bytes], object]
 
 _INFO, _FRAME = make_frame(1, tokens=16)
-_KEYS = AtRestKeys(lambda: {1: bytes(32)}, bytes)
+_KEYS = KeyRing(lambda: {1: bytes(32)}, bytes)
 _GOLDEN = [
     np.fromfile(FOLDER / f"{name}-r1.frame", np.uint8)
     for name in ("raw", "zplane", "gq8", "gq4", "gq2")
@@ -91,21 +91,21 @@ def bulk_word(data: bytes) -> None:
 
 def shm_request(data: bytes) -> None:
     """A packet on the Unix socket: a control message, or a call behind one."""
-    request = shm.Request.unpack(data[: shm.MESSAGE_BYTES])
-    calls.unpack_call(request, data[shm.MESSAGE_BYTES :])
+    request = unix_socket.Request.unpack(data[: unix_socket.HEADER_BYTES])
+    unix_socket.unpack_call(request, data[unix_socket.HEADER_BYTES :])
 
 
 def shm_answer(data: bytes) -> None:
     """A packet that the server answers with."""
-    calls.unpack_answer(data)
+    unix_socket.unpack_answer(data)
 
 
 def shm_reply(data: bytes) -> None:
     """A control message that the server answers with, or its answer to a hello."""
-    if len(data) > shm.MESSAGE_BYTES:
-        shm.unpack_greeting(data)
+    if len(data) > unix_socket.HEADER_BYTES:
+        unix_socket.unpack_greeting(data)
     else:
-        shm.unpack_reply(data)
+        unix_socket.unpack_reply(data)
 
 
 def redis_manifest(data: bytes) -> None:
@@ -150,8 +150,8 @@ def at_rest(data: bytes) -> None:
     size = len(data) - HEADER_BYTES - TAG_BYTES
     (cell,) = cells(size)
     try:
-        envelope = _KEYS.known(data[:HEADER_BYTES], _INFO.key, size)
-    except UnknownEpochError as error:
+        envelope = _KEYS.cipher_for(data[:HEADER_BYTES], _INFO.key, size)
+    except UnknownKeyError as error:
         raise ChunkCorruptError(_INFO.key, str(error)) from None
     if not envelope.open(cell, as_bytes(data[HEADER_BYTES:]), np.empty(size, np.uint8)):
         raise ChunkCorruptError(_INFO.key, "it does not open")
@@ -281,9 +281,9 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     "rpc": [bytes([number]) + _LOOKUP.SerializeToString() for number in range(64)],
     "bulk_word": [bulk.pack(bulk.Cancel(1))],
-    "shm_request": [calls.pack_call("Lookup", _LOOKUP)],
-    "shm_answer": [*calls.pack_answer(pb.ReleaseResponse(released=1))],
-    "shm_reply": [shm.pack_reply(shm.Reply.ok, 7)],
+    "shm_request": [unix_socket.pack_call("Lookup", _LOOKUP)],
+    "shm_answer": [*unix_socket.pack_answer(pb.ReleaseResponse(released=1))],
+    "shm_reply": [unix_socket.pack_reply(unix_socket.Reply.ok, 7)],
     "redis_manifest": [_MANIFEST.raw],
     "redis_reply": [b"*2\r\n$3\r\nabc\r\n:1\r\n"],
     "lmdb_row": [pack_row(IndexRow(_INFO, 1, 0, 7))],

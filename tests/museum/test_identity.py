@@ -21,8 +21,8 @@ from kvstore.client import Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import RepresentationError
+from kvstore.proto.messages import FEATURE_SHARED_MEMORY
 from kvstore.proto.types import DType, RopeParameters
-from kvstore.proto.wire import FEATURE_SHARED_MEMORY
 
 PROMPT = tokens(1, 64)
 (GROUP,) = SMALL.layer_groups

@@ -19,8 +19,8 @@ from socket_peer import Peer, staging
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.shm import Reply
 from kvstore.proto.types import PutOutcome
+from kvstore.proto.unix_socket import Reply
 from kvstore.server.settings.process_limits import cgroup_limit_bytes
 
 MIB = 1 << 20

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto import bulk
-from kvstore.proto.bulk import Kind, Word, pack, unpack
+from kvstore.proto.bulk import Kind, Word, guest_token, pack, unpack
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierFullError
-from kvstore.proto.guest_token import guest_token
 
 U64 = st.integers(0, (1 << 64) - 1)
 U32 = st.integers(0, (1 << 32) - 1)

@@ -15,8 +15,8 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
     unpack_components,
 )
+from kvstore.proto.messages import layout_from_message, layout_to_message
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
-from kvstore.proto.wire import layout_from_message, layout_to_message
 
 ATTENTION = Component(LayerKind.attention, DType.bfloat16, 2, 2, 8, 16)
 WINDOW = Component(LayerKind.window, DType.bfloat16, 1, 2, 8, 11, 16)

@@ -23,8 +23,8 @@ from kvstore.proto.buffers import (
 
 pytest.importorskip("llvmlite")
 
-from kvstore.proto import copy_loop
-from kvstore.proto.copy_loop import CopyLoop, agrees
+from kvstore.proto import checksum_loops
+from kvstore.proto.checksum_loops import CopyLoop, copies_agree
 
 LARGE = 2 * LOOP_FROM_BYTES
 
@@ -169,18 +169,18 @@ def test_a_piece_of_another_length_is_refused_both_ways(monkeypatch: pytest.Monk
 def test_a_loop_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     make = buffers._best_loop.__wrapped__
     assert make() is not None
-    monkeypatch.setattr(copy_loop, "agrees", lambda loop: False)
+    monkeypatch.setattr(checksum_loops, "copies_agree", lambda loop: False)
     assert make() is None
 
     def broken() -> CopyLoop:
         raise RuntimeError("LLVM ERROR: no such target")
 
-    monkeypatch.setattr(copy_loop, "CopyLoop", broken)
+    monkeypatch.setattr(checksum_loops, "CopyLoop", broken)
     assert make() is None
 
 
 def test_agreement_is_of_sums_and_of_bytes(loop: CopyLoop) -> None:
-    assert agrees(loop)
+    assert copies_agree(loop)
 
     def forgets(groups: Sequence[Pieces]) -> list[int]:
         return [checksum(np.concatenate([data for _, data in pieces])) for pieces in groups]
@@ -191,6 +191,6 @@ def test_agreement_is_of_sums_and_of_bytes(loop: CopyLoop) -> None:
     def joins(groups: Sequence[Pieces]) -> list[int]:
         return loop([[piece for pieces in groups for piece in pieces]]) * len(groups)
 
-    assert not agrees(forgets)
-    assert not agrees(mistakes)
-    assert not agrees(joins)
+    assert not copies_agree(forgets)
+    assert not copies_agree(mistakes)
+    assert not copies_agree(joins)

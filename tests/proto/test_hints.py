@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.messages import hints_from_message, hints_to_message
 from kvstore.proto.plans import MAX_HINT_MS, MAX_PRIORITY, NO_HINTS, Hints, Reuse
-from kvstore.proto.wire import hints_from_message, hints_to_message
 
 _HINTS = st.builds(
     Hints,

@@ -28,8 +28,8 @@ from kvstore.proto.frame import (
     unpack_table,
 )
 from kvstore.proto.frame_verifier import FrameVerifier
+from kvstore.proto.messages import portion_from_message, portion_to_message
 from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion
-from kvstore.proto.wire import portion_from_message, portion_to_message
 
 LAYOUT = KVLayout.of(WIDE, 16)
 BOTH = KVLayout.of(TWO_GROUPS, 16)

@@ -9,16 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.proto import file_sums
-from kvstore.proto.buffers import LOOP_UNIT_BYTES, Bytes, checksum
-from kvstore.proto.file_sums import LOOP_FROM_BYTES, FileGroups, can_sum, read_summed
+from kvstore.proto import buffers
+from kvstore.proto.buffers import (
+    LOOP_UNIT_BYTES,
+    READ_LOOP_FROM_BYTES,
+    Bytes,
+    FileGroups,
+    can_sum,
+    checksum,
+    read_summed,
+)
 
 pytest.importorskip("llvmlite")
 
-from kvstore.proto import read_loop
-from kvstore.proto.read_loop import ReadLoop, agrees
+from kvstore.proto import checksum_loops
+from kvstore.proto.checksum_loops import ReadLoop, reads_agree
 
-SIZE = 4 * LOOP_FROM_BYTES
+SIZE = 4 * READ_LOOP_FROM_BYTES
 DATA = np.random.default_rng(0).integers(0, 256, SIZE + 77, np.uint8)
 
 
@@ -93,17 +100,19 @@ def test_what_it_cannot_fill_is_refused_untouched(
     assert not sound.any()
 
 
-@pytest.mark.parametrize("size", [LOOP_FROM_BYTES - 1024, LOOP_FROM_BYTES, SIZE, SIZE + 5, 0])
+@pytest.mark.parametrize(
+    "size", [READ_LOOP_FROM_BYTES - 1024, READ_LOOP_FROM_BYTES, SIZE, SIZE + 5, 0]
+)
 @pytest.mark.parametrize("has_loop", [True, False])
 def test_sums_are_those_of_the_file_or_none_at_all(
     monkeypatch: pytest.MonkeyPatch, file: int, size: int, has_loop: bool
 ) -> None:
     made = ReadLoop() if has_loop else None
-    monkeypatch.setattr(file_sums, "_best_loop", lambda: made)
+    monkeypatch.setattr(buffers, "_best_read_loop", lambda: made)
     assert can_sum() == has_loop
     out = np.zeros(size, np.uint8)
     found = read_summed(file, [(5, [out])])
-    if has_loop and size in (LOOP_FROM_BYTES, SIZE):
+    if has_loop and size in (READ_LOOP_FROM_BYTES, SIZE):
         assert found == [checksum(DATA[5 : 5 + size])]
         assert np.array_equal(out, DATA[5 : 5 + size])
     else:
@@ -112,16 +121,16 @@ def test_sums_are_those_of_the_file_or_none_at_all(
 
 
 def test_a_loop_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = file_sums._best_loop.__wrapped__
+    make = buffers._best_read_loop.__wrapped__
     assert make() is not None
-    monkeypatch.setattr(read_loop, "agrees", lambda loop: False)
+    monkeypatch.setattr(checksum_loops, "reads_agree", lambda loop: False)
     assert make() is None
-    monkeypatch.setattr(read_loop, "_PREAD", "no such call")
+    monkeypatch.setattr(checksum_loops, "_PREAD", "no such call")
     assert make() is None
 
 
 def test_agreement_is_of_sums_of_bytes_and_of_failures(loop: ReadLoop) -> None:
-    assert agrees(loop)
+    assert reads_agree(loop)
 
     def mistakes(descriptor: int, groups: FileGroups) -> list[int] | None:
         return [found ^ 1 for found in loop(descriptor, groups) or []]
@@ -136,4 +145,4 @@ def test_agreement_is_of_sums_of_bytes_and_of_failures(loop: ReadLoop) -> None:
         return loop(descriptor, groups) or []
 
     for wrong in (mistakes, forgets, never_fails):
-        assert not agrees(wrong)
+        assert not reads_agree(wrong)

@@ -20,6 +20,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameTemplate, check_frame
 from kvstore.proto.keys import chunk_key, representation_digest
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -29,7 +30,6 @@ from kvstore.proto.types import (
     KVLayout,
     Namespace,
 )
-from kvstore.proto.wire import representation_to_message
 from kvstore.server.api.grpc_server import servicer_of
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.validation import Checks, ServiceLimits

@@ -17,11 +17,11 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.places import NOWHERE, Reach, unpack_places
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.unix_socket import NOWHERE, Reach, unpack_places
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
-from kvstore.tiers.slab import SlabPlace
 
 SLAB_BYTES = 64 << 10
 

@@ -20,8 +20,8 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkInfo
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.cpu import CpuTier
-from kvstore.tiers.slab import SlabPlace
 
 SLAB_BYTES = 64 << 10
 

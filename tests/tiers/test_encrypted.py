@@ -20,19 +20,19 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo
-from kvstore.tiers import at_rest
-from kvstore.tiers.at_rest import (
-    CELL_BYTES,
-    HEADER_BYTES,
-    AtRestKeys,
-    cells,
-    frame_bytes_of,
-    largest_frame_bytes,
-    sealed_bytes,
-)
+from kvstore.tiers import encrypted
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.encrypted import EncryptedTier
+from kvstore.tiers.encrypted import (
+    CELL_BYTES,
+    HEADER_BYTES,
+    EncryptedTier,
+    KeyRing,
+    cells,
+    decrypted_bytes,
+    encrypted_bytes,
+    largest_frame_bytes,
+)
 from kvstore.tiers.redis import RedisTier
 
 KEYS = {1: b"1" * 32, 2: b"2" * 32}
@@ -46,7 +46,7 @@ def disk(path: Path, capacity_bytes: int = 4 << 20) -> DiskTier:
 class TestEncryptedDiskTier(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         inner = disk(tmp_path / "disk", capacity_bytes)
-        return EncryptedTier(inner, AtRestKeys(lambda: KEYS, os.urandom))
+        return EncryptedTier(inner, KeyRing(lambda: KEYS, os.urandom))
 
     def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
         tier.close()
@@ -60,7 +60,7 @@ class TestEncryptedRedisTier(TierContract):
 
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         inner = RedisTier(self.redis.url, capacity_bytes, timeout_ms=10_000, part_bytes=4096)
-        return EncryptedTier(inner, AtRestKeys(lambda: KEYS, os.urandom))
+        return EncryptedTier(inner, KeyRing(lambda: KEYS, os.urandom))
 
     def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
         tier.close()
@@ -80,28 +80,28 @@ def test_cells_cover_every_range_and_their_places_do_not_overlap(
     assert some == [cell for cell in every if cell.start < stop and cell.stop > start]
     assert [cell.start for cell in every] == [0, *(cell.stop for cell in every[:-1])]
     assert every[-1].stop == size
-    ends = [cell.place + cell.stop - cell.start + at_rest.TAG_BYTES for cell in every]
+    ends = [cell.place + cell.stop - cell.start + encrypted.TAG_BYTES for cell in every]
     assert [HEADER_BYTES, *ends[:-1]] == [cell.place for cell in every]
-    assert ends[-1] == sealed_bytes(size)
-    assert frame_bytes_of(sealed_bytes(size)) == size
-    assert sealed_bytes(largest_frame_bytes(size + 100)) <= size + 100
+    assert ends[-1] == encrypted_bytes(size)
+    assert decrypted_bytes(encrypted_bytes(size)) == size
+    assert encrypted_bytes(largest_frame_bytes(size + 100)) <= size + 100
 
 
 @given(st.integers(0, 3 * CELL_BYTES))
 def test_a_size_that_no_frame_takes_is_none(sealed: int) -> None:
-    size = frame_bytes_of(sealed)
-    assert size == 0 or sealed_bytes(size) == sealed
+    size = decrypted_bytes(sealed)
+    assert size == 0 or encrypted_bytes(size) == sealed
 
 
 def test_keys_are_derived_as_rfc_5869_says() -> None:
     for salt in (b"", b"salt" * 6):
         expected = HKDF(SHA256(), 32, salt, b"info").derive(b"k" * 32)
-        assert at_rest._hkdf(b"k" * 32, salt, b"info") == expected
+        assert encrypted._hkdf(b"k" * 32, salt, b"info") == expected
 
 
 def test_a_frame_on_the_medium_is_what_it_was_in_the_first_version() -> None:
     """Written down so that files of this version stay readable."""
-    keys = AtRestKeys(lambda: KEYS, lambda count: bytes(range(count)))
+    keys = KeyRing(lambda: KEYS, lambda count: bytes(range(count)))
     info = make_info(1, 20)
     envelope = keys.new(info.key, 20, "acme")
     out = np.empty(36, np.uint8)
@@ -110,7 +110,7 @@ def test_a_frame_on_the_medium_is_what_it_was_in_the_first_version() -> None:
     assert envelope.header[:32].hex() == GOLDEN_HEADER
     assert envelope.header[32:] == bytes(range(32))
     assert out.tobytes().hex() == GOLDEN_CELL
-    reader = AtRestKeys(lambda: {2: b"2" * 32}, os.urandom).known(envelope.header, info.key, 20)
+    reader = KeyRing(lambda: {2: b"2" * 32}, os.urandom).cipher_for(envelope.header, info.key, 20)
     back = np.empty(20, np.uint8)
     assert reader.open(cell, out, back)
     assert back.tolist() == list(range(20))
@@ -130,10 +130,10 @@ class Medium:
     def __init__(self, path: Path, keys: Callable[[], dict[int, bytes]]) -> None:
         self._path = path
         self.inner = disk(path)
-        self.tier = EncryptedTier(self.inner, AtRestKeys(keys, os.urandom))
+        self.tier = EncryptedTier(self.inner, KeyRing(keys, os.urandom))
 
     def sealed(self, info: ChunkInfo) -> Bytes:
-        out = np.empty(sealed_bytes(info.size_bytes), np.uint8)
+        out = np.empty(encrypted_bytes(info.size_bytes), np.uint8)
         assert self.inner.read(info.key, out)
         return out
 
@@ -232,7 +232,7 @@ def test_cells_of_a_frame_do_not_open_in_each_others_place_nor_in_a_later_versio
 
 def test_a_frame_of_another_tenant_is_under_another_key(medium: Medium) -> None:
     info = make_info(1, 100)
-    keys = AtRestKeys(lambda: KEYS, lambda count: bytes(count))
+    keys = KeyRing(lambda: KEYS, lambda count: bytes(count))
     acme, zeta = (keys.new(info.key, 100, tenant) for tenant in ("acme", "zeta"))
     assert acme.header[24:32] != zeta.header[24:32]
     out, back = np.empty(116, np.uint8), np.empty(100, np.uint8)
@@ -270,7 +270,7 @@ def test_a_new_epoch_is_written_with_and_the_old_is_read_until_it_is_retired(
 
 def test_what_was_never_encrypted_is_not_served_from_an_encrypted_tier(tmp_path: Path) -> None:
     plain = disk(tmp_path / "disk")
-    info = make_info(1, sealed_bytes(1000))
+    info = make_info(1, encrypted_bytes(1000))
     put(plain, info, bytes_of(info))
     plain.close()
     medium = Medium(tmp_path / "disk", lambda: KEYS)
@@ -285,7 +285,7 @@ def test_of_a_shared_medium_what_others_alone_can_open_is_absent_and_stays(
 ) -> None:
     def tier(keys: dict[int, bytes]) -> EncryptedTier:
         return EncryptedTier(
-            RedisTier(redis.url, 64 << 20, timeout_ms=10_000), AtRestKeys(lambda: keys, os.urandom)
+            RedisTier(redis.url, 64 << 20, timeout_ms=10_000), KeyRing(lambda: keys, os.urandom)
         )
 
     ours, theirs = tier({1: KEYS[1]}), tier({2: KEYS[2]})
@@ -299,11 +299,11 @@ def test_of_a_shared_medium_what_others_alone_can_open_is_absent_and_stays(
 
 def test_a_poisoned_value_in_redis_is_a_miss(redis: RedisProcess) -> None:
     tier = EncryptedTier(
-        RedisTier(redis.url, 64 << 20, timeout_ms=10_000), AtRestKeys(lambda: KEYS, os.urandom)
+        RedisTier(redis.url, 64 << 20, timeout_ms=10_000), KeyRing(lambda: KEYS, os.urandom)
     )
     info = make_info(1, 1000)
     put(tier, info, payload(1, 1000))
-    (part,) = [name for name in redis.names() if len(redis.value(name)) == sealed_bytes(1000)]
+    (part,) = [name for name in redis.names() if len(redis.value(name)) == encrypted_bytes(1000)]
     sealed = bytearray(redis.value(part))
     sealed[-1] ^= 1  # not a byte of its own choice: one time in 256 that would be the right one
     redis.client.set(part, bytes(sealed), keepttl=True)

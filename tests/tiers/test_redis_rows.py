@@ -1,19 +1,17 @@
-"""Frames that one thread reads in a row from Redis: each is asked for before the last has come."""
+"""Frames that a thread reads from Redis one after the other, checked as their slices come."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_representation
-from contracts.shelf import get, put
+from contracts.shelf import put
 from local_server import eventually
 from redis_process import RedisProcess
 from redis_relay import SPOILS, outcome, relay
@@ -55,13 +53,10 @@ def load(tier: RedisTier, info: ChunkInfo) -> Bytes | None:
 
 def load_row(tier: RedisTier, row: Sequence[Frame]) -> None:
     """Load the frames one after the other, as a worker of the server does."""
-    keys = [info.key for info, _ in row]
-    for at, (info, frame) in enumerate(row):
-        tier.expect(keys[at:])
+    for info, frame in row:
         out = load(tier, info)
         assert out is not None
         assert np.array_equal(out, frame)
-    tier.expect([])
 
 
 def stored(redis: RedisProcess, tier: RedisTier, count: int = COUNT) -> list[Frame]:
@@ -101,63 +96,6 @@ def test_a_row_comes_over_one_connection_and_nothing_is_asked_twice(
     assert calls(redis, "getrange") == 2 * (COUNT + slices(row))
 
 
-def test_the_next_frame_is_asked_for_before_the_last_has_come(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker
-) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES)
-    row = stored(redis, tier, 2)
-    tier.expect([info.key for info, _ in row])
-    assert load(tier, row[0][0]) is not None
-    time.sleep(0.1)
-    assert calls(redis, "getrange") == 1 + slices(row[:1]) + 1 + WINDOW
-    tier.expect([])
-
-
-@pytest.mark.parametrize("read", [[0, 2, 1], [0, 1], [0], [3, 3, 0]])
-def test_a_row_that_is_left_costs_no_connection(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker, read: list[int]
-) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4, timeout_ms=2000)
-    row = stored(redis, tier)
-    keys = [info.key for info, _ in row]
-    for _ in range(5):
-        for at, each in enumerate(read):
-            tier.expect(keys[at:])
-            out = load(tier, row[each][0])
-            assert out is not None
-            assert np.array_equal(out, row[each][1])
-        tier.expect([])
-        assert tier.find(keys) == [info for info, _ in row]
-    assert len(redis.client.client_list()) <= 2
-
-
-@pytest.mark.parametrize("connections", [1, 4])
-def test_asking_something_else_in_a_row_waits_for_no_connection(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker, connections: int
-) -> None:
-    tier = open_redis_tier(
-        redis.url, part_bytes=PART_BYTES, connections=connections, timeout_ms=5000
-    )
-    row = stored(redis, tier)
-    keys = [info.key for info, _ in row]
-    started = time.monotonic()
-    for verb in (
-        lambda: tier.find(keys),
-        lambda: tier.delete(keys[-1]),
-        lambda: get(tier, row[3][0]),
-        lambda: tier.read(keys[1], np.empty(77, np.uint8), 1000),
-        lambda: load(tier, row[-1][0]),
-        lambda: list(tier.scan()),
-    ):
-        tier.expect(keys)
-        assert load(tier, row[0][0]) is not None
-        verb()
-        tier.expect(keys[1:])
-        assert load(tier, row[1][0]) is not None
-        tier.expect([])
-    assert time.monotonic() - started < 5
-
-
 def test_what_is_gone_of_a_row_is_absent_and_the_rest_is_not(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
@@ -170,11 +108,9 @@ def test_what_is_gone_of_a_row_is_absent_and_the_rest_is_not(
         redis.client.unlink(name)
     keys = [info.key for info, _ in row]
     for at, (info, frame) in enumerate(row):
-        tier.expect(keys[at:])
         out = load(tier, info)
         assert (out is None) == (at in gone)
         assert out is None or np.array_equal(out, frame)
-    tier.expect([])
     assert tier.find(keys) == [None if at in gone else info for at, (info, _) in enumerate(row)]
     assert tier.stats().chunks == COUNT - len(gone)
 
@@ -214,21 +150,16 @@ def test_a_reply_that_is_wrong_in_a_row_harms_no_other_frame(
         row = make_row(4)
         for info, frame in row:
             put(tier, info, frame)
-        keys = [info.key for info, _ in row]
-        tier.expect(keys)
         assert load(tier, row[0][0]) is not None
         handler.spoil = staticmethod(SPOILS[spoilt])
         started = time.monotonic()
         for at in (1, 2):
-            tier.expect(keys[at:])
             assert outcome(partial(load, tier, row[at][0])) in ("None", "unavailable")
         assert time.monotonic() - started < 2 * (3 * 0.3 + 1)
         handler.spoil = None
-        tier.expect(keys[3:])
         out = load(tier, row[3][0])
         assert out is not None
         assert np.array_equal(out, row[3][1])
-        tier.expect([])
         tier.close()
 
 
@@ -237,56 +168,14 @@ def test_a_server_that_stops_in_a_row_is_given_up_in_time(
 ) -> None:
     tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, timeout_ms=300)
     row = stored(redis, tier)
-    keys = [info.key for info, _ in row]
-    tier.expect(keys)
     assert load(tier, row[0][0]) is not None
     with redis.frozen():
         started = time.monotonic()
-        tier.expect(keys[1:])
         # The first slices of the second are here already, the rest of it is not.
         with pytest.raises(TierUnavailableError, match="no answer in time"):
             load(tier, row[1][0])
         assert time.monotonic() - started < 1.5
-    tier.expect([])
     load_row(tier, row)
-
-
-def test_a_connection_that_waits_for_the_next_frame_goes_to_who_needs_it(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker
-) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=5000)
-    row = stored(redis, tier)
-    keys = [info.key for info, _ in row]
-    tier.expect(keys)
-    assert load(tier, row[0][0]) is not None
-    started = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(tier.find, keys).result() == [info for info, _ in row]
-    assert time.monotonic() - started < 2
-    tier.expect(keys[1:])
-    assert load(tier, row[1][0]) is not None
-    tier.expect([])
-
-
-def test_who_waits_for_a_connection_goes_before_the_next_frame(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker
-) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=1, timeout_ms=3000)
-    row = stored(redis, tier)
-    keys = [info.key for info, _ in row]
-
-    def load_first() -> Bytes | None:
-        tier.expect(keys)
-        return load(tier, row[0][0])
-
-    with ThreadPoolExecutor(2) as pool:
-        with redis.frozen():
-            loading = pool.submit(load_first)
-            time.sleep(0.2)
-            finding = pool.submit(tier.find, keys)
-            time.sleep(0.2)
-        assert loading.result() is not None
-        assert finding.result() == [info for info, _ in row]
 
 
 def test_a_connection_that_went_between_two_frames_is_made_anew(
@@ -294,15 +183,12 @@ def test_a_connection_that_went_between_two_frames_is_made_anew(
 ) -> None:
     tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4)
     row = stored(redis, tier)
-    keys = [info.key for info, _ in row]
-    for at, (info, frame) in enumerate(row):
-        tier.expect(keys[at:])
+    for info, frame in row:
         out = load(tier, info)
         assert out is not None
         assert np.array_equal(out, frame)
         redis.client.client_kill_filter(_type="normal", skipme=True)
         assert eventually(lambda: len(redis.client.client_list()) == 1)
-    tier.expect([])
 
 
 def test_a_connection_that_goes_in_the_midst_is_never_mixed_with_another(
@@ -310,34 +196,13 @@ def test_a_connection_that_goes_in_the_midst_is_never_mixed_with_another(
 ) -> None:
     tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4)
     row = stored(redis, tier)
-    keys = [info.key for info, _ in row]
     for _ in range(3):
-        for at, (info, frame) in enumerate(row):
-            tier.expect(keys[at:])
+        for info, frame in row:
             with suppress(TierUnavailableError):  # what had come was told already
                 out = load(tier, info)
                 assert out is not None
                 assert np.array_equal(out, frame)
             redis.client.client_kill_filter(_type="normal", skipme=True)
-    tier.expect([])
-    load_row(tier, row)
-
-
-def test_a_thread_that_ends_in_a_row_gives_its_connection_back(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker
-) -> None:
-    tier = open_redis_tier(redis.url, part_bytes=PART_BYTES, connections=4, timeout_ms=1000)
-    row = stored(redis, tier)
-
-    def leave() -> None:
-        tier.expect([info.key for info, _ in row])
-        assert load(tier, row[0][0]) is not None
-
-    for _ in range(6):
-        thread = threading.Thread(target=leave)
-        thread.start()
-        thread.join()
-    assert eventually(lambda: len(redis.client.client_list()) <= 2)
     load_row(tier, row)
 
 
@@ -348,9 +213,7 @@ def test_a_frame_that_is_broken_off_once_is_missed_once_and_kept(
     ((info, frame),) = stored(redis, tier, 1)
     read = tier._stored.read
 
-    def broken_off(
-        _: Manifest, out: Bytes, *_more: object, arrived: Callable[[int], object]
-    ) -> bool:
+    def broken_off(_: Manifest, out: Bytes, offset: int, arrived: Callable[[int], object]) -> bool:
         monkeypatch.setattr(tier._stored, "read", read)
         out[:SLICE_BYTES] = 1
         arrived(SLICE_BYTES)
@@ -374,19 +237,3 @@ def test_threads_read_rows_beside_each_other(
         for each in work:
             each.result()
     assert len(redis.client.client_list()) <= 1 + 4
-
-
-def test_raw_chunks_of_one_server_are_kin_and_others_are_not(
-    redis: RedisProcess, open_redis_tier: RedisTierMaker
-) -> None:
-    tier = open_redis_tier(redis.url)
-    coded, *raw = (info for info, _ in make_row(3))
-    coded = replace(coded, codec_id=7)
-    for info in (coded, *raw):
-        put(tier, info, np.zeros(info.size_bytes, np.uint8))
-    assert tier.batch_key(raw[0].key) == tier.batch_key(raw[1].key) is not None
-    assert tier.batch_key(coded.key) is None, "decoded by as many threads as there are"
-    assert tier.batch_key(make_row(4)[3][0].key) is None
-    url = redis.url.replace("redis:", "redis+cluster:").removesuffix("/0")
-    cluster = open_redis_tier(url, timeout_ms=100)
-    assert cluster.batch_key(raw[0].key) is None

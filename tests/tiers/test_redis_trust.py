@@ -21,9 +21,8 @@ from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis import RedisTier, check_health
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
-from kvstore.tiers.redis_health import check_health
 
 RedisTierMaker = Callable[..., RedisTier]
 

@@ -27,8 +27,8 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, parse_header
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
-from kvstore.proto.wire import representation_to_message
 
 ServerMaker = Callable[..., LocalServer]
 

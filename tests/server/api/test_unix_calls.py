@@ -22,19 +22,21 @@ from socket_peer import OPEN, Claim, Peer, attached, joined, staging
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.calls import (
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
+from kvstore.proto.types import ChunkKey
+from kvstore.proto.unix_socket import (
     MAX_PACKET_BYTES,
     METHODS,
     Answer,
+    Op,
     Packet,
+    Reply,
+    Request,
     pack_answer,
     pack_call,
     parse_answer,
     unpack_answer,
 )
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
-from kvstore.proto.shm import Op, Reply, Request
-from kvstore.proto.types import ChunkKey
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_calls import LocalCalls
 from kvstore.server.api.unix_listener import can_send

@@ -25,11 +25,11 @@ from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging
 
 from kvstore.client.staging import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.shm import Op, Reply, Request
 from kvstore.proto.types import KVLayout
+from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_server import DataPlane, PlaneLimits, SlabFile
 from kvstore.server.security.authorization import SessionAuth
@@ -75,8 +75,11 @@ def test_sealed_staging_memory_is_taken(
     "seals",
     [
         0,
-        shm.SIZE_SEALS,
-        *(shm.STAGING_SEALS & ~one for one in (shm.SEAL_SHRINK, shm.SEAL_GROW, shm.SEAL_SEAL)),
+        unix_socket.SIZE_SEALS,
+        *(
+            unix_socket.STAGING_SEALS & ~one
+            for one in (unix_socket.SEAL_SHRINK, unix_socket.SEAL_GROW, unix_socket.SEAL_SEAL)
+        ),
     ],
 )
 def test_staging_memory_whose_size_or_holes_could_change_is_refused(
@@ -266,12 +269,12 @@ def test_what_somebody_overheard_of_one_attach_is_worth_nothing(
     said = []
     for one in (peer, thief):
         one.link.send(hello)
-        said.append(one.link.recv(shm.GREETING_BYTES))
-    nonce, proven = shm.unpack_greeting(said[0])
-    assert proven == shm.proof(
+        said.append(one.link.recv(unix_socket.GREETING_BYTES))
+    nonce, proven = unix_socket.unpack_greeting(said[0])
+    assert proven == unix_socket.proof(
         terms.attach_token, Op.hello, terms.session_id, (b"n" * 16, nonce)
     )  # the server had to say it first
-    own = shm.proof(terms.attach_token, Op.attach, terms.session_id, (b"n" * 16, nonce))
+    own = unix_socket.proof(terms.attach_token, Op.attach, terms.session_id, (b"n" * 16, nonce))
     attach = Request(Op.attach, STAGING_BYTES, own).pack()
     assert terms.attach_token not in hello + said[0] + attach
     with staging() as descriptor:
@@ -426,7 +429,7 @@ def test_peers_beyond_the_limit_are_hung_up_on(tmp_path: Path, no_leaks: None) -
 def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: None) -> None:
     clock = Clock()
     table = sessions(clock)
-    slab = shm.create_memfd("test-slab", 4096)
+    slab = unix_socket.create_memfd("test-slab", 4096)
     plane = open_plane_of(tmp_path / "s.sock", table, lambda *_: (os.dup(slab), 4096), clock)
     session = table.open(SMALL, "test")
     peer = Peer(str(plane.path))

@@ -187,7 +187,7 @@ def test_the_death_of_the_thread_that_waits_fails_health(
     def die(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(plane, "_purge", die)
+    monkeypatch.setattr(plane, "_sweep", die)
     assert eventually(lambda: not plane.is_alive())
     assert not server.node.is_alive()
 

@@ -22,8 +22,8 @@ from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.shm import ShmTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.bulk import pack_wanted
-from kvstore.proto.bulk_reading import BulkReading
+from kvstore.proto.bulk import GUEST_S, guest_token, pack_wanted
+from kvstore.proto.bulk_reader import BulkReading
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -33,7 +33,6 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
-from kvstore.proto.guest_token import GUEST_S, guest_token
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer

@@ -19,7 +19,7 @@ from prompts import MEDIUM, store
 from kvstore.client import ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
-from kvstore.proto.stream_wire import StreamWire
+from kvstore.proto.framing import StreamWire
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.bulk.tcp_server import StreamPlane, listen
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.calls import METHODS as LOCAL_METHODS
 from kvstore.proto.errors import PermissionDeniedError
+from kvstore.proto.unix_socket import METHODS as LOCAL_METHODS
 from kvstore.server.security.authorization import ANY, METHODS, check_role, role_for
 from kvstore.server.security.sessions import Principal
 

@@ -16,6 +16,7 @@ from kvstore.cli.spaces import ask_spaces
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
+from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import (
     MAX_FACTOR_CHARS,
     MAX_IDENTITY_CHARS,
@@ -23,7 +24,6 @@ from kvstore.proto.types import (
     MAX_LAYERS,
     MAX_ROPE_FACTORS,
 )
-from kvstore.proto.wire import representation_to_message
 from kvstore.server.api.service import MAX_CLIENT_CHARS
 from kvstore.server.index.model_registry import MAX_SPACES
 

@@ -36,6 +36,7 @@ from kvstore.proto.errors import (
     PermissionDeniedError,
     TierUnavailableError,
 )
+from kvstore.proto.messages import REFUSED, fidelity_number
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -46,7 +47,6 @@ from kvstore.proto.types import (
     Namespace,
     PutOutcome,
 )
-from kvstore.proto.wire import REFUSED, fidelity_number
 from kvstore.server.api.grpc_server import servicer_of
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.validation import Checks, ServiceLimits

@@ -12,8 +12,8 @@ from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
-from kvstore.proto.places import ROW_BYTES, Reach
 from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.unix_socket import ROW_BYTES, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS
 from kvstore.tiers.base import FilePlace

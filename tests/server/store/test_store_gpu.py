@@ -15,13 +15,12 @@ from simulation.universe import Version
 from slow_device import SlowDevice
 
 from kvstore.proto.device import HostDevice
-from kvstore.proto.places import Reach
-from kvstore.proto.shm import ARENA_SLAB
 from kvstore.proto.types import PutOutcome
+from kvstore.proto.unix_socket import ARENA_SLAB, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadResult
+from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.gpu import GpuTier
-from kvstore.tiers.slab import SlabPlace
 
 DISK_BYTES = 1 << 20
 FRAMES = 4

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.proto import shm
+from kvstore.proto import unix_socket
 from kvstore.server.tiering.written_pages import MAX_HOLES, WrittenPages
 
 PAGE = mmap.PAGESIZE
@@ -22,7 +22,7 @@ class Memory:
     """A memfd of PAGES pages, none of them written, and what was looked up of it."""
 
     def __init__(self, pages: int = PAGES) -> None:
-        self.descriptor = shm.create_memfd("test-written", pages * PAGE)
+        self.descriptor = unix_socket.create_memfd("test-written", pages * PAGE)
         self.memory = mmap.mmap(self.descriptor, pages * PAGE)
         self.calls = self.walked = 0
         """Looks, and the pages that the kernel went through in all of them."""

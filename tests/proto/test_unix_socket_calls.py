@@ -9,14 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import shm
-from kvstore.proto.calls import (
+from kvstore.proto import unix_socket
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    QuotaExceededError,
+)
+from kvstore.proto.unix_socket import (
+    HEADER_BYTES,
     MAX_ANSWER_BYTES,
     MAX_BODY_BYTES,
     MAX_PACKET_BYTES,
     METHODS,
     Answer,
+    Op,
     Packet,
+    Reply,
+    Request,
     pack_answer,
     pack_call,
     pack_failure,
@@ -25,13 +35,6 @@ from kvstore.proto.calls import (
     unpack_answer,
     unpack_call,
 )
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    KVStoreError,
-    LeaseExpiredError,
-    QuotaExceededError,
-)
-from kvstore.proto.shm import MESSAGE_BYTES, Op, Reply, Request
 
 NUMBERS = {
     1: "Lookup", 2: "Get", 3: "Release", 4: "Reserve", 5: "Commit", 6: "Abort", 7: "Plan",
@@ -44,7 +47,7 @@ TOKEN = bytes(range(16))
 
 
 def unpacked(packet: Packet) -> tuple[str, Message]:
-    return unpack_call(Request.unpack(packet[:MESSAGE_BYTES]), packet[MESSAGE_BYTES:])
+    return unpack_call(Request.unpack(packet[:HEADER_BYTES]), packet[HEADER_BYTES:])
 
 
 # --- calls
@@ -72,7 +75,7 @@ def test_a_method_without_a_number_has_no_reply() -> None:
 def test_a_call_comes_out_as_it_went_in(number: int) -> None:
     request = METHODS[number].request(session_id=7)
     packet = pack_call(NUMBERS[number], request)
-    head = Request.unpack(packet[:MESSAGE_BYTES])
+    head = Request.unpack(packet[:HEADER_BYTES])
     assert (head.op, head.arg, head.token) == (Op.call, number, bytes(16))
     assert unpacked(packet) == (NUMBERS[number], request)
 
@@ -157,7 +160,7 @@ def test_a_failure_carries_its_error() -> None:
     [(b"Unheard\0of", "of"), (b"LeaseExpiredError", ""), (b"", ""), (b"\xff\0\xffx", "\ufffdx")],
 )
 def test_a_failure_that_makes_no_sense_is_an_error_all_the_same(body: bytes, text: str) -> None:
-    error = unpack_answer(shm.pack_reply(Reply.failed) + body).error
+    error = unpack_answer(unix_socket.pack_reply(Reply.failed) + body).error
     expected = LeaseExpiredError if body.startswith(b"Lease") else KVStoreError
     assert type(error) is expected
     assert str(error) == text
@@ -165,7 +168,9 @@ def test_a_failure_that_makes_no_sense_is_an_error_all_the_same(body: bytes, tex
 
 @pytest.mark.parametrize("reply", [Reply.denied, Reply.unknown, Reply.invalid])
 def test_a_refusal_is_an_error_that_says_which(reply: Reply) -> None:
-    assert str(unpack_answer(shm.pack_reply(reply)).error).endswith(f"the call: {reply.name}")
+    assert str(unpack_answer(unix_socket.pack_reply(reply)).error).endswith(
+        f"the call: {reply.name}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,7 @@ def test_what_is_no_answer_is_refused(packet: bytes) -> None:
 
 
 def test_a_packet_over_the_limit_is_refused_since_its_end_may_be_missing() -> None:
-    fits = shm.pack_reply(Reply.ok) + bytes(MAX_BODY_BYTES)
+    fits = unix_socket.pack_reply(Reply.ok) + bytes(MAX_BODY_BYTES)
     assert len(unpack_answer(fits).body) == MAX_BODY_BYTES
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_PACKET_BYTES} bytes"):
         unpack_answer(fits + b"\0")
@@ -185,13 +190,13 @@ def test_a_packet_over_the_limit_is_refused_since_its_end_may_be_missing() -> No
 
 @given(
     packet=st.binary(max_size=100)
-    | st.binary(max_size=70).map(shm.pack_reply(Reply.failed).__add__)
+    | st.binary(max_size=70).map(unix_socket.pack_reply(Reply.failed).__add__)
 )
 def test_any_packet_is_an_answer_or_refused(packet: bytes) -> None:
     try:
         answer = unpack_answer(packet)
     except InvalidRequestError:
-        assert len(packet) < MESSAGE_BYTES or packet[:6] != b"KVSM\x01\x00" or packet[6:8] > b"\6"
+        assert len(packet) < HEADER_BYTES or packet[:6] != b"KVSM\x01\x00" or packet[6:8] > b"\6"
     else:
         assert isinstance(answer, Answer)
 
@@ -212,20 +217,24 @@ LOOKUP = pb.LookupRequest(session_id=1, digests=TOKEN, lease=True, deadline_ms=2
 
 WORDS: dict[str, list[Packet]] = {
     "hello_request": [Request(Op.hello, SESSION, NONCES[0]).pack()],
-    "greeting": [shm.pack_greeting(NONCES[1], shm.proof(TOKEN, Op.hello, SESSION, NONCES))],
-    "attach_request": [
-        Request(Op.attach, 4 << 20, shm.proof(TOKEN, Op.attach, SESSION, NONCES)).pack()
+    "greeting": [
+        unix_socket.pack_greeting(NONCES[1], unix_socket.proof(TOKEN, Op.hello, SESSION, NONCES))
     ],
-    "join_request": [Request(Op.join, 0, shm.proof(TOKEN, Op.join, SESSION, NONCES)).pack()],
+    "attach_request": [
+        Request(Op.attach, 4 << 20, unix_socket.proof(TOKEN, Op.attach, SESSION, NONCES)).pack()
+    ],
+    "join_request": [
+        Request(Op.join, 0, unix_socket.proof(TOKEN, Op.join, SESSION, NONCES)).pack()
+    ],
     "slab_request": [Request(Op.slab, 3).pack()],
     "extent_request": [Request(Op.extent, 2).pack()],
-    "ring_request": [Request(Op.ring, 64 << 20, shm.device_token("cpu")).pack()],
+    "ring_request": [Request(Op.ring, 64 << 20, unix_socket.device_token("cpu")).pack()],
     "lookup_call": [pack_call("Lookup", LOOKUP)],
-    "ok_reply": [shm.pack_reply(Reply.ok)],
-    "denied_reply": [shm.pack_reply(Reply.denied)],
-    "unknown_reply": [shm.pack_reply(Reply.unknown)],
-    "invalid_reply": [shm.pack_reply(Reply.invalid)],
-    "slab_reply": [shm.pack_reply(Reply.ok, 264 << 20)],
+    "ok_reply": [unix_socket.pack_reply(Reply.ok)],
+    "denied_reply": [unix_socket.pack_reply(Reply.denied)],
+    "unknown_reply": [unix_socket.pack_reply(Reply.unknown)],
+    "invalid_reply": [unix_socket.pack_reply(Reply.invalid)],
+    "slab_reply": [unix_socket.pack_reply(Reply.ok, 264 << 20)],
     "lookup_answer": pack_answer(pb.LookupResponse(ready=1, tiers=b"\0", tier_names=["cpu"])),
     "get_answer": pack_answer(pb.GetResponse(lease_id=9, index=1, tier="disk"), more=True),
     "get_end": pack_answer(None),
@@ -241,6 +250,8 @@ def test_the_vectors_of_the_format_page_are_what_the_code_sends(name: str) -> No
 
 def test_the_vectors_have_every_word() -> None:
     asked = {name for name in WORDS if name.endswith(("request", "call"))}
-    assert {Request.unpack(WORDS[name][0][:MESSAGE_BYTES]).op for name in asked} == set(Op)
-    answers = {shm.unpack_reply(WORDS[name][0][:MESSAGE_BYTES])[0] for name in WORDS.keys() - asked}
+    assert {Request.unpack(WORDS[name][0][:HEADER_BYTES]).op for name in asked} == set(Op)
+    answers = {
+        unix_socket.unpack_reply(WORDS[name][0][:HEADER_BYTES])[0] for name in WORDS.keys() - asked
+    }
     assert answers == set(Reply)

@@ -1,4 +1,4 @@
-"""How values travel: between dataclasses and protobuf messages, and into index rows."""
+"""Between values and the protobuf messages that carry them, and index rows of tiers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import math
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
-from typing import TypeVar, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar, cast
 
-import numpy as np
+from google.protobuf.message import Message
 
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import (
+    GateView,
+    NamedSegment,
+    Resolution,
+    ResolvedChunk,
+    ResolvedSegment,
+    ShadowResult,
+    Variant,
+)
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -32,7 +42,6 @@ from kvstore.proto.plans import (
 )
 from kvstore.proto.types import (
     DIGEST_BYTES,
-    KEY_BYTES,
     MAX_LAYER_GROUPS,
     MAX_LAYERS,
     MAX_ROPE_FACTORS,
@@ -47,12 +56,15 @@ from kvstore.proto.types import (
     LayerGroup,
     LayerKind,
     Match,
-    Namespace,
     Portion,
     Representation,
     RopeParameters,
     check_count,
 )
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+V = TypeVar("V")
 
 FEATURE_SHARED_MEMORY = 1
 FEATURE_DURABLE_PUT = 2
@@ -73,11 +85,18 @@ _INFO = struct.Struct("<BBHQd32s16s")
 _INFO_VERSION = 1
 _FIDELITY_OF = {fidelity.value: fidelity for fidelity in Fidelity}
 _FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
-_DIGEST = struct.Struct(f"{DIGEST_BYTES}s")
-_DIGESTS = struct.Struct(f"{DIGEST_BYTES}s" * 64)
-"""A prompt's are unpacked by so many at once: a slice for each takes four times as long."""
-_HALF_KEY = f"V{DIGEST_BYTES}"
-"""Namespace or digest, as numpy moves them: a prompt has hundreds of keys."""
+
+
+def _message(kind: type[M], value: object, /, **others: Any) -> M:
+    """Return the message of *kind* with what *value* has under its fields' names, and *others*."""
+    same = (name for name in kind.DESCRIPTOR.fields_by_name if name not in others)
+    return kind(**{name: getattr(value, name) for name in same if hasattr(value, name)}, **others)
+
+
+def _value(kind: type[V], message: Message, /, **others: Any) -> V:
+    """Return the dataclass *kind* of what *message* has under its fields' names, and *others*."""
+    same = (one.name for one in fields(cast("Any", kind)) if one.name not in others)
+    return kind(**{name: getattr(message, name) for name in same}, **others)
 
 
 def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
@@ -116,53 +135,6 @@ def fidelity_of(number: int) -> Fidelity | None:
     return _FIDELITIES[number] if 0 <= number < len(_FIDELITIES) else None
 
 
-def join_digests(digests: Iterable[bytes]) -> bytes:
-    """Pack digests into one bytes field."""
-    return b"".join(digests)
-
-
-def split_digests(packed: bytes, limit: int) -> list[ChainDigest]:
-    """Unpack at most *limit* digests. Raises InvalidRequestError on a ragged or long field."""
-    _check_digests(packed, limit)
-    return cast("list[ChainDigest]", list(_digests_of(packed)))
-
-
-def _digests_of(packed: bytes) -> Iterator[bytes]:
-    whole = len(packed) - len(packed) % _DIGESTS.size
-    many, few = _DIGESTS.iter_unpack(packed[:whole]), _DIGEST.iter_unpack(packed[whole:])
-    return chain.from_iterable(chain(many, few))
-
-
-def _check_digests(packed: bytes, limit: int) -> None:
-    count, rest = divmod(len(packed), DIGEST_BYTES)
-    if rest:
-        raise InvalidRequestError("digests", len(packed), f"give {DIGEST_BYTES} bytes per chunk")
-    if count > limit:
-        raise InvalidRequestError("digests", count, f"at most {limit} chunks in one batch")
-
-
-def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKey]:
-    """Unpack at most *limit* digests into the keys they are in *space*.
-
-    Raises InvalidRequestError as ``split_digests`` does.
-    """
-    _check_digests(packed, limit)
-    return cast("list[ChunkKey]", list(map(space.__add__, _digests_of(packed))))
-
-
-def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
-    """Return the packed digests of *keys*; None when any is no key of the namespace *space*."""
-    try:
-        joined = b"".join(keys)
-    except TypeError:
-        return None
-    count = len(keys)
-    if not set(map(len, keys)) <= {KEY_BYTES}:
-        return None
-    halves = np.ndarray((count, 2), _HALF_KEY, joined)
-    return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * count else None
-
-
 def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
     """Return the answer to a lookup of *asked* chunks. Raises KVStoreError if it is none."""
     names, sources = tuple(message.tier_names), message.tiers
@@ -186,32 +158,22 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
 
 def representation_to_message(representation: Representation) -> pb.Representation:
     """Return the protobuf form of *representation*."""
-    rope = representation.rope
-    return pb.Representation(
-        model_id=representation.model_id,
-        model_revision=representation.model_revision,
-        adapter_digest=representation.adapter_digest,
-        quantization=representation.quantization,
-        tokenizer_digest=representation.tokenizer_digest,
-        layout_version=representation.layout_version,
-        rope=pb.Rope(
-            theta=rope.theta,
-            rotary_dim=rope.rotary_dim,
-            scaling=rope.scaling,
-            factors=[pb.RopeFactor(name=name, value=value) for name, value in rope.factors],
-        ),
-        layer_groups=[
-            pb.LayerGroup(
-                kind=group.kind,
-                dtype=group.dtype,
-                layer_ids=group.layer_ids,
-                kv_heads=group.kv_heads,
-                head_dim=group.head_dim,
-                window_tokens=group.window_tokens,
-            )
-            for group in representation.layer_groups
-        ],
+    return _message(
+        pb.Representation,
+        representation,
+        rope=_rope_to_message(representation.rope),
+        layer_groups=[_message(pb.LayerGroup, group) for group in representation.layer_groups],
     )
+
+
+def _rope_to_message(rope: RopeParameters) -> pb.Rope:
+    factors = [pb.RopeFactor(name=name, value=value) for name, value in rope.factors]
+    return _message(pb.Rope, rope, factors=factors)
+
+
+def _rope(message: pb.Rope) -> RopeParameters:
+    factors = tuple((factor.name, factor.value) for factor in message.factors)
+    return _value(RopeParameters, message, factors=factors)
 
 
 def representation_from_message(message: pb.Representation) -> Representation:
@@ -223,20 +185,11 @@ def representation_from_message(message: pb.Representation) -> Representation:
     check_count("layer_groups", len(message.layer_groups), MAX_LAYER_GROUPS)
     for group in message.layer_groups:
         check_count("layer_ids", len(group.layer_ids), MAX_LAYERS)
-    return Representation(
-        model_id=message.model_id,
-        model_revision=message.model_revision,
-        adapter_digest=message.adapter_digest,
-        quantization=message.quantization,
+    return _value(
+        Representation,
+        message,
         layer_groups=tuple(_group(group) for group in message.layer_groups),
-        rope=RopeParameters(
-            message.rope.theta,
-            message.rope.rotary_dim,
-            message.rope.scaling,
-            tuple((factor.name, factor.value) for factor in message.rope.factors),
-        ),
-        tokenizer_digest=message.tokenizer_digest,
-        layout_version=message.layout_version,
+        rope=_rope(message.rope),
     )
 
 
@@ -247,25 +200,14 @@ def _group(message: pb.LayerGroup) -> LayerGroup:
         raise RepresentationError(
             "layer_groups", str(error), "use a kind and dtype we know"
         ) from None
-    return LayerGroup(
-        kind, dtype, tuple(message.layer_ids), message.kv_heads, message.head_dim,
-        message.window_tokens,
-    )  # fmt: skip
+    return _value(LayerGroup, message, kind=kind, dtype=dtype, layer_ids=tuple(message.layer_ids))
 
 
 def hints_to_message(hints: Hints | None) -> pb.Hints | None:
     """Return the protobuf form of *hints*; None when nothing is said."""
     if hints is None or hints == NO_HINTS:
         return None
-    return pb.Hints(
-        reuse=f"REUSE_{hints.reuse.name.upper()}",
-        priority=hints.priority,
-        ttl_ms=hints.ttl_ms,
-        pin_ms=hints.pin_ms,
-        category=hints.category,
-        prompt_tokens=hints.prompt_tokens,
-        handover_ms=hints.handover_ms,
-    )
+    return _message(pb.Hints, hints, reuse=f"REUSE_{hints.reuse.name.upper()}")
 
 
 def hints_from_message(message: pb.Hints) -> Hints:
@@ -275,44 +217,19 @@ def hints_from_message(message: pb.Hints) -> Hints:
     if int(message.reuse) not in list(map(int, Reuse)):
         fix = "use 0 (unknown), 1 (discard) or 2 (keep)"
         raise InvalidRequestError("hints.reuse", message.reuse, fix)
-    return Hints(
-        Reuse(message.reuse), message.priority, message.ttl_ms, message.pin_ms, message.category,
-        message.prompt_tokens, message.handover_ms,
-    )  # fmt: skip
+    return _value(Hints, message, reuse=Reuse(message.reuse))
 
 
 def layout_to_message(layout: KVLayout) -> pb.Layout:
     """Return the protobuf form of *layout*."""
-    return pb.Layout(
-        components=[
-            pb.Component(
-                kind=c.kind,
-                dtype=c.dtype,
-                layers=c.layers,
-                kv_heads=c.kv_heads,
-                head_dim=c.head_dim,
-                tokens=c.tokens,
-                chunk_tokens=c.chunk_tokens,
-            )
-            for c in layout.components
-        ]
-    )
+    return pb.Layout(components=[_message(pb.Component, one) for one in layout.components])
 
 
 def portion_to_message(portion: Portion) -> pb.Layout:
     """Return the protobuf form of *portion*."""
     message = layout_to_message(portion.whole)
     for extent in portion.extents:
-        message.extents.append(
-            pb.Extent()
-            if extent is None
-            else pb.Extent(
-                first_layer=extent.first_layer,
-                layer_stop=extent.layer_stop,
-                first_head=extent.first_head,
-                head_stop=extent.head_stop,
-            )
-        )
+        message.extents.append(pb.Extent() if extent is None else _message(pb.Extent, extent))
     return message
 
 
@@ -324,13 +241,8 @@ def portion_from_message(message: pb.Layout) -> Portion | None:
     whole = layout_from_message(message)
     if not message.extents:
         return None
-    extents = [
-        Extent(one.first_layer, one.layer_stop, one.first_head, one.head_stop)
-        if one.ByteSize()
-        else None
-        for one in message.extents
-    ]
-    portion = Portion(whole, tuple(extents))
+    extents = tuple(_value(Extent, one) if one.ByteSize() else None for one in message.extents)
+    portion = Portion(whole, extents)
     return None if portion.is_whole else portion
 
 
@@ -344,9 +256,7 @@ def layout_from_message(message: pb.Layout) -> KVLayout:
             raise InvalidRequestError(
                 "layout", str(error), "use a kind and dtype we know"
             ) from None
-        components.append(
-            Component(kind, dtype, c.layers, c.kv_heads, c.head_dim, c.tokens, c.chunk_tokens)
-        )
+        components.append(_value(Component, c, kind=kind, dtype=dtype))
     return KVLayout(tuple(components))
 
 
@@ -355,28 +265,18 @@ def layout_fits(layout: KVLayout, representation: Representation) -> bool:
     return layout.is_of(representation)
 
 
-T = TypeVar("T")
-
-
 def engine_to_message(engine: EngineTerms | None) -> pb.Prefill | None:
     """Return the protobuf form of what an engine takes."""
     if engine is None:
         return None
-    prefill = engine.prefill
-    return pb.Prefill(
-        start_s=prefill.start_s,
-        token_s=prefill.token_s,
-        pair_s=prefill.pair_s,
-        tokens=engine.prompt_tokens,
-    )
+    return _message(pb.Prefill, engine.prefill, tokens=engine.prompt_tokens)
 
 
 def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> EngineTerms | None:
     """Return what the engine takes, if the request says. Raises InvalidRequestError."""
     if not request.HasField("prefill"):
         return None
-    given = request.prefill
-    return EngineTerms(PrefillModel(given.start_s, given.token_s, given.pair_s), given.tokens)
+    return EngineTerms(_value(PrefillModel, request.prefill), request.prefill.tokens)
 
 
 def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
@@ -385,14 +285,14 @@ def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
         return
     reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
     for one in plan.ranges:
-        reply.plan.add(first=one.first, stop=one.stop, load=one.load, ms=one.ms)
+        reply.plan.append(_message(pb.PlanRange, one))
 
 
 def plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
     """Return the plan over the chunks *asked* for; None without one. Raises KVStoreError."""
     if not message.plan and not message.recompute_ms:
         return None
-    ranges = tuple(PlanRange(one.first, one.stop, one.load, one.ms) for one in message.plan)
+    ranges = tuple(_value(PlanRange, one) for one in message.plan)
     bounds = [0, *(one.stop for one in ranges)]
     is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
     if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
@@ -430,3 +330,117 @@ def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> Plan
         message.kept,
         message.peak_chunks,
     )
+
+
+def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegment]:
+    """Return the protobuf form of *segments*."""
+    return [
+        pb.PromptSegment(
+            start=one.start,
+            stop=one.stop,
+            chains=b"".join(chunk.digest for chunk in one.chunks),
+            contents=b"".join(chunk.content for chunk in one.chunks),
+            tokens=[chunk.tokens for chunk in one.chunks],
+            approximate=one.approximate,
+        )
+        for one in segments
+    ]
+
+
+def gate_to_message(gate: GateView) -> pb.Gate:
+    """Return the protobuf form of *gate*."""
+    return _message(pb.Gate, gate, open=gate.is_open, calibrated=gate.is_calibrated)
+
+
+def gate_from_message(message: pb.Gate) -> GateView:
+    """Return the gate that *message* is of."""
+    return _value(
+        GateView, message, is_open=message.open, is_calibrated=message.calibrated,
+        codecs=tuple(message.codecs),
+    )  # fmt: skip
+
+
+def shadow_from_message(message: pb.ShadowResult) -> ShadowResult:
+    """Return the checked comparison. Raises InvalidRequestError."""
+    return _value(ShadowResult, message)
+
+
+def resolution_to_message(
+    found: Resolution, tier_names: Sequence[str], server: pb.Server
+) -> pb.ResolveResponse:
+    """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
+    numbers = {name: number for number, name in enumerate(tier_names)}
+    segments = [
+        _message(
+            pb.ResolvedSegment, one, chunks=[_chunk_to_message(two, numbers) for two in one.chunks]
+        )
+        for one in found.segments
+    ]
+    return _message(
+        pb.ResolveResponse,
+        found,
+        server=server,
+        segments=segments,
+        tier_names=tier_names,
+        rope=_rope_to_message(found.rope),
+        gate=gate_to_message(found.gate),
+        shadow=found.is_shadow,
+    )
+
+
+def _chunk_to_message(chunk: ResolvedChunk, numbers: dict[str, int]) -> pb.ResolvedChunk:
+    return pb.ResolvedChunk(
+        exact=chunk.is_exact,
+        variants=[_message(pb.Variant, one, tier=numbers[one.tier]) for one in chunk.variants],
+        priority=chunk.priority,
+    )
+
+
+def resolution_from_message(
+    message: pb.ResolveResponse, asked: Sequence[NamedSegment]
+) -> Resolution:
+    """Return the answer about the segments *asked* for. Raises KVStoreError if it is none."""
+    try:
+        return _resolution(message, asked)
+    except (ValueError, IndexError) as error:
+        raise KVStoreError(f"the server's answer to a resolve is damaged: {error}") from None
+
+
+def _resolution(message: pb.ResolveResponse, asked: Sequence[NamedSegment]) -> Resolution:
+    names = tuple(message.tier_names)
+    return _value(
+        Resolution,
+        message,
+        segments=tuple(
+            _segment(told, one, names) for told, one in zip(message.segments, asked, strict=True)
+        ),
+        gate=gate_from_message(message.gate),
+        layer_order=tuple(message.layer_order),
+        rope=_rope(message.rope),
+        is_shadow=message.shadow,
+        more_leases=(),
+    )
+
+
+def _segment(
+    message: pb.ResolvedSegment, asked: NamedSegment, names: Sequence[str]
+) -> ResolvedSegment:
+    chunks = []
+    for told, chunk in zip(message.chunks, asked.chunks, strict=True):
+        if len(told.priority) not in (0, chunk.tokens):
+            raise ValueError(f"{len(told.priority)} priorities for {chunk.tokens} tokens")
+        variants = tuple(_variant(one, names) for one in told.variants)
+        if told.exact and [one.digest for one in variants] != [chunk.digest]:
+            raise ValueError("an exact chunk of another name")
+        if variants and not (told.exact or asked.approximate):
+            raise ValueError("variants where none were asked for")
+        chunks.append(ResolvedChunk(told.exact, variants, told.priority))
+    if not 0 <= message.ratio <= 1:
+        raise ValueError(f"ratio {message.ratio}")
+    return ResolvedSegment(tuple(chunks), message.ratio, message.load_ms, message.recompute_ms)
+
+
+def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
+    if len(message.digest) != DIGEST_BYTES or len(message.parent) != DIGEST_BYTES:
+        raise ValueError("a digest of another length")
+    return _value(Variant, message, tier=names[message.tier], fidelity=Fidelity(message.fidelity))

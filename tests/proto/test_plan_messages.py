@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import wire
+from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan, PlanRange, PrefillModel
 
@@ -16,14 +16,14 @@ PLAN = LoadPlan((PlanRange(0, 2, False, 1.5), PlanRange(2, 5, True, 2.5)), 3.0, 
 
 def reply_of(plan: LoadPlan | None) -> pb.LookupResponse:
     reply = pb.LookupResponse()
-    wire.add_plan(reply, plan)
+    messages.add_plan(reply, plan)
     return pb.LookupResponse.FromString(reply.SerializeToString())
 
 
 @pytest.mark.parametrize("plan", [PLAN, LoadPlan((), 1.0, 1.0), None])
 def test_a_plan_comes_out_as_it_went_in(plan: LoadPlan | None) -> None:
     asked = plan.ranges[-1].stop if plan and plan.ranges else 0
-    assert wire.plan_from_message(reply_of(plan), asked) == plan
+    assert messages.plan_from_message(reply_of(plan), asked) == plan
 
 
 def test_a_plan_knows_what_it_loads() -> None:
@@ -36,15 +36,15 @@ def test_a_plan_knows_what_it_loads() -> None:
 def test_a_plan_with_gaps_is_damaged(bounds: list[tuple[int, int]]) -> None:
     ranges = tuple(PlanRange(first, stop, True, 1.0) for first, stop in bounds)
     with pytest.raises(KVStoreError, match="5 chunks is damaged"):
-        wire.plan_from_message(reply_of(LoadPlan(ranges, 1.0, 1.0)), 5)
+        messages.plan_from_message(reply_of(LoadPlan(ranges, 1.0, 1.0)), 5)
 
 
 def test_engines_travel_with_a_lookup() -> None:
     engine = EngineTerms(PrefillModel(0.1, 0.2, 0.3), 77)
-    request = pb.LookupRequest(prefill=wire.engine_to_message(engine))
-    assert wire.engine_from_message(request) == engine
-    assert wire.engine_from_message(pb.LookupRequest()) is None
-    assert wire.engine_to_message(None) is None
+    request = pb.LookupRequest(prefill=messages.engine_to_message(engine))
+    assert messages.engine_from_message(request) == engine
+    assert messages.engine_from_message(pb.LookupRequest()) is None
+    assert messages.engine_to_message(None) is None
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
@@ -53,25 +53,25 @@ def test_engines_that_cannot_be_are_refused(value: float) -> None:
         request = pb.LookupRequest(prefill=pb.Prefill())
         setattr(request.prefill, field, value)
         with pytest.raises(InvalidRequestError, match=field):
-            wire.engine_from_message(request)
+            messages.engine_from_message(request)
 
 
 @given(st.lists(st.lists(st.binary(min_size=1, max_size=1), max_size=4), max_size=5))
 def test_chains_are_cut_where_they_were_joined(chains: list[list[bytes]]) -> None:
     joined = [name for chain in chains for name in chain]
     lengths = [len(chain) for chain in chains]
-    assert wire.chains_of(joined, lengths) == chains
+    assert messages.chains_of(joined, lengths) == chains
     with pytest.raises(InvalidRequestError, match="lengths"):
-        wire.chains_of(joined, [*lengths, 1])
+        messages.chains_of(joined, [*lengths, 1])
 
 
 def test_a_batch_comes_out_as_it_went_in() -> None:
-    uses = wire.pack_uses([1, 2, 1 << 31])
+    uses = messages.pack_uses([1, 2, 1 << 31])
     assert uses == bytes([1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 128])
     message = pb.PlanResponse(order=[1, 0], uses=uses, kept=2, peak_chunks=3)
-    batch = wire.batch_from_message(message, [1, 2])
+    batch = messages.batch_from_message(message, [1, 2])
     assert (batch.order, batch.uses) == ((1, 0), ((1,), (2, 1 << 31)))
     assert (batch.kept, batch.peak_chunks) == (2, 3)
     for lengths in ([1, 1], [3], [1, 1, 1]):
         with pytest.raises(KVStoreError, match="damaged"):
-            wire.batch_from_message(message, lengths)
+            messages.batch_from_message(message, lengths)

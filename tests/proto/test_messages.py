@@ -21,6 +21,17 @@ from kvstore.proto.errors import (
     RepresentationError,
 )
 from kvstore.proto.frame import MAX_COMPONENTS, check_frame
+from kvstore.proto.keys import cut_keys, join_digests, keys_of_digests, split_digests
+from kvstore.proto.messages import (
+    layout_fits,
+    layout_from_message,
+    layout_to_message,
+    match_from_message,
+    pack_info,
+    representation_from_message,
+    representation_to_message,
+    unpack_info,
+)
 from kvstore.proto.types import (
     ChainDigest,
     ChunkInfo,
@@ -29,20 +40,6 @@ from kvstore.proto.types import (
     KVLayout,
     Namespace,
     Representation,
-)
-from kvstore.proto.wire import (
-    cut_keys,
-    join_digests,
-    keys_of_digests,
-    layout_fits,
-    layout_from_message,
-    layout_to_message,
-    match_from_message,
-    pack_info,
-    representation_from_message,
-    representation_to_message,
-    split_digests,
-    unpack_info,
 )
 
 ROW = bytes.fromhex(vectors()["raw_index_row"])

@@ -225,7 +225,7 @@ def connect_wire(
         link = _connected(where, deadline, clock)
         try:
             if certificate:
-                from kvstore.proto.stream_tls import tls_to
+                from kvstore.proto.tls import tls_to
 
                 link.settimeout(max(_LEAST_S, deadline - clock()))
                 link = tls_to(certificate).wrap_socket(link)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.places import NOWHERE, Place, Reach, pack_places, unpack_places
+from kvstore.proto.unix_socket import NOWHERE, Place, Reach, pack_places, unpack_places
 
 WORD = st.integers(0, 2**64 - 1)
 PLACES = st.builds(

@@ -1,0 +1,409 @@
+"""What server and client say over the Unix socket: memory, calls, and where frames lie.
+
+*Memory*: one SOCK_SEQPACKET message each way, 32 bytes, little-endian, descriptors beside them as
+SCM_RIGHTS. docs/format.md specifies both. Memory travels as memfds with seals: the receiver
+maps nothing that its sender could still truncate under it.
+
+*Calls* are the service's own messages without gRPC around them. A call is one packet: the 32 bytes
+of a ``Request`` whose op is ``call`` and whose arg is the method's number, then the request
+message. It is answered by packets of the 32 bytes of a reply, then a message each: ``more`` while
+others follow, ``ok`` last (a streaming method's last is empty), or ``failed`` with the error's
+class name, a zero byte and its text. A message too long for a packet is cut: ``part`` for all
+packets of it but the last. A round trip costs a tenth of gRPC's.
+
+*Places* say where frames lie that a reader on the server's host can reach without a stream. They
+travel as rows of 32 bytes, little-endian, so that a prompt of a hundred chunks is one field and
+not a hundred messages; docs/format.md has the vectors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from blake3 import blake3
+from google.protobuf.message import DecodeError, Message
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, revive
+from kvstore.proto.messages import MESSAGE_BYTES
+
+_REQUEST = struct.Struct("<4sHHQ16s")
+_REPLY = struct.Struct("<4sHHQ16x")
+_MAGIC = b"KVSM"
+_VERSION = 2
+HEADER_BYTES = _REQUEST.size
+assert _REPLY.size == HEADER_BYTES
+NONCE_BYTES = 16
+PROOF_BYTES = 16
+GREETING_BYTES = HEADER_BYTES + NONCE_BYTES + PROOF_BYTES
+_PROVEN = struct.Struct("<HQ16s16s")
+_PURPOSE = b"kvstore socket"
+_CREDENTIALS = struct.Struct("3i")
+
+_F_ADD_SEALS = 1033
+_F_GET_SEALS = 1034
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+ARENA_SLAB = 0
+"""What a client asks for to map the memory of a device; slabs of CPU memory count from 1."""
+SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
+"""The size can never change again: reading a mapping of it cannot fault."""
+STAGING_SEALS = SIZE_SEALS | SEAL_FUTURE_WRITE
+"""Nor can what was written be taken back, so that reading it allocates nothing: only mappings
+made before may write, and the kernel punches no holes."""
+
+
+class Op(IntEnum):
+    """What a client asks.
+
+    ``hello`` says which session it is about, and has the server prove that it is that session's.
+    ``attach`` then brings staging memory and the client's proof; ``join`` a proof, on a further
+    connection for calls (``pack_call``). ``slab`` and ``extent`` ask for descriptors. ``ring``
+    brings that of device memory to put out of, and in place of a proof says which device.
+    """
+
+    attach = 1
+    slab = 2
+    join = 3
+    call = 4
+    extent = 5
+    ring = 6
+    hello = 7
+
+
+class Reply(IntEnum):
+    """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor, to ``hello``
+    with a nonce and the server's proof.
+
+    ``more``, ``failed`` and ``part`` answer calls only.
+    """
+
+    ok = 0
+    denied = 1
+    unknown = 2
+    invalid = 3
+    more = 4
+    failed = 5
+    part = 6
+
+
+# By their numbers, as every call asks twice: members of an enum are found much more slowly.
+_OPS = {int(op): op for op in Op}
+_REPLIES = {int(reply): reply for reply in Reply}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``arg`` is the size of the staging memory or of the ring, the slab's or the session's id.
+
+    ``token`` is a nonce of the client's, its proof, or a device's.
+    """
+
+    op: Op
+    arg: int
+    token: bytes = bytes(16)
+
+    def pack(self) -> bytes:
+        """Return the message."""
+        return _REQUEST.pack(_MAGIC, _VERSION, self.op, self.arg, self.token)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Request:
+        """Parse a message. Raises InvalidRequestError."""
+        if len(message) != HEADER_BYTES:
+            raise InvalidRequestError("message", len(message), f"send {HEADER_BYTES} bytes")
+        magic, version, number, arg, token = _REQUEST.unpack(message)
+        op = _OPS.get(number)
+        if magic != _MAGIC or version != _VERSION or op is None:
+            what = (magic, version, number)
+            raise InvalidRequestError("message", what, f"speak version {_VERSION}")
+        return cls(op, arg, token)
+
+
+def pack_reply(reply: Reply, arg: int = 0) -> bytes:
+    """Return a reply; *arg* is the slab's size in bytes where one comes along."""
+    return _REPLY.pack(_MAGIC, _VERSION, reply, arg)
+
+
+def unpack_reply(message: bytes) -> tuple[Reply, int]:
+    """Parse a reply. Raises InvalidRequestError."""
+    if len(message) != HEADER_BYTES:
+        raise InvalidRequestError("reply", len(message), f"expected {HEADER_BYTES} bytes")
+    magic, version, number, arg = _REPLY.unpack(message)
+    reply = _REPLIES.get(number)
+    if magic != _MAGIC or version != _VERSION or reply is None:
+        raise InvalidRequestError("reply", (magic, version, number), f"speak version {_VERSION}")
+    return reply, arg
+
+
+def proof(secret: bytes, op: Op, session_id: int, nonces: tuple[bytes, bytes]) -> bytes:
+    """Return what only who has the session's *secret* can say: of ``hello`` the server, of
+    ``attach`` and ``join`` the client. *nonces* are the client's and the server's of the hello.
+
+    HMAC-SHA256, cut to 16 bytes. The secret itself never goes over the socket: a process that
+    listens in the server's place learns nothing that it could use there.
+    """
+    terms = _PURPOSE + _PROVEN.pack(op, session_id, *nonces)
+    return hmac.new(secret, terms, hashlib.sha256).digest()[:PROOF_BYTES]
+
+
+def pack_greeting(nonce: bytes, proven: bytes) -> bytes:
+    """Return the answer to a hello."""
+    return pack_reply(Reply.ok) + nonce + proven
+
+
+def unpack_greeting(message: bytes) -> tuple[bytes, bytes]:
+    """Return the server's nonce and proof. Raises InvalidRequestError."""
+    reply, _ = unpack_reply(message[:HEADER_BYTES])
+    if reply is not Reply.ok or len(message) != GREETING_BYTES:
+        raise InvalidRequestError("hello", reply.name, "open another session")
+    middle = HEADER_BYTES + NONCE_BYTES
+    return message[HEADER_BYTES:middle], message[middle:]
+
+
+def create_memfd(name: str, size_bytes: int) -> int:
+    """Return a new memfd of *size_bytes* that can be sealed; the caller owns the descriptor."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mmap.mmap:
+    """Map a memfd of the other side for reading. Raises InvalidRequestError."""
+    if not has_seals(descriptor, seals):
+        raise InvalidRequestError("memfd", descriptor, f"add the seals {seals:#x} to it")
+    size_bytes = os.fstat(descriptor).st_size
+    if not 0 < size_bytes <= most_bytes:
+        raise InvalidRequestError("memfd", size_bytes, f"bring <= {most_bytes} bytes")
+    return mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
+
+
+def device_token(identity: str) -> bytes:
+    """Return what stands for a device in a message."""
+    return blake3(identity.encode()).digest(16)
+
+
+def add_seals(descriptor: int, seals: int) -> None:
+    """Seal a memfd for good."""
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
+
+
+def has_seals(descriptor: int, seals: int) -> bool:
+    """Whether a descriptor is a memfd with at least these seals."""
+    try:
+        return fcntl.fcntl(descriptor, _F_GET_SEALS) & seals == seals
+    except OSError:
+        return False
+
+
+def host_id() -> str:
+    """Name this host and its boot: equal on both sides exactly when memory can be shared."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def peer_ids(link: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a Unix socket; of one that listens,
+    those that began to. Raises OSError.
+    """
+    raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def pid_namespace() -> int:
+    """Name the space that this process's id is a number of; 0 where the kernel does not say."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+MAX_PACKET_BYTES = 1 << 17
+"""Fits the default send buffer of a socket; a longer call goes through gRPC."""
+MAX_BODY_BYTES = MAX_PACKET_BYTES - HEADER_BYTES
+"""What a packet holds of a message; a longer answer is cut."""
+MAX_ANSWER_BYTES = 2 * MESSAGE_BYTES
+"""A message of an answer that is longer once joined is refused, as gRPC's is."""
+
+Packet: TypeAlias = bytes
+T = TypeVar("T", bound=Message)
+
+
+class Method(NamedTuple):
+    """One method of the service and its messages."""
+
+    name: str
+    request: type[Message]
+    reply: type[Message]
+
+
+METHODS: dict[int, Method] = {
+    1: Method("Lookup", pb.LookupRequest, pb.LookupResponse),
+    2: Method("Get", pb.GetRequest, pb.GetResponse),
+    3: Method("Release", pb.ReleaseRequest, pb.ReleaseResponse),
+    4: Method("Reserve", pb.ReserveRequest, pb.ReserveResponse),
+    5: Method("Commit", pb.CommitRequest, pb.CommitResponse),
+    6: Method("Abort", pb.AbortRequest, pb.AbortResponse),
+    7: Method("Plan", pb.PlanRequest, pb.PlanResponse),
+    8: Method("Resolve", pb.ResolveRequest, pb.ResolveResponse),
+    9: Method("ReportReuse", pb.ReportReuseRequest, pb.ReportReuseResponse),
+    10: Method("PutDevice", pb.PutDeviceRequest, pb.PutResponse),
+}
+"""What may be called so: what every put and get needs. Numbers are never used again."""
+
+_NUMBERS = {method.name: number for number, method in METHODS.items()}
+
+
+def reply_of(name: str) -> type[Message] | None:
+    """Return the reply message of the method called *name*; None when it has no number."""
+    number = _NUMBERS.get(name)
+    return None if number is None else METHODS[number].reply
+
+
+def pack_call(method: str, request: Message) -> Packet:
+    """Return the packet of a call; it may be longer than MAX_PACKET_BYTES."""
+    head = Request(Op.call, _NUMBERS[method]).pack()
+    return head + request.SerializeToString()
+
+
+def unpack_call(request: Request, body: bytes) -> tuple[str, Message]:
+    """Return the method's name and its request message. Raises InvalidRequestError."""
+    method = METHODS.get(request.arg)
+    if method is None:
+        raise InvalidRequestError("method", request.arg, f"use one of {sorted(METHODS)}")
+    try:
+        return method.name, method.request.FromString(body)
+    except DecodeError:
+        expected = method.request.DESCRIPTOR.name
+        raise InvalidRequestError("body", len(body), f"send a {expected}") from None
+
+
+def pack_answer(answer: Message | None, *, more: bool = False) -> list[Packet]:
+    """Return the packets of one message of an answer; None is the empty end of a stream."""
+    head = pack_reply(Reply.more if more else Reply.ok)
+    if answer is None:
+        return [head]
+    body = answer.SerializeToString()
+    if len(body) <= MAX_BODY_BYTES:
+        return [head + body]
+    part = pack_reply(Reply.part)
+    pieces = [body[i : i + MAX_BODY_BYTES] for i in range(0, len(body), MAX_BODY_BYTES)]
+    return [*(part + piece for piece in pieces[:-1]), head + pieces[-1]]
+
+
+def pack_failure(name: str, text: str) -> Packet:
+    """Return the packet of an error by its class name."""
+    return pack_reply(Reply.failed) + f"{name}\0{text}".encode()
+
+
+class Answer(NamedTuple):
+    """A packet of an answer. ``error`` is the one that it carries, and then its last."""
+
+    reply: Reply
+    body: bytes
+    error: KVStoreError | None = None
+
+
+def unpack_answer(packet: Packet) -> Answer:
+    """Parse a packet of an answer. Raises InvalidRequestError."""
+    if len(packet) > MAX_PACKET_BYTES:
+        raise InvalidRequestError("answer", len(packet), f"at most {MAX_PACKET_BYTES} bytes")
+    reply, _ = unpack_reply(packet[:HEADER_BYTES])
+    body = packet[HEADER_BYTES:]
+    if reply is Reply.failed:
+        name, _, text = body.decode(errors="replace").partition("\0")
+        return Answer(reply, b"", revive(name, text))
+    if reply not in (Reply.ok, Reply.more, Reply.part):
+        return Answer(reply, b"", KVStoreError(f"the server refused the call: {reply.name}"))
+    return Answer(reply, body)
+
+
+def parse_answer(kind: type[T], body: bytes) -> T:
+    """Return the message of *kind* that *body* is. Raises KVStoreError."""
+    try:
+        return kind.FromString(body)
+    except DecodeError:
+        raise KVStoreError(f"the server's answer is no {kind.DESCRIPTOR.name}") from None
+
+
+_ROW = struct.Struct("<IBB2xQQQ")
+ROW_BYTES = _ROW.size
+assert ROW_BYTES == 32
+
+PLACE_ROW = np.dtype(
+    {
+        "names": ["number", "reach", "tier", "offset", "size_bytes", "generation"],
+        "formats": ["<u4", "u1", "u1", "<u8", "<u8", "<u8"],
+        "offsets": [0, 4, 5, 8, 16, 24],
+    }
+)
+"""The same rows for whoever has hundreds of them to write."""
+
+
+class Reach(IntEnum):
+    """What a place's number counts: nothing, slabs of sealed memory, files, arenas of a device
+    (the one there is has the number 0), or other servers that the reader asks itself.
+    """
+
+    none = 0
+    memory = 1
+    file = 2
+    device = 3
+    peer = 4
+
+
+class Place(NamedTuple):
+    """One frame: ``size_bytes`` from ``offset`` of the slab or file ``number``.
+
+    ``tier`` is an index into the tier names that come along. The eight bytes before ``offset``
+    hold ``generation`` for as long as a place in memory is valid; elsewhere it is 0.
+    """
+
+    number: int
+    reach: int
+    tier: int
+    offset: int
+    size_bytes: int
+    generation: int
+
+
+NOWHERE = Place(0, Reach.none, 0, 0, 0, 0)
+"""A chunk that has to be loaded first."""
+
+
+_PLACE_OF = partial(tuple.__new__, Place)
+"""Makes a place of a row that was unpacked, whose length needs no look: a third of ``_make``."""
+
+
+def pack_places(places: Iterable[Place]) -> bytes:
+    """Return the rows of *places*."""
+    pack = _ROW.pack
+    return b"".join([pack(*place) for place in places])
+
+
+def unpack_places(rows: bytes) -> list[Place]:
+    """Return the places of *rows*. Raises InvalidRequestError when they are cut."""
+    check_rows(rows)
+    return list(map(_PLACE_OF, _ROW.iter_unpack(rows)))
+
+
+def check_rows(rows: bytes) -> None:
+    """Raise InvalidRequestError when *rows* are cut."""
+    if len(rows) % ROW_BYTES:
+        raise InvalidRequestError("places", len(rows), f"send rows of {ROW_BYTES} bytes")
