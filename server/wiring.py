@@ -10,6 +10,7 @@ from functools import partial
 import structlog
 
 from kvstore.proto.types import ChunkKey
+from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.cluster.setup import with_peers
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.known_models import KnownModels
@@ -90,6 +91,7 @@ def build_store(
         write_budgets=config.write_budgets,
     )
     store = Store(moves, limits, new_id)
+    attach_refills(store)
     store.importance = models.importance
     return store
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.buffers import as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
 from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import NO_HINTS
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.reservations import PutOptions
+from kvstore.server.store.reservations import PutOptions, PutResult
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import AnyTicket, PutResult
+from kvstore.server.store.writes import AnyTicket
 
 
 @dataclass(slots=True)
@@ -79,7 +79,8 @@ class LayeredPutStream:
             return
         # Ours: the end of the session must not free what we write into.
         self._frames.append(_Incoming(None, begun, header))
-        view = self._store.writes.view(begun)
+        view = begun.room
+        assert view is not None
         end = header.header_bytes
         for row in header.segments:  # what no segment covers, and no checksum
             view[end : int(row["offset"])] = 0
@@ -97,9 +98,8 @@ class LayeredPutStream:
         if stop > frame.header.frame_bytes:
             raise InvalidFrameError("data", stop, f"the frame has {frame.header.frame_bytes} bytes")
         frame.is_whole = is_header
-        if frame.ticket is not None:
-            view: Bytes = self._store.writes.view(frame.ticket)
-            copy_bytes(view[start:stop], as_bytes(message.data))
+        if frame.ticket is not None and frame.ticket.room is not None:
+            copy_bytes(frame.ticket.room[start:stop], as_bytes(message.data))
 
     def _finish(self, first: pb.PutRequest) -> list[PutResult]:
         for number, frame in enumerate(self._frames):

@@ -17,9 +17,10 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.reservations import PutOptions
+from kvstore.server.store.parallel_writes import PartTicket
+from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import AnyTicket, PutResult, PutTicket
+from kvstore.server.store.writes import AnyTicket
 
 
 @dataclass(slots=True)
@@ -28,7 +29,6 @@ class _Incoming:
 
     ticket: AnyTicket | None
     frame_bytes: int
-    room: Bytes | None = None
     check: FrameVerifier | None = None
     """None: it is checked when it is whole."""
     received_bytes: int = 0
@@ -120,7 +120,8 @@ class PutStream:
         stop = incoming.received_bytes + size_bytes
         if not size_bytes or stop > incoming.frame_bytes:
             raise InvalidFrameError("data", stop, f"the frame has {incoming.frame_bytes} bytes")
-        return None if incoming.room is None else incoming.room[incoming.received_bytes : stop]
+        room = None if incoming.ticket is None else incoming.ticket.room
+        return None if room is None else room[incoming.received_bytes : stop]
 
     def landed(self, size_bytes: int) -> None:
         """Take note that so many bytes more are in their ``room``, and check them while in cache.
@@ -137,7 +138,7 @@ class PutStream:
         self._incoming = None
         if incoming.ticket is not None:
             self._held = incoming
-            if not self._store.writes.may_lose_state(incoming.ticket):
+            if isinstance(incoming.ticket, PartTicket) or incoming.ticket.kept_layout is None:
                 self._commit_held(is_last=False)
 
     def finish(self) -> list[PutResult]:
@@ -189,7 +190,7 @@ class PutStream:
             self._incoming = _Incoming(None, frame_bytes)
         else:
             # Ours: the end of the session must not free what we write into.
-            room = self._store.writes.view(begun)
-            is_whole = isinstance(begun, PutTicket)
-            check = FrameVerifier(room, info.key, header.header_bytes) if is_whole else None
-            self._incoming = _Incoming(begun, frame_bytes, room, check)
+            check = None
+            if isinstance(begun, PutTicket) and begun.room is not None:
+                check = FrameVerifier(begun.room, info.key, header.header_bytes)
+            self._incoming = _Incoming(begun, frame_bytes, check)

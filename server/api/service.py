@@ -33,9 +33,10 @@ from kvstore.server.security.pools import Standings
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
 from kvstore.server.store.explain import Explainer
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import PutResult, check_put
+from kvstore.server.store.writes import check_put
 from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.request_trace import RequestLog
 
@@ -322,7 +323,7 @@ class DataCalls:
                 ticket = writes.claim(session, reservation_id)
                 self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
                 frame = staging[offset : offset + ticket.frame_bytes]
-                results += writes.ingest([ticket], [frame])
+                results.append(writes.commit(ticket, frame=frame))
                 keys.append(ticket.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:

@@ -51,8 +51,8 @@ from kvstore.server.blending.variant_choice import AskedSegment
 from kvstore.server.index.results import ChunkDetails
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import SlotStatus
-from kvstore.server.store.writes import PutResult
 
 MAX_DEADLINE_MS = 600_000
 MAX_PLAN_TTL_MS = 3600 * 1000

@@ -20,8 +20,8 @@ from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.ranged_reads import ByteRange, RangeRead
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
-from kvstore.server.store.writes import PutResult
 
 if TYPE_CHECKING:
     from kvstore.server.bulk.tcp_transfers import StreamPut

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 from kvstore.server.index.state import CatalogState
 
 MAX_PROMISED_CHUNKS = 1 << 16
@@ -91,10 +91,15 @@ class InFlightPuts:
         self._no_waits = False
         self._arrived = threading.Condition(state.lock)
 
-    def begin(self, key: ChunkKey) -> bool:
-        """Count a writer of *key*; False, counting nothing, when an exact copy exists."""
+    def begin(self, key: ChunkKey, layout: KVLayout | None = None) -> bool:
+        """Count a writer of *key*; False, counting nothing, when an exact copy exists.
+
+        Or copies that have less of the chunk's end than *layout*.
+        """
         with self._state.lock:
             row = self._state.index.row(key)
+            if row and layout is not None and self._state.index.is_less_complete(row, layout):
+                return False
             if self._state.index.holders(row, Fidelity.exact):
                 self._state.metadata.live_on(row, self._state.clock())
                 self._promises.over(key)

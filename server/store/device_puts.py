@@ -34,10 +34,9 @@ from kvstore.proto.frame import FrameHeader, pack_header
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.store.store import Store
 from kvstore.tiers.allocator import SlabPlace
-from kvstore.tiers.base import Reservation
 
 MAX_RING_BYTES = 1 << 30
 PUTS_AT_ONCE = 4
@@ -64,13 +63,13 @@ class _Ring:
 class _Placed:
     """A frame of a ring that has room on the device."""
 
-    reservation: Reservation
+    ticket: PutTicket
     header: FrameHeader
     offset: int
 
     def at(self) -> FrameAt:
         """Return where in the arena it goes."""
-        return FrameAt(cast("SlabPlace", self.reservation.place).offset, self.header, 0)
+        return FrameAt(cast("SlabPlace", self.ticket.reservation.place).offset, self.header, 0)
 
 
 class DevicePuts:
@@ -204,20 +203,20 @@ class DevicePuts:
         try:
             for header, offset in frames:
                 info = header.info()
-                room = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
-                if isinstance(room, PutResult):
-                    results.append(room)
+                ticket = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
+                if isinstance(ticket, PutResult):
+                    results.append(ticket)
                 else:
                     results.append(None)
-                    placed.append(_Placed(room, header, offset))
+                    placed.append(_Placed(ticket, header, offset))
             sums = iter(self._copied(ring, placed))
             for at, result in enumerate(results):
                 if result is None:
                     one = placed.popleft()
-                    results[at] = self._seal(one, next(sums), session, hints)
+                    results[at] = self._commit(one, next(sums))
         finally:
             for one in placed:
-                self._reservations.give_back_on(self._slot, one.reservation)
+                self._reservations.discard(one.ticket)
         return [result for result in results if result is not None]
 
     def _copied(self, ring: Imported, placed: Sequence[_Placed]) -> list[list[int]]:
@@ -231,7 +230,7 @@ class DevicePuts:
         def work() -> bool:
             try:
                 for one, head in zip(placed, heads, strict=True):
-                    out = self._tier.opened(one.reservation, stream)
+                    out = self._tier.opened(one.ticket.reservation, stream)
                     body = ring.memory[one.offset + len(head) : one.offset + len(out)]
                     stream.copy(out[: len(head)], tensor_over(head))
                     stream.copy(out[len(head) :], body)
@@ -243,21 +242,15 @@ class DevicePuts:
         self._slot.guarded(work, "write")
         return begun[0]()
 
-    def _seal(
-        self, one: _Placed, found: Sequence[int], session: Session, hints: Hints
-    ) -> PutResult:
+    def _commit(self, one: _Placed, found: Sequence[int]) -> PutResult:
         """Make a frame visible if what was copied has the sums that its header says."""
-        header = one.header
         try:
-            check_sums(header, found)
+            check_sums(one.header, found)
         except ChunkCorruptError as error:
-            self._reservations.counters.add("put_invalid_chunks")
-            self._reservations.record_invalid(header.key, error)
-            self._reservations.give_back_on(self._slot, one.reservation)
+            self._reservations.reject(one.header.key, error)
+            self._reservations.discard(one.ticket)
             return PutResult(PutOutcome.refused, str(error))
-        return self._reservations.seal_on(
-            self._slot, one.reservation, header, session.tenant, hints
-        )
+        return self._reservations.commit(one.ticket, one.header)
 
 
 def open_device_puts(store: Store) -> DevicePuts | None:

@@ -1,39 +1,60 @@
-"""Parallel writes: chunks that several writers put portion by portion, until they are whole.
+"""Parallel writes: chunks that several writers put part by part, until they are whole.
 
 Ranks of a parallel engine each have some layers or heads. What they put is verified, copied to
-where it belongs in the room of the whole raw frame, and the frame sealed once every layer and
+where it belongs in the room of the whole raw frame, and the chunk committed once every layer and
 head has come. Until then lookups call the chunk pending.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvstore.proto.buffers import Bytes
+from kvstore.codecs.base import Part
+from kvstore.codecs.portions import decode_portion
+from kvstore.codecs.raw import RawCodec, raw_header
+from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.frame import (
     FIXED_BYTES,
     FLAG_RESTORED,
     FrameHeader,
+    FrameTemplate,
     check_identity,
+    pack_header,
     parse_header,
     stated_header_bytes,
 )
+from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.partial_chunks import Claim, PartialChunk
-from kvstore.server.store.reservations import NO_OPTIONS, PutOptions, PutResult, Reservations
+from kvstore.server.store.reservations import (
+    NO_OPTIONS,
+    PutOptions,
+    PutResult,
+    PutTicket,
+    Reservations,
+)
+from kvstore.server.telemetry.metrics import Counters
 from kvstore.tiers.cpu import CpuTier
 
 UNFINISHED_PERCENT = 25
-"""Of CPU memory: rooms of unfinished chunks, and what streams bring on its way into them."""
+"""Of CPU memory: rooms of partial chunks, and what streams bring on its way into them."""
 MAX_UNFINISHED_CHUNKS = 4096
 UNFINISHED_S = 30.0
-"""What the portions of a chunk may be apart; then what has come of it is dropped."""
+"""What the parts of a chunk may be apart; then what has come of it is dropped."""
+
+_FREE, _CLAIMED, _COVERED = range(3)
+_RAW = RawCodec()
+
+Claim: TypeAlias = "list[NDArray[np.bool_]]"
+"""Which tiles a writer fills: for each extent of its portion, (layers, heads)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +85,18 @@ class ChunkPart:
 
 @dataclass(slots=True, eq=False)
 class PartTicket:
-    """A portion that is being put; owned by a session. The room is the unfinished chunk's."""
+    """A part that is being put; owned by a session. Its place is the partial chunk's.
 
-    ticket_id: int
+    ``room`` is where a streamed one is written; ``ticket_id`` and ``until`` are as of a PutTicket.
+    """
+
     session: Session
     info: ChunkInfo
     part: ChunkPart
     options: PutOptions = NO_OPTIONS
-    frame: Bytes | None = None
-    """Memory for a streamed one."""
+    room: Bytes | None = None
+    ticket_id: int = 0
+    until: float = math.inf
 
     @property
     def key(self) -> ChunkKey:
@@ -85,112 +109,220 @@ class PartTicket:
         return self.part.frame_bytes
 
 
-class ParallelWrites:
-    """Unfinished chunks, by key. Thread-safe."""
+class PartialChunk:
+    """One chunk whose parts come one by one, into the room of its raw frame.
 
-    def __init__(self, reservations: Reservations, limits: PartialChunkLimits) -> None:
+    Of each component a layer's head is a tile: free, claimed by one writer, or covered. Whoever
+    owns the chunk guards everything but ``fill`` and ``sum_up``, which touch claimed tiles only.
+    ``until`` is when it is given up.
+    """
+
+    def __init__(self, ticket: PutTicket, until: float) -> None:
+        assert ticket.room is not None
+        ticket.hints = NO_HINTS  # those of parts that proved right
+        self.ticket = ticket
+        self.info = info = ticket.reservation.info
+        self.until = until
+        self.sessions: set[int] = set()
+        """Who has a part in it and lives."""
+        self.writers = 0
+        """Who writes into the room at this moment."""
+        self.is_sealing = False
+        """It is whole, and about to be visible: nobody begins it anew, and nobody drops it."""
+        self.is_dropped = False
+        """Its room is freed by the last of them."""
+        self._room = room = ticket.room
+        self._first: FrameHeader | None = None
+        self._prefill_flops = 0.0
+        blank = raw_header(FrameTemplate(info.key, info.parent, b"", b"", info.layout))
+        self._tensors = _RAW.views(blank, room)
+        self._tiles = [np.full((c.layers, c.kv_heads), _FREE) for c in info.layout.components]
+        end = blank.header_bytes
+        for row in blank.segments:  # what no segment covers, and no checksum
+            room[end : int(row["offset"])] = 0
+            end = int(row["offset"]) + int(row["stored_bytes"])
+
+    def join(self, ticket: PartTicket) -> None:
+        """Have its session take part. Raises InvalidRequestError for a part of another chunk."""
+        _same("layout", ticket.part.portion.whole, self.info.layout)
+        _same("parent", ticket.info.parent.hex(), self.info.parent.hex())
+        self.sessions.add(ticket.session.session_id)
+
+    def agree(self, header: FrameHeader, hints: Hints) -> None:
+        """Take what a first part states, compare with it what another does.
+
+        Raises InvalidRequestError naming what contradicts what came before.
+        """
+        if self._first is None:
+            self._first = header
+        _same("content", header.content.hex(), self._first.content.hex())
+        _same("position", header.position, self._first.position)
+        self._prefill_flops = max(self._prefill_flops, header.prefill_flops)
+        self.ticket.hints = self.ticket.hints if hints == NO_HINTS else hints
+
+    # --- tiles
+
+    def claim(self, portion: Portion) -> Claim:
+        """Return which tiles of *portion* nobody has claimed before: they are the caller's."""
+        claim = []
+        for tiles in self._tiles_of(portion):
+            claim.append(tiles == _FREE)
+            tiles[claim[-1]] = _CLAIMED
+        self.writers += 1
+        return claim
+
+    def leave(self, portion: Portion, claim: Claim, *, is_filled: bool) -> bool:
+        """End a claim; return whether the chunk is whole by that."""
+        self.writers -= 1
+        for tiles, ours in zip(self._tiles_of(portion), claim, strict=True):
+            tiles[ours] = _COVERED if is_filled else _FREE
+        is_any = any(ours.any() for ours in claim)
+        return is_filled and is_any and all((tiles == _COVERED).all() for tiles in self._tiles)
+
+    def _tiles_of(self, portion: Portion) -> list[NDArray[Any]]:
+        return [
+            self._tiles[number][one.first_layer : one.layer_stop, one.first_head : one.head_stop]
+            for number, one in portion.numbered
+        ]
+
+    # --- bytes
+
+    def fill(self, header: FrameHeader, frame: Bytes, portion: Portion, claim: Claim) -> None:
+        """Verify *frame*, of *portion*, and decode what is claimed of it into the room.
+
+        Raises as ``decode_portion``; what was claimed then holds rubbish.
+        """
+        out: list[list[list[Part]]] = []
+        beside: list[tuple[Part, Part, NDArray[np.bool_]]] = []
+        for (number, one), ours in zip(portion.numbered, claim, strict=True):
+            layers = self._tensors[number][one.first_layer : one.layer_stop]
+            out.append([])
+            for parts, heads in zip(layers, ours, strict=True):
+                places = [part[one.first_head : one.head_stop] for part in parts]
+                if not heads.all():  # another writer's bytes stay as they are
+                    aside = [np.empty(place.shape, place.dtype) for place in places]
+                    beside += [(*pair, heads) for pair in zip(aside, places, strict=True)]
+                    places = aside
+                out[-1].append(places)
+        decode_portion(header, frame, out)
+        for part, place, heads in beside:
+            place[heads] = part[heads]
+
+    def sum_up(self) -> FrameHeader:
+        """Write the header of the whole frame, and return it."""
+        info, first = self.info, self._first
+        assert first is not None
+        template = FrameTemplate(
+            info.key, info.parent, first.representation, first.content, info.layout,
+            first.position, self._prefill_flops,
+        )  # fmt: skip
+        blank = raw_header(template)
+        sums = [checksum(blank.segment(self._room, index)) for index in range(len(blank.segments))]
+        header = raw_header(template, sums)
+        copy_bytes(self._room[: header.header_bytes], as_bytes(pack_header(header)))
+        return header
+
+
+def _same(name: str, given: object, known: object) -> None:
+    if given != known:
+        fix = f"another writer of this chunk stated {known}"
+        raise InvalidRequestError(name, given, fix)
+
+
+class ParallelWrites:
+    """Partial chunks, by key. Thread-safe. *clock* returns monotonic seconds."""
+
+    def __init__(
+        self,
+        reservations: Reservations,
+        limits: PartialChunkLimits,
+        clock: Callable[[], float],
+        counters: Counters,
+    ) -> None:
         self._reservations = reservations
         self._limits = limits
-        self._counters = reservations.counters
-        self._clock = reservations.clock
+        self._counters = counters
+        self._clock = clock
         self._chunks: dict[ChunkKey, PartialChunk] = {}
         self._used_bytes = 0
         # Guards the two above, and all of a chunk but the copying of its bytes.
         self._lock = threading.Lock()
 
-    def begin(self, ticket: PartTicket, deadline: float) -> PutResult | None:
+    def begin(self, ticket: PartTicket, deadline: float) -> PartTicket | PutResult:
         """Have room for the chunk of *ticket*, or say why there is nothing to write.
 
-        Raises InvalidRequestError for a portion of another chunk than other writers state,
+        Raises InvalidRequestError for a part of another chunk than other writers state,
         QuotaExceededError.
         """
-        reason = self._take_scratch(ticket)
-        if reason:
-            return self._refused(reason)
-        try:
-            answer = self._join(ticket) or self._open(ticket, deadline)
-        except KVStoreError:
-            self.discard(ticket)
-            raise
-        if isinstance(answer, PutResult):
-            self.discard(ticket)
-            return answer
-        return None
-
-    def _refused(self, reason: str) -> PutResult:
-        self._counters.add("put_refused_chunks")
-        return PutResult(PutOutcome.refused, reason)
-
-    def _take_scratch(self, ticket: PartTicket) -> str:
-        if not ticket.part.is_streamed:
-            return ""
-        with self._lock:
-            if self._used_bytes + ticket.frame_bytes > self._limits.limit_bytes:
-                return self._full()
-            self._used_bytes += ticket.frame_bytes
-        ticket.frame = np.empty(ticket.frame_bytes, np.uint8)
-        return ""
-
-    def _full(self) -> str:
-        limit_bytes, chunks = self._limits.limit_bytes, self._limits.chunks
-        return f"unfinished chunks have all of their {limit_bytes} bytes or are {chunks}"
-
-    def _join(self, ticket: PartTicket) -> bool:
-        """Take part in a chunk that is there; False when there is none."""
+        limits, whole_bytes = self._limits, ticket.info.size_bytes
+        stream_bytes = ticket.frame_bytes if ticket.part.is_streamed else 0
         with self._lock:
             chunk = self._chunks.get(ticket.key)
-            if chunk is not None:
-                chunk.join(ticket.session, ticket.part.portion, ticket.info.parent)
-            return chunk is not None
+            need_bytes = stream_bytes if chunk else stream_bytes + whole_bytes
+            has_room = self._used_bytes + need_bytes <= limits.limit_bytes
+            has_room = has_room and (chunk is not None or len(self._chunks) < limits.chunks)
+            if has_room:
+                if chunk is not None:
+                    chunk.join(ticket)
+                self._used_bytes += need_bytes
+        if not has_room:
+            reason = f"have all of their {limits.limit_bytes} bytes or are {limits.chunks}"
+            return self._reservations.refuse(ticket.key, f"unfinished chunks {reason}")
+        if stream_bytes:
+            ticket.room = np.empty(stream_bytes, np.uint8)
+        if chunk is not None:
+            return ticket
+        try:
+            answer = self._open(ticket, deadline)
+        except KVStoreError:
+            self.discard(ticket)
+            raise
+        if answer is None:
+            return ticket
+        self.discard(ticket)
+        return answer
 
-    def _open(self, ticket: PartTicket, deadline: float) -> bool | PutResult:
-        """Begin a chunk: admission, quota and room are asked for here, once."""
-        info, need_bytes = ticket.info, ticket.info.size_bytes
-        with self._lock:
-            is_full = (
-                self._used_bytes + need_bytes > self._limits.limit_bytes
-                or len(self._chunks) >= self._limits.chunks
-            )
-            self._used_bytes += 0 if is_full else need_bytes
-        if is_full:
-            return self._refused(self._full())
+    def _open(self, ticket: PartTicket, deadline: float) -> PutResult | None:
+        """Begin a chunk, whose bytes are counted: admission, quota and room are checked once."""
+        info, is_ours = ticket.info, False
         try:
             reserved = self._reservations.reserve(ticket.session, info, deadline, ticket.options)
-        except KVStoreError:
-            self._release(need_bytes)
-            raise
-        if isinstance(reserved, PutResult):
-            self._release(need_bytes)
-            return reserved
-        until = self._clock() + self._limits.unfinished_s
-        room = self._reservations.view(reserved)
-        chunk = PartialChunk(reserved, room, ticket.session.tenant, until)
-        with self._lock:
-            first = self._chunks.setdefault(info.key, chunk)
-        if first is not chunk:  # another writer was quicker
-            self._reservations.give_back(reserved)
-            self._release(need_bytes)
+            if isinstance(reserved, PutResult):
+                return reserved
+            chunk = PartialChunk(reserved, self._clock() + self._limits.unfinished_s)
+            with self._lock:
+                is_ours = self._chunks.setdefault(info.key, chunk) is chunk
+        finally:
+            if not is_ours:
+                self._release(info.size_bytes)
+        if not is_ours:  # another writer was quicker
+            self._reservations.discard(reserved)
         elif self._reservations.has(info.key):  # others were, and have made it whole since
             self._let_go(lambda one: one is chunk)
             return PutResult(PutOutcome.exists)
-        return self._join(ticket) or self._too_late(ticket)
+        with self._lock:
+            if (known := self._chunks.get(info.key)) is not None:
+                known.join(ticket)
+                return None
+        return self._too_late(ticket)
 
     def _release(self, size_bytes: int) -> None:
         with self._lock:
             self._used_bytes -= size_bytes
 
     def discard(self, ticket: PartTicket) -> None:
-        """Give up one portion; the chunk waits for another writer of it."""
-        if ticket.frame is not None:
-            ticket.frame = None
+        """Give up one part; the chunk waits for another writer of it."""
+        if ticket.room is not None:
+            ticket.room = None
             self._release(ticket.frame_bytes)
 
-    def take(self, ticket: PartTicket, frame: Bytes) -> PutResult:
+    def commit(self, ticket: PartTicket, frame: Bytes | None) -> PutResult:
         """Verify *frame*, which its writer may still have a hand on, and put it where it belongs.
 
         The last one makes the chunk visible. Raises InvalidFrameError, ChunkCorruptError,
-        UnknownCodecError, InvalidRequestError; nothing of the portion stays then.
+        UnknownCodecError, InvalidRequestError; nothing of the part stays then.
         """
+        assert frame is not None
         try:
             header = _read_header(ticket, frame)
             with self._lock:
@@ -199,8 +331,8 @@ class ParallelWrites:
             if chunk is None or claim is None:
                 return self._too_late(ticket)
             return self._fill(chunk, claim, ticket, header, frame)
-        except KVStoreError:
-            self._counters.add("put_invalid_chunks")
+        except KVStoreError as error:
+            self._reservations.reject(ticket.key, error)
             raise
         finally:
             self.discard(ticket)
@@ -208,9 +340,7 @@ class ParallelWrites:
     def _too_late(self, ticket: PartTicket) -> PutResult:
         if self._reservations.has(ticket.key):
             return PutResult(PutOutcome.exists)
-        reason = "its other portions did not come in time"
-        self._reservations.record_refused(ticket.key, reason)
-        return self._refused(reason)
+        return self._reservations.refuse(ticket.key, "its other portions did not come in time")
 
     def _fill(
         self,
@@ -233,15 +363,14 @@ class ParallelWrites:
                 is_gone = chunk.is_dropped and not chunk.writers
                 chunk.is_sealing = chunk.is_sealing or (is_whole and not chunk.is_dropped)
             if is_gone:
-                self._reservations.give_back(chunk.reservation)
+                self._reservations.discard(chunk.ticket)
         if chunk.is_dropped:
             return self._too_late(ticket)
         self._counters.add("put_portions")
         if not is_whole:
             return PutResult(PutOutcome.pending, "waits for the chunk's other portions")
         try:
-            whole = chunk.sum_up()
-            return self._reservations.seal(chunk.reservation, whole, chunk.tenant, chunk.hints)
+            return self._reservations.commit(chunk.ticket, chunk.sum_up())
         finally:  # not before it is visible: it is known all the time
             with self._lock:
                 self._forget(chunk)
@@ -278,12 +407,12 @@ class ParallelWrites:
                 self._forget(chunk)
             free = [chunk for chunk in over if not chunk.writers]
         for chunk in free:
-            self._reservations.give_back(chunk.reservation)
+            self._reservations.discard(chunk.ticket)
         return len(over)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of unfinished chunks, and of streamed portions on their way into them."""
+        """Bytes of partial chunks, and of streamed parts on their way into them."""
         return self._used_bytes
 
     def __len__(self) -> int:

@@ -1,7 +1,9 @@
-"""Reservations: room in memory for what is put, and what follows when a frame there is whole."""
+"""Reservations: room in memory for what is put, and the commit of a frame that is whole there."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,8 +50,37 @@ class PutOptions:
 NO_OPTIONS = PutOptions()
 
 
+@dataclass(slots=True, eq=False)
+class PutTicket:
+    """A chunk that is being put, and its room on ``slot``; owned by a session.
+
+    A later call names it by ``ticket_id``, before ``until``; of one that needs none that is 0.
+    """
+
+    session: Session
+    slot: TierSlot
+    reservation: Reservation
+    hints: Hints
+    room: Bytes | None
+    """Where its frame is written; None on a device."""
+    kept_layout: KVLayout | None = None
+    """What is kept of it, where its state was turned away; None: all of it."""
+    ticket_id: int = 0
+    until: float = math.inf
+
+    @property
+    def key(self) -> ChunkKey:
+        """The chunk's name."""
+        return self.reservation.info.key
+
+    @property
+    def frame_bytes(self) -> int:
+        """Size of the frame that is to come."""
+        return self.reservation.info.size_bytes
+
+
 class Reservations:
-    """Where puts land. Thread-safe.
+    """Room for chunks that are put, which are pending from then on. Thread-safe.
 
     ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says
     which recurrent states are kept; None: all of them.
@@ -63,223 +94,193 @@ class Reservations:
     ) -> None:
         self._moves = moves
         self._states = states
-        # By the id of its reservation, what is kept of a chunk whose state was turned away.
-        # Single operations on a dictionary: no lock.
-        self._bare: dict[int, KVLayout] = {}
         self._catalog = moves.catalog
-        self._reserved = moves.eviction.reserved
-        shared = [slot for slot in moves.tiers.lower if slot.tier.shared]
-        self._refills = [Refill(moves, slot) for slot in shared]
-        self.counters = moves.counters
-        self.clock = moves.clock
+        self._counters = moves.counters
+        self._lower = moves.tiers.lower
+        self.on_existing: list[Callable[[ChunkKey], None]] = []
+        """Called with each chunk that was put and is here."""
         cpu = moves.tiers.cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
 
-    def tick(self) -> None:
-        """Check what shared tiers may have lost. Called a few times a second."""
-        for refill in self._refills:
-            refill.tick()
-
     def reserve(
         self, session: Session, info: ChunkInfo, deadline: float, options: PutOptions
-    ) -> Reservation | PutResult:
-        """Take room for a frame, or say why there is nothing to write.
+    ) -> PutTicket | PutResult:
+        """Take room in CPU memory for a frame, or say why there is nothing to write.
 
-        From then on the chunk is pending, until ``seal`` or ``give_back``. Raises
+        From then on the chunk is pending, until ``commit`` or ``discard``. Raises
         QuotaExceededError, InvalidRequestError.
         """
-        bare = self._bare_layout(info, options)
+        moves, hints, bare = self._moves, options.hints, None
+        if self._states is not None and info.layout.has(LayerKind.state):
+            bare = self._layout_to_keep(info, options, self._states)
         kept = info if bare is None else replace(info, layout=bare)
-        answer = self._begin(kept, options.hints, "" if bare is None else WITHOUT_STATE)
-        if answer is not None:
-            return answer
-        category = options.hints.category
-        room = SpaceRequest(info, session.tenant, deadline, self._headroom_bytes, category)
-        reserved = self._reserve(self._moves.tiers.cpu, room)
-        if isinstance(reserved, Reservation):
-            partition = self._catalog.eviction.partition(info.key, session.tenant, category)
-            self._reserved.note(reserved, partition)
-            if bare is not None:
-                self._bare[id(reserved)] = bare
-        return reserved
+        room = SpaceRequest(info, session.tenant, deadline, self._headroom_bytes, hints.category)
+        reserved = self._begin(moves.tiers.cpu, kept, room, hints)
+        if isinstance(reserved, PutResult):
+            return reserved
+        partition = self._catalog.eviction.partition(info.key, session.tenant, hints.category)
+        moves.eviction.reserved.note(reserved, partition)
+        view = moves.tiers.cpu_tier.view(reserved)
+        return PutTicket(session, moves.tiers.cpu, reserved, hints, view, bare)
 
     def reserve_on(
         self, slot: TierSlot, session: Session, info: ChunkInfo, deadline: float, hints: Hints
-    ) -> Reservation | PutResult:
-        """The same on another slot of memory, for ``seal_on`` or ``give_back_on``."""
+    ) -> PutTicket | PutResult:
+        """The same in the memory of a device, which keeps chunks as they are."""
         if self._states is not None and info.layout.has(LayerKind.state):
-            return self._refused(info.key, "whether its state is kept is judged in CPU memory")
+            return self.refuse(info.key, "whether its state is kept is judged in CPU memory")
         most_bytes = slot.tier.max_frame_bytes()
         if info.size_bytes > most_bytes:
-            return self._refused(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
-        answer = self._begin(info, hints)
-        if answer is not None:
-            return answer
+            return self.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
         room = SpaceRequest(info, session.tenant, deadline, category=hints.category)
-        return self._reserve(slot, room)
+        reserved = self._begin(slot, info, room, hints)
+        if isinstance(reserved, PutResult):
+            return reserved
+        return PutTicket(session, slot, reserved, hints, None)
 
-    def _begin(self, kept: ChunkInfo, hints: Hints, note: str = "") -> PutResult | None:
-        """Make the chunk pending; or say why there is nothing to write."""
-        key = kept.key
-        is_old = self._catalog.is_less_complete(key, kept.layout)
-        if is_old and not self._moves.eviction.replace(kept):
-            return self._refused(key, "somebody reads it as it is, without its checkpoint")
-        self._forget_hearsay(key)
-        if not self._catalog.in_flight.begin(key):
-            self.counters.add("put_existing_chunks")
-            self._hint(key, hints)
-            for refill in self._refills:
-                refill.put_again(key)
-            return PutResult(PutOutcome.exists, note)
-        return None
-
-    def _reserve(self, slot: TierSlot, room: SpaceRequest) -> Reservation | PutResult:
-        key = room.info.key
+    def _begin(
+        self, slot: TierSlot, kept: ChunkInfo, room: SpaceRequest, hints: Hints
+    ) -> Reservation | PutResult:
+        """Make the chunk pending, and reserve; or say why there is nothing to write."""
+        key, in_flight = kept.key, self._catalog.in_flight
+        if not in_flight.begin(key, kept.layout):
+            note = "" if kept is room.info else WITHOUT_STATE
+            if (answer := self._begin_anew(kept, hints, note)) is not None:
+                return answer
         try:
             return self._moves.eviction.reserve_for_put(slot, room)
         except TierFullError as error:
-            self._catalog.in_flight.end(key)
-            return self._refused(key, str(error))
+            in_flight.end(key)
+            return self.refuse(key, str(error))
         except KVStoreError as error:
-            self._catalog.in_flight.end(key)
-            self.record_refused(key, str(error))
+            in_flight.end(key)
+            self._record(key, Fate.refused, str(error))
             raise
 
-    def _refused(self, key: ChunkKey, reason: str) -> PutResult:
-        self.counters.add("put_refused_chunks")
-        self.record_refused(key, reason)
-        return PutResult(PutOutcome.refused, reason)
-
-    def _forget_hearsay(self, key: ChunkKey) -> None:
-        """What only another server has in its memory may be put here all the same."""
-        peers = self._moves.tiers.remote
-        if peers is None or self._catalog.holders(key) != [peers.name]:
-            return
-        if self._catalog.cast_out(peers.name, key, even_if_held=False):
-            self._catalog.purged(peers.name, key)
-
-    def _bare_layout(self, info: ChunkInfo, options: PutOptions) -> KVLayout | None:
-        """Return what is kept of a chunk whose state is not worth it; None: all of it."""
-        if self._states is None or not info.layout.has(LayerKind.state):
+    def _begin_anew(self, kept: ChunkInfo, hints: Hints, note: str) -> PutResult | None:
+        """Begin a chunk that is here, where that is no reason not to; else say why it is."""
+        key, catalog, peers = kept.key, self._catalog, self._moves.tiers.remote
+        if catalog.is_less_complete(key, kept.layout) and not self._moves.eviction.replace(kept):
+            return self.refuse(key, "somebody reads it as it is, without its checkpoint")
+        # What only another server has in its memory may be put here all the same.
+        far = "" if peers is None else peers.name
+        if catalog.holders(key) == [far] and catalog.cast_out(far, key, even_if_held=False):
+            catalog.purged(far, key)
+        if catalog.in_flight.begin(key, kept.layout):
             return None
+        self._counters.add("put_existing_chunks")
+        self._hint(key, hints)
+        for listener in self.on_existing:
+            listener(key)
+        return PutResult(PutOutcome.exists, note)
+
+    def _layout_to_keep(
+        self, info: ChunkInfo, options: PutOptions, states: StateAdmission
+    ) -> KVLayout | None:
+        """Return what is kept of a chunk whose state is not worth it; None: all of it."""
         bare = without_state(info.layout)
         if bare is None or not self._catalog.is_absent_or_less_complete(info.key, info.layout):
             return None
         # Of a chunk that is known, and whose end is not, somebody asks a second time.
         is_last = options.is_last is None and self._catalog.is_less_complete(info.key, info.layout)
-        admitted = self._states.admits(info.key, is_end=bool(options.is_last or is_last))
-        return None if admitted else bare
+        return None if states.admits(info.key, is_end=bool(options.is_last or is_last)) else bare
 
-    def may_lose_state(self, reservation: Reservation) -> bool:
-        """Whether the chunk that comes will be kept without its state."""
-        return id(reservation) in self._bare
-
-    def keep_state(self, reservation: Reservation) -> None:
+    def keep_state(self, ticket: PutTicket) -> None:
         """Keep the state after all: nothing of the put continues the chunk."""
-        if self._bare.pop(id(reservation), None) is not None and self._states is not None:
-            self._states.forget(reservation.info.key)
-
-    def record_refused(self, key: ChunkKey, reason: str) -> None:
-        """Remember why a chunk was not taken, for who asks."""
-        self._moves.catalog.outcomes.note(key, Fate.refused, detail=reason)
-
-    def record_invalid(self, key: ChunkKey, error: KVStoreError) -> None:
-        """Remember why a frame that came was no good, for who asks."""
-        self._moves.catalog.outcomes.note(key, Fate.invalid, detail=str(error))
+        if ticket.kept_layout is not None and self._states is not None:
+            ticket.kept_layout = None
+            self._states.forget(ticket.key)
 
     def has(self, key: ChunkKey) -> bool:
         """Whether an exact copy of the chunk is there."""
         return bool(self._catalog.holders(key, Fidelity.exact))
 
-    def view(self, reservation: Reservation) -> Bytes:
-        """Return the reserved memory."""
-        return self._moves.tiers.cpu_tier.view(reservation)
+    def refuse(self, key: ChunkKey, reason: str) -> PutResult:
+        """Count and record that a chunk is not taken; return the answer."""
+        self._counters.add("put_refused_chunks")
+        self._record(key, Fate.refused, reason)
+        return PutResult(PutOutcome.refused, reason)
 
-    def give_back(self, reservation: Reservation) -> None:
-        """Free room that nothing comes into any more."""
-        self.keep_state(reservation)
-        self._reserved.forget(reservation)
-        self.give_back_on(self._moves.tiers.cpu, reservation)
+    def reject(self, key: ChunkKey, error: KVStoreError) -> None:
+        """Count and record a frame that is not what it should be."""
+        self._counters.add("put_invalid_chunks")
+        self._record(key, Fate.invalid, str(error))
 
-    def give_back_on(self, slot: TierSlot, reservation: Reservation) -> None:
-        """The same on *slot*."""
-        slot.tier.abort(reservation)
-        self._catalog.in_flight.end(reservation.info.key)
+    def _record(self, key: ChunkKey, fate: Fate, reason: str) -> None:
+        self._catalog.outcomes.note(key, fate, detail=reason)
 
-    def seal(
-        self, reservation: Reservation, header: FrameHeader, tenant: str, hints: Hints
-    ) -> PutResult:
+    def discard(self, ticket: PutTicket) -> None:
+        """Free room that nothing is written into any more."""
+        self.keep_state(ticket)
+        self._moves.eviction.reserved.forget(ticket.reservation)
+        ticket.slot.tier.abort(ticket.reservation)
+        self._catalog.in_flight.end(ticket.key)
+
+    def commit(self, ticket: PutTicket, header: FrameHeader) -> PutResult:
         """Make a verified frame visible, and have it copied on."""
-        key, reason = reservation.info.key, ""
-        self._reserved.forget(reservation)
-        bare = self._bare.pop(id(reservation), None)
-        if bare is not None and not header.levels:
-            try:
-                reservation, header = self._trim(reservation, header, bare, hints)
-            except KVStoreError as error:
-                self._catalog.in_flight.end(key)
-                return self._refused(key, str(error))
-            reason = WITHOUT_STATE
-        return self.seal_on(self._moves.tiers.cpu, reservation, header, tenant, hints, reason)
-
-    def seal_on(
-        self,
-        slot: TierSlot,
-        reservation: Reservation,
-        header: FrameHeader,
-        tenant: str,
-        hints: Hints,
-        reason: str = "",
-    ) -> PutResult:
-        """The same on *slot*, of what is kept as it came."""
-        key = reservation.info.key
+        if ticket.kept_layout is not None and not header.levels:
+            return self._commit_trimmed(ticket, header, ticket.kept_layout)
+        moves, slot, key = self._moves, ticket.slot, ticket.key
+        moves.eviction.reserved.forget(ticket.reservation)
         try:
-            sealed = slot.tier.seal(reservation)
+            sealed = slot.tier.seal(ticket.reservation)
             if sealed:
-                put_info = PutInfo(tenant, hints, header.content, header.position)
+                hints = ticket.hints
+                put_info = PutInfo(ticket.session.tenant, hints, header.content, header.position)
                 self._catalog.note_sealed(slot.name, header.info(), put_info)
-                self._hint(key, hints)
+                if hints is not NO_HINTS:
+                    self._hint(key, hints)
         finally:
             self._catalog.in_flight.end(key)
         if not sealed:
-            self.counters.add("put_existing_chunks")
+            self._counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)
-        self.counters.add("put_stored_chunks")
-        self.counters.add("put_bytes", reservation.info.size_bytes)
-        self._moves.eviction.settle_quota(slot, key)
-        self._copy_through(key)
-        return PutResult(PutOutcome.stored, reason)
+        self._counters.add("put_stored_chunks")
+        self._counters.add("put_bytes", ticket.frame_bytes)
+        moves.eviction.settle_quota(slot, key)
+        for lower in self._lower:
+            if moves.placement.admits(lower, key, Trigger.stored) and (
+                lower.breaker.is_open or moves.copy_down(key, lower) is None
+            ):
+                moves.placement.cancelled(lower.name, key)
+                self._counters.add("skipped_copies")
+        return PutResult(PutOutcome.stored)
 
-    def _trim(
-        self, reservation: Reservation, header: FrameHeader, layout: KVLayout, hints: Hints
-    ) -> tuple[Reservation, FrameHeader]:
-        """Put what is kept of a verified frame into room of its size; raise with neither left."""
-        cpu = self._moves.tiers.cpu_tier
+    def _commit_trimmed(
+        self, ticket: PutTicket, header: FrameHeader, layout: KVLayout
+    ) -> PutResult:
+        """The same of what is kept of a frame whose state was turned away."""
+        ticket.kept_layout = None
+        self._moves.eviction.reserved.forget(ticket.reservation)
         try:
-            fresh, frame = trimmed(header, cpu.view(reservation), layout)
+            fresh = self._trim(ticket, header, layout)
+        except KVStoreError as error:
+            self._catalog.in_flight.end(ticket.key)
+            return self.refuse(ticket.key, str(error))
+        result = self.commit(ticket, fresh)
+        is_stored = result.outcome is PutOutcome.stored
+        return replace(result, reason=WITHOUT_STATE) if is_stored else result
+
+    def _trim(self, ticket: PutTicket, header: FrameHeader, layout: KVLayout) -> FrameHeader:
+        """Put what is kept of a verified frame into room of its size; raise with neither left."""
+        moves, cpu = self._moves, self._moves.tiers.cpu_tier
+        try:
+            fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
         finally:
-            cpu.abort(reservation)
+            cpu.abort(ticket.reservation)
         room = SpaceRequest(
-            fresh.info(), reservation.tenant, self.clock() + _TRIM_S, self._headroom_bytes,
-            hints.category,
+            fresh.info(), ticket.session.tenant, moves.clock() + _TRIM_S,
+            self._headroom_bytes, ticket.hints.category,
         )  # fmt: skip
-        smaller = self._moves.eviction.reserve_for_put(self._moves.tiers.cpu, room)
-        copy_bytes(cpu.view(smaller), frame)
-        self.counters.add("put_states_left_out")
-        return smaller, fresh
+        ticket.reservation = moves.eviction.reserve_for_put(moves.tiers.cpu, room)
+        copy_bytes(cpu.view(ticket.reservation), frame)
+        self._counters.add("put_states_left_out")
+        return fresh
 
     def _hint(self, key: ChunkKey, hints: Hints) -> None:
         if hints != NO_HINTS:
-            self.counters.add("ignored_pins", self._catalog.hint([key], hints))
-
-    def _copy_through(self, key: ChunkKey) -> None:
-        for slot in self._moves.tiers.lower:
-            if not self._moves.placement.admits(slot, key, Trigger.stored):
-                continue
-            if slot.breaker.is_open or self._moves.copy_down(key, slot) is None:
-                self._moves.placement.cancelled(slot.name, key)
-                self.counters.add("skipped_copies")
+            self._counters.add("ignored_pins", self._catalog.hint([key], hints))
 
 
 def without_state(layout: KVLayout) -> KVLayout | None:

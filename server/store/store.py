@@ -28,8 +28,8 @@ from kvstore.server.store.lookup import Lookup
 from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
 from kvstore.server.store.put_announcements import PutAnnouncements
 from kvstore.server.store.reads import Reads
-from kvstore.server.store.reservations import Reservations
-from kvstore.server.store.writes import PutResult, Writes
+from kvstore.server.store.reservations import PutResult, Reservations
+from kvstore.server.store.writes import Writes
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Moves
@@ -91,13 +91,15 @@ class Store:
         self.spaces = ModelRegistry()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
         self.reservations = Reservations(moves, limits.load_headroom_percent, self.states)
+        partial = PartialChunkLimits.of(moves.tiers.cpu_tier, limits.unfinished_s)
+        clock, counters = moves.clock, moves.counters
         self.writes = Writes(
             self.reservations,
-            ParallelWrites(
-                self.reservations, PartialChunkLimits.of(moves.tiers.cpu_tier, limits.unfinished_s)
-            ),
+            ParallelWrites(self.reservations, partial, clock, counters),
             limits.max_reservations_per_session,
             new_id,
+            clock,
+            counters,
         )
         self._prefetch = prefetch = Prefetch(moves, limits.prefetch_bytes)
         self.reads = Reads(moves, limits.bypass_bytes, prefetch.was_read)
@@ -106,6 +108,8 @@ class Store:
         self._work_queue = moves.work_queue
         self.directory: Directory | None = None
         """Of the nodes and what they hold in memory, where there is one."""
+        self.on_tick: list[Callable[[], None]] = []
+        """What is called a few times a second."""
         self._lease_ttl_ms = limits.lease_ttl_ms
         self._new_id = new_id
         lower = moves.tiers.lower
@@ -358,7 +362,8 @@ class Store:
         self._lookup.drop_remote_hints()
         self._prefetch.sweep(self.catalog.is_leased)
         self.moves.drop_duplicates()
-        self.reservations.tick()
+        for work in self.on_tick:
+            work()
 
     def _drop_expired(self) -> None:
         """Free chunks whose time to live is up, but those that somebody reads."""

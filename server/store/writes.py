@@ -1,12 +1,9 @@
-"""Writes: chunks on their way in. Reserved, written by the caller, verified, then visible."""
+"""Writes: chunks that are put. Reserved, written by the caller, verified, then visible."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias
 
 from kvstore.codecs.base import codec_by_id
@@ -21,48 +18,31 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, copy_frame
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.proto.types import ChunkInfo, Fidelity
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
-from kvstore.server.store.reservations import NO_OPTIONS, PutOptions, Reservations
-from kvstore.server.store.reservations import PutResult as PutResult
-from kvstore.tiers.base import Reservation
+from kvstore.server.store.reservations import (
+    NO_OPTIONS,
+    PutOptions,
+    PutResult,
+    PutTicket,
+    Reservations,
+)
+from kvstore.server.telemetry.metrics import Counters
 
 RESERVED_S = 120.0
 """Room that was reserved by a call of its own and not written to by then is given back."""
 
-
-@dataclass(frozen=True, slots=True)
-class PutTicket:
-    """Room in CPU memory for a chunk that is being put; owned by a session, ``until`` then at
-    most unless it is claimed.
-    """
-
-    ticket_id: int
-    session: Session
-    reservation: Reservation
-    hints: Hints = NO_HINTS
-    until: float = math.inf
-
-    @property
-    def key(self) -> ChunkKey:
-        """The chunk's name."""
-        return self.reservation.info.key
-
-    @property
-    def frame_bytes(self) -> int:
-        """Size of the frame that is to come."""
-        return self.reservation.info.size_bytes
-
-
 AnyTicket: TypeAlias = PutTicket | PartTicket
-"""A chunk that is being put, or a portion of one."""
+"""A chunk that is being put, or a part of one."""
 
 
 class Writes:
-    """Puts at work, by ticket, each owned by a session. Thread-safe.
+    """Puts in progress. Thread-safe.
 
-    *new_id* returns unpredictable numbers below 2^64. Portions go to *parallel*.
+    A ticket is its caller's, which commits or discards it. Only those of ``begin_all`` lie in a
+    table, by session and id, until a later call claims them. *new_id* returns unpredictable numbers
+    below 2^64; *clock* returns monotonic seconds. Parts of chunks go to *parallel*.
     """
 
     def __init__(
@@ -71,17 +51,20 @@ class Writes:
         parallel: ParallelWrites,
         limit_per_session: int,
         new_id: Callable[[], int],
+        clock: Callable[[], float],
+        counters: Counters,
     ) -> None:
         self._reservations = reservations
         self.parallel = parallel
-        self._counters = reservations.counters
         self._limit = limit_per_session
         self._new_id = new_id
-        self._tickets: dict[int, AnyTicket] = {}
-        self._by_session: dict[int, set[int]] = {}
-        self._draining = False
-        # Guards the three fields above; held for dictionary operations only.
+        self._clock = clock
+        self._counters = counters
+        self._tickets: dict[int, dict[int, AnyTicket]] = {}
+        # Guards the table; held for dictionary operations only.
         self._lock = threading.Lock()
+        self.is_draining = False
+        """Whether puts are refused."""
 
     def open(
         self,
@@ -90,7 +73,6 @@ class Writes:
         deadline: float,
         options: PutOptions = NO_OPTIONS,
         part: ChunkPart | None = None,
-        until: float = math.inf,
     ) -> AnyTicket | PutResult:
         """Reserve room for a frame, or say why there is nothing to write.
 
@@ -98,31 +80,16 @@ class Writes:
         a *part* of it is put. Raises ShuttingDownError, QuotaExceededError, InvalidRequestError,
         and LeaseExpiredError for a session that has ended.
         """
-        if self._draining:
+        if self.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
-        ticket: AnyTicket
-        if part is not None:
-            ticket = PartTicket(self._new_id(), session, info, part, options)
-            answer = self.parallel.begin(ticket, deadline)
-            if answer is not None:
-                return answer
+        begun: AnyTicket | PutResult
+        if part is None:
+            begun = self._reservations.reserve(session, info, deadline, options)
         else:
-            reserved = self._reservations.reserve(session, info, deadline, options)
-            if isinstance(reserved, PutResult):
-                return reserved
-            ticket = PutTicket(self._new_id(), session, reserved, options.hints, until)
-        if session.is_closed:
-            self.discard(ticket)
+            begun = self.parallel.begin(PartTicket(session, info, part, options), deadline)
+        if session.is_closed and not isinstance(begun, PutResult):
+            self.discard(begun)
             raise _closed(session)
-        return ticket
-
-    def _owned(self, begun: AnyTicket | PutResult) -> AnyTicket | PutResult:
-        if not isinstance(begun, PutResult):
-            try:
-                self._own(begun)
-            except (QuotaExceededError, LeaseExpiredError):
-                self.discard(begun)
-                raise
         return begun
 
     def begin_all(
@@ -137,14 +104,16 @@ class Writes:
 
         All of its room is given back when one of it is invalid.
         """
-        until = self._reservations.clock() + RESERVED_S
+        until = self._clock() + RESERVED_S
         begun: list[AnyTicket | PutResult] = []
         continued = {info.parent_key for info in infos}
         try:
             for info, part in zip(infos, parts or [None] * len(infos), strict=True):
                 options = PutOptions(hints, info.key not in continued)
-                ticket = self.open(session, info, deadline, options, part, until)
-                begun.append(self._owned(ticket))
+                ticket = self.open(session, info, deadline, options, part)
+                if not isinstance(ticket, PutResult):
+                    self._own(ticket, until)
+                begun.append(ticket)
         except KVStoreError:
             for result in begun:
                 if not isinstance(result, PutResult):
@@ -152,51 +121,42 @@ class Writes:
             raise
         return begun
 
-    def _own(self, ticket: AnyTicket) -> None:
-        limit = self._limit
-        session_id = ticket.session.session_id
-        with self._lock:
-            if ticket.session.is_closed:
-                # Its puts were already aborted; this one came too late for that.
-                raise _closed(ticket.session)
-            owned = self._by_session.setdefault(session_id, set())
-            if len(owned) >= limit:
-                raise QuotaExceededError(
-                    "max_reservations_per_session", limit, f"session {session_id}"
-                )
-            owned.add(ticket.ticket_id)
-            self._tickets[ticket.ticket_id] = ticket
-
-    def view(self, ticket: AnyTicket) -> Bytes:
-        """Return the memory to write the frame into."""
+    def _own(self, ticket: AnyTicket, until: float) -> None:
+        ticket.ticket_id = self._new_id()
         if isinstance(ticket, PutTicket):
-            return self._reservations.view(ticket.reservation)
-        assert ticket.frame is not None
-        return ticket.frame
+            ticket.until = until
+        session = ticket.session
+        with self._lock:
+            owned = self._tickets.setdefault(session.session_id, {})
+            # The puts of a session that has ended were aborted; this one is too late for that.
+            if len(owned) < self._limit and not session.is_closed:
+                owned[ticket.ticket_id] = ticket
+                return
+            if not owned:
+                del self._tickets[session.session_id]
+        self.discard(ticket)
+        if session.is_closed:
+            raise _closed(session)
+        name = "max_reservations_per_session"
+        raise QuotaExceededError(name, self._limit, f"session {session.session_id}")
 
     def claim(self, session: Session, ticket_id: int) -> AnyTicket:
         """Take a put out of the table to finish it. Raises LeaseExpiredError."""
         with self._lock:
-            ticket = self._tickets.get(ticket_id)
-            if ticket is None or ticket.session is not session:
-                raise LeaseExpiredError(
-                    f"reservation_id={ticket_id}: spent, aborted or not this session's; reserve "
-                    "again"
-                )
-            self._disown(ticket)
-            return ticket
-
-    def _disown(self, ticket: AnyTicket) -> None:
-        del self._tickets[ticket.ticket_id]
-        owned = self._by_session[ticket.session.session_id]
-        owned.discard(ticket.ticket_id)
-        if not owned:
-            del self._by_session[ticket.session.session_id]
+            owned = self._tickets.get(session.session_id, {})
+            ticket = owned.pop(ticket_id, None)
+            if not owned:
+                self._tickets.pop(session.session_id, None)
+        if ticket is None:
+            raise LeaseExpiredError(
+                f"reservation_id={ticket_id}: spent, aborted or not this session's; reserve again"
+            )
+        return ticket
 
     def discard(self, ticket: AnyTicket) -> None:
         """Give back the room of a put that is the caller's."""
         if isinstance(ticket, PutTicket):
-            self._reservations.give_back(ticket.reservation)
+            self._reservations.discard(ticket)
         else:
             self.parallel.discard(ticket)
 
@@ -209,67 +169,48 @@ class Writes:
         self.discard(ticket)
         return True
 
-    def may_lose_state(self, ticket: AnyTicket) -> bool:
-        """Whether the chunk will be kept without its state, unless it ends its put."""
-        return isinstance(ticket, PutTicket) and self._reservations.may_lose_state(
-            ticket.reservation
-        )
-
     def commit(
-        self, ticket: AnyTicket, check: FrameVerifier | None = None, *, is_last: bool = False
+        self,
+        ticket: AnyTicket,
+        check: FrameVerifier | None = None,
+        *,
+        frame: Bytes | None = None,
+        is_last: bool = False,
     ) -> PutResult:
-        """Verify what was written into a put of the caller's and make it visible, or abort it.
+        """Verify the frame of a put of the caller's and make it visible, or abort the put.
 
-        *check* followed what was written, where its writer has no hand on it. *is_last*: it turned
-        out that nothing of the put continues it.
+        The frame was written into the ticket's room, where *check* followed it if its writer has no
+        hand on it, or is copied there from *frame*. *is_last*: it turned out that nothing of the
+        put continues it.
         Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
         for frames that are not what was reserved; nothing of them stays.
         """
-        if isinstance(ticket, PutTicket):
-            if is_last:
-                self._reservations.keep_state(ticket.reservation)
-            return self._finish(ticket, check_frame if check is None else partial(_found, check))
-        return self.parallel.take(ticket, self.view(ticket))
-
-    def _finish(
-        self, ticket: PutTicket, receive: Callable[[Bytes, ChunkKey], FrameHeader]
-    ) -> PutResult:
-        info = ticket.reservation.info
+        if isinstance(ticket, PartTicket):
+            return self.parallel.commit(ticket, ticket.room if frame is None else frame)
+        if is_last:
+            self._reservations.keep_state(ticket)
+        info, room = ticket.reservation.info, ticket.room
+        assert room is not None
         try:
-            header = receive(self.view(ticket), info.key)
+            if check is not None:
+                header = check.finish()
+            elif frame is not None:
+                header = copy_frame(room, frame, info.key)
+            else:
+                header = check_frame(room, info.key)
             check_put(header, info, ticket.session)
         except KVStoreError as error:
-            self._counters.add("put_invalid_chunks")
-            self._reservations.record_invalid(info.key, error)
-            self.discard(ticket)
+            self._reservations.reject(info.key, error)
+            self._reservations.discard(ticket)
             raise
-        session = ticket.session
-        return self._reservations.seal(ticket.reservation, header, session.tenant, ticket.hints)
-
-    def ingest(self, tickets: Sequence[AnyTicket], frames: Sequence[Bytes]) -> list[PutResult]:
-        """Copy frames into puts of the caller's and commit them, in order.
-
-        At the first bad frame its error is raised and the rest is aborted.
-        """
-        results: list[PutResult] = []
-        try:
-            for ticket, frame in zip(tickets, frames, strict=True):
-                if isinstance(ticket, PutTicket):
-                    results.append(self._finish(ticket, partial(_copy_from, frame)))
-                else:
-                    results.append(self.parallel.take(ticket, frame))
-        except KVStoreError:
-            for ticket in tickets[len(results) + 1 :]:
-                self.discard(ticket)
-            raise
-        return results
+        return self._reservations.commit(ticket, header)
 
     def expire(self) -> int:
         """Give back room that nobody came to write to in time; return of how many chunks."""
-        now = self._reservations.clock()
+        now = self._clock()
         with self._lock:
-            late = [one for one in self._tickets.values() if isinstance(one, PutTicket)]
-            late = [one for one in late if one.until <= now]
+            owned = [one for tickets in self._tickets.values() for one in tickets.values()]
+            late = [one for one in owned if one.until <= now]
         count = sum(self.abort(one.session, one.ticket_id) for one in late)
         self._counters.add("dropped_unfinished_chunks", count)
         return count + self.parallel.expire()
@@ -277,35 +218,22 @@ class Writes:
     def abort_session(self, session: Session) -> None:
         """Give up every put of a session that ended."""
         with self._lock:
-            owned = list(self._by_session.get(session.session_id, ()))
-        for ticket_id in owned:
-            self.abort(session, ticket_id)
+            owned = self._tickets.pop(session.session_id, {})
+        for ticket in owned.values():
+            self.discard(ticket)
         self.parallel.end_session(session.session_id)
 
     def drain(self) -> None:
         """Refuse new puts from now on."""
-        with self._lock:
-            self._draining = True
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether puts are refused."""
-        return self._draining
+        self.is_draining = True
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        with self._lock:
+            return sum(map(len, self._tickets.values()))
 
 
 def _closed(session: Session) -> LeaseExpiredError:
     return LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
-
-
-def _found(check: FrameVerifier, view: Bytes, key: ChunkKey) -> FrameHeader:
-    return check.finish()
-
-
-def _copy_from(frame: Bytes, view: Bytes, key: ChunkKey) -> FrameHeader:
-    return copy_frame(view, frame, key)
 
 
 def check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.store.store import Store
 from kvstore.server.tiering.admission import Trigger
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -122,3 +123,12 @@ class Refill:
             self._rest()
             return False
         return True
+
+
+def attach_refills(store: Store) -> None:
+    """Have *store* check what its shared tiers lose."""
+    for slot in store.tiers.lower:
+        if slot.tier.shared:
+            refill = Refill(store.moves, slot)
+            store.reservations.on_existing.append(refill.put_again)
+            store.on_tick.append(refill.tick)

@@ -13,14 +13,15 @@ from kvstore.codecs.base import codec_by_name
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
+from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.index.leases import Leases
 from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store, StoreLimits
-from kvstore.server.store.writes import PutResult
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
@@ -102,6 +103,7 @@ class Core:
             self.move_timeout_ms,
         )
         self.store = Store(self.moves, self.limits, lambda: next(ids))
+        attach_refills(self.store)
         self.sessions = SessionTable(
             8, 60_000, salt, self.clock, lambda size: next(ids).to_bytes(size, "little")
         )
@@ -140,7 +142,7 @@ class Core:
             begun = self.store.writes.begin_all(session, [version.info], self.later(), hints)[0]
             if not isinstance(begun, PutResult):
                 ticket = self.store.writes.claim(session, begun.ticket_id)
-                begun = self.store.writes.ingest([ticket], [version.frame])[0]
+                begun = self.store.writes.commit(ticket, frame=version.frame)
             results.append(begun)
         if durable:
             return self.store.harden(keys_of(versions), results, self.later())

@@ -12,7 +12,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadResult
-from kvstore.server.store.writes import PutTicket
+from kvstore.server.store.reservations import PutTicket
 
 
 @dataclass(slots=True)

@@ -19,14 +19,13 @@ from kvstore.server.index.holds import Holds
 from kvstore.server.index.leases import Leases
 from kvstore.server.store import writes
 from kvstore.server.store.reads import Reads
-from kvstore.server.store.reservations import Reservations
+from kvstore.server.store.reservations import PutTicket, Reservations
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import Writes
 from kvstore.server.tiering.eviction import Eviction
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
-from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
 
 SEEDS = 1500
@@ -98,10 +97,10 @@ def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: Reservations, reservation: Reservation) -> None:
-        self._moves.tiers.cpu_tier.abort(reservation)
+    def drop(self: Reservations, ticket: PutTicket) -> None:
+        ticket.slot.tier.abort(ticket.reservation)
 
-    patch.setattr(Reservations, "give_back", drop)
+    patch.setattr(Reservations, "discard", drop)
 
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:
@@ -117,7 +116,7 @@ def the_policy_forgets_to_forget(patch: pytest.MonkeyPatch) -> None:
 
 
 def damaged_chunks_vanish_with_their_room(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Moves, "drop_corrupt", lambda self, s, key: self.catalog.forget(s.name, key))
+    patch.setattr(Eviction, "drop_corrupt", lambda self, s, key: self._catalog.forget(s.name, key))
 
 
 def lost_copies_are_kept(patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +137,7 @@ def a_flush_is_believed_without_asking_the_medium(patch: pytest.MonkeyPatch) -> 
 
 
 def deletes_do_not_reach_the_medium(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Moves, "delete_from", nothing)
+    patch.setattr(Eviction, "delete_from", nothing)
 
 
 def orphans_are_never_purged(patch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from kvstore.codecs.base import codec_by_name
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
+from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.catalog import Catalog
@@ -195,6 +196,7 @@ class World:
             plan.bypass_bytes, plan.write_through,
         )  # fmt: skip
         self.store = Store(moves, limits, self.new_id)
+        attach_refills(self.store)
         self.sessions = SessionTable(
             MAX_SESSIONS, round(1000 * SESSION_TTL_S), salt, clock, self._unique_bytes
         )

@@ -17,7 +17,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.writes import PutResult, PutTicket
+from kvstore.server.store.reservations import PutResult, PutTicket
 
 
 class Writers:
@@ -65,7 +65,8 @@ class Writers:
         ticket_id = self.draw.choice(list(self.oracle.puts))
         put = self.oracle.puts.pop(ticket_id)
         writes = self.world.store.writes
-        frame = writes.view(put.ticket)
+        frame = put.ticket.room
+        assert frame is not None
         frame[:] = put.version.frame
         spoilt = self.draw.random() < 0.25
         if spoilt:
@@ -127,10 +128,14 @@ class Writers:
             chosen[bad][-1] ^= 1
         for at in taken[:bad]:
             self.oracle.note_stored(versions[at])
+        results: list[PutResult] = []
         try:
-            results = writes.ingest(tickets, chosen)
+            for ticket, frame in zip(tickets, chosen, strict=True):
+                results.append(writes.commit(ticket, frame=frame))
         except (ChunkCorruptError, InvalidFrameError, InvalidRequestError):
             assert bad is not None
+            for ticket in tickets[len(results) + 1 :]:
+                writes.discard(ticket)
             return
         assert bad is None
         for at, result in zip(taken, results, strict=True):
@@ -143,7 +148,7 @@ class Writers:
         writes, version = self.world.store.writes, universe().chunks[key].versions[0]
         begun = writes.begin_all(session, [version.info], self.world.clock() + 1)[0]
         assert isinstance(begun, PutTicket)
-        (result,) = writes.ingest([writes.claim(session, begun.ticket_id)], [version.frame])
+        result = writes.commit(writes.claim(session, begun.ticket_id), frame=version.frame)
         assert result.outcome is PutOutcome.stored
         self.note(version, result)
 

@@ -29,7 +29,8 @@ from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, 
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.chunk_metadata import ChunkMetadata
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.writes import RESERVED_S, PutResult
+from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.writes import RESERVED_S
 from kvstore.tiers.base import Tier
 
 TEN_S = Hints(ttl_ms=10_000)
@@ -327,11 +328,11 @@ def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.refused
         assert core.put(blue, prompt(1, seed=2, tenant="blue"))[0].outcome is PutOutcome.stored
         first, second, third = (one.ticket_id for one in begun[:3])  # type: ignore[union-attr]
-        writes.ingest([writes.claim(red, first)], [mine[0].frame])
+        writes.commit(writes.claim(red, first), frame=mine[0].frame)
         assert writes.abort(red, second)
         assert core.put(red, prompt(1, seed=1))[0].outcome is PutOutcome.stored
         assert here(core, mine[:1]) == [True], "two are there and one has room: that is the quota"
-        writes.ingest([writes.claim(red, third)], [mine[2].frame])
+        writes.commit(writes.claim(red, third), frame=mine[2].frame)
         assert core.put(red, prompt(3, seed=3))[2].outcome is PutOutcome.stored
         assert sum(here(core, [*mine, *prompt(1, seed=1), *prompt(3, seed=3)])) == 3
 
@@ -352,7 +353,7 @@ def test_room_that_nobody_comes_to_fill_is_given_back(clock: FakeClock) -> None:
         assert core.counters["dropped_unfinished_chunks"] == 2
         with pytest.raises(LeaseExpiredError, match="reserve again"):
             writes.claim(red, begun[1].ticket_id)  # type: ignore[union-attr]
-        writes.ingest([claimed], [mine[0].frame])
+        writes.commit(claimed, frame=mine[0].frame)
         assert here(core, mine) == [True, False, False], "who had begun to fill it was let"
         assert core.put(red, prompt(2, seed=1))[1].outcome is PutOutcome.stored
 

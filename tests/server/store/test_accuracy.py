@@ -21,7 +21,7 @@ from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_h
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.writes import PutResult, PutTicket
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
 
 TIER_BYTES = 1 << 20
@@ -115,7 +115,7 @@ def test_restored_kv_is_never_taken_for_an_original(core: Core, session: Session
     assert isinstance(ticket, PutTicket)
     core.store.writes.claim(session, ticket.ticket_id)
     with pytest.raises(InvalidRequestError, match="restored or lossy KV is never stored"):
-        core.store.writes.ingest([ticket], [frame])
+        core.store.writes.commit(ticket, frame=frame)
     assert core.tiers_of(version) == []
 
 

@@ -32,8 +32,8 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, Portion, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import StoreLimits
-from kvstore.server.store.writes import PutResult
 
 LAYOUT = KVLayout.of(WIDE, 16)
 SIZE = raw_frame_bytes(LAYOUT)
@@ -100,7 +100,7 @@ class Writers:
         if isinstance(ticket, PutResult):
             return ticket.outcome
         claimed = self.writes.claim(ticket.session, ticket.ticket_id)
-        return self.writes.ingest([claimed], [frame])[0].outcome
+        return self.writes.commit(claimed, frame=frame).outcome
 
     def put(self, session: Session, portion: Portion, number: int = 0) -> PutOutcome:
         return self.finish(self.begin(session, portion, number), self.frame(portion, number))
@@ -266,7 +266,7 @@ def test_a_chunk_put_whole_meanwhile_needs_no_further_portion(writers: Writers) 
     info = replace(header.info(), key=writers.key())
     begun = writers.writes.begin_all(writers.other, [info], writers.core.later())[0]
     assert not isinstance(begun, PutResult)
-    writers.writes.ingest([writers.writes.claim(writers.other, begun.ticket_id)], [frame])
+    writers.writes.commit(writers.writes.claim(writers.other, begun.ticket_id), frame=frame)
     assert writers.found() == (1, 0)
     assert writers.finish(late, writers.frame(REST)) is EXISTS
     writers.assert_nothing_left()

@@ -15,8 +15,8 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
 from kvstore.server.index.in_flight import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reservations import PutTicket
 from kvstore.server.store.store import StoreLimits
-from kvstore.server.store.writes import PutTicket
 
 LONG_S = 30.0
 LIMITS = StoreLimits(write_through=False, waiting_lookups=2)
@@ -94,7 +94,7 @@ def test_a_lookup_waits_for_an_ordinary_put_under_way(core: Core) -> None:
     waiting = Waiting(core, session, [version.info.key])
     assert waits(core)
     ticket = core.store.writes.claim(session, begun.ticket_id)
-    core.store.writes.ingest([ticket], [version.frame])
+    core.store.writes.commit(ticket, frame=version.frame)
     assert waiting.answer() == (1, 0)
 
 

@@ -21,7 +21,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.writes import PutResult
+from kvstore.server.store.reservations import PutResult
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 

@@ -27,8 +27,8 @@ from kvstore.proto.frame import FrameWriter, header_bytes, parse_header
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, Fidelity, KVLayout, PutOutcome
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reservations import PutTicket
 from kvstore.server.store.store import StoreLimits
-from kvstore.server.store.writes import PutTicket
 
 STORED, EXISTS, REFUSED = PutOutcome.stored, PutOutcome.exists, PutOutcome.refused
 
@@ -49,7 +49,8 @@ def begin(core: Core, session: Session, version: Version) -> PutTicket:
 def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
     writes = core.store.writes
     claimed = writes.claim(ticket.session, ticket.ticket_id)
-    writes.view(claimed)[:] = frame
+    assert claimed.room is not None
+    claimed.room[:] = frame
     return writes.commit(claimed).outcome
 
 
@@ -172,16 +173,16 @@ def test_a_frame_of_another_layout_than_reserved_is_refused(core: Core, session:
     assert_nothing_left(core)
 
 
-def test_the_first_bad_frame_of_a_batch_takes_the_rest_with_it(
-    core: Core, session: Session
-) -> None:
+def test_a_bad_frame_of_a_batch_leaves_those_before_it(core: Core, session: Session) -> None:
     versions = prompt(3)
     tickets = [begin(core, session, version) for version in versions]
     claimed = [core.store.writes.claim(session, ticket.ticket_id) for ticket in tickets]
     frames = [version.frame for version in versions]
     frames[1] = flipped(frames[1], len(frames[1]) - 1)
+    core.store.writes.commit(claimed[0], frame=frames[0])
     with pytest.raises(ChunkCorruptError):
-        core.store.writes.ingest(claimed, frames)
+        core.store.writes.commit(claimed[1], frame=frames[1])
+    core.store.writes.discard(claimed[2])
     assert [core.tiers_of(version) for version in versions] == [["cpu"], [], []]
     assert core.catalog.in_flight.count() == core.cpu.stats().reservations == 0
 
@@ -194,7 +195,7 @@ def test_a_frame_that_ends_early_leaves_nothing(
     ticket = begin(core, session, version)
     claimed = core.store.writes.claim(session, ticket.ticket_id)
     with pytest.raises(InvalidFrameError):
-        core.store.writes.ingest([claimed], [version.frame[:size_bytes]])
+        core.store.writes.commit(claimed, frame=version.frame[:size_bytes])
     assert_nothing_left(core)
 
 

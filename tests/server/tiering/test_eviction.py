@@ -14,7 +14,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
 )
 from kvstore.proto.types import PutOutcome
-from kvstore.server.store.writes import PutResult
+from kvstore.server.store.reservations import PutResult
 from kvstore.server.tiering.tier_slot import SpaceRequest
 from kvstore.tiers.base import DEFAULT_TENANT
 
