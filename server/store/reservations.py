@@ -18,7 +18,6 @@ from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import Trigger
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.refill import Refill
 from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.tiers.base import Reservation

@@ -14,12 +14,12 @@ from simulation.universe import Version
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo, ChunkKey, PutOutcome
+from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
 from kvstore.server.index import queries
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.node import TICK_S
 from kvstore.server.store.store import StoreLimits
 from kvstore.server.tiering.admission import WriteBack
-from kvstore.server.tiering.refill import CHECK_S, MAX_COPIES
 
 TIER_BYTES = 2 << 20
 ALL = {"redis": "through"}
