@@ -1,13 +1,15 @@
 # The image of the Helm chart: kvstore-server and kvstore, as a user without rights.
 # Build it from the root of a checkout: docker build -t kvstore:0.1.0 .
-# With the gpu tier: docker build --build-arg EXTRAS=cpu-fast,tracing,gpu -t kvstore:0.1.0-cuda .
+# With the gpu tier: docker build --build-arg EXTRAS=tracing,gpu -t kvstore:0.1.0-cuda .
 # A base that cannot change under the tag: --build-arg BASE=python:3.11-slim-bookworm@sha256:...
 ARG BASE=python:3.11-slim-bookworm
 FROM $BASE AS build
 WORKDIR /build
 COPY . .
 # Without torch: the server and the numpy client need none; the gpu tier does.
-ARG EXTRAS=cpu-fast,tracing
+ARG EXTRAS=tracing
+# A compiler for the loops over payload bytes; the image itself has none.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev
 RUN python -m venv /opt/kvstore && \
     /opt/kvstore/bin/pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"
 

@@ -22,6 +22,8 @@ REAL_MODEL_STAMP := $(REAL_MODEL)/.installed
 REAL_MODEL_TOOLS := build/real-model-tools
 CHART := build/chart
 CHART_STAMP := $(CHART)/.installed
+NATIVE := proto/native
+LOOPS := $(NATIVE)/_loops.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -33,16 +35,20 @@ help: ## list the targets
 
 .venv: $(STAMP) ## install the project and its tools; PYTHON=... picks another interpreter
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "no python3 found: install python3.11 (3.11 or newer)"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python " \
 		+ sys.version.split()[0] + ": install python3.11, or run make PYTHON=/path/to/python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "installing Debian's venv package"; \
 		$(APT_INSTALL) $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); }
+	@command -v cc >/dev/null || { echo "installing Debian's gcc"; $(APT_INSTALL) gcc libc6-dev; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,transformers]'
 	@touch $@
+
+$(LOOPS): $(NATIVE)/build.py $(NATIVE)/loops.h $(wildcard $(NATIVE)/*.c) | $(STAMP)
+	$(BIN)/python $(NATIVE)/build.py
 
 redis:
 	@command -v redis-server >/dev/null || { echo "installing Debian's redis-server"; \
@@ -52,7 +58,7 @@ chromium:
 	@command -v chromium >/dev/null || { echo "installing Debian's chromium"; \
 		$(APT_INSTALL) chromium; } || echo "no chromium: the dashboard is not seen in a browser"
 
-demo: $(STAMP) ## a real engine's KV survives its process, and its server
+demo: $(STAMP) $(LOOPS) ## a real engine's KV survives its process, and its server
 	@mkdir -p build
 	$(BIN)/kvstore demo --json build/demo.json
 
@@ -68,7 +74,7 @@ $(REAL_MODEL_STAMP): bench/real_model.txt bench/real_model.py | $(STAMP)
 	rm -rf $(REAL_MODEL_TOOLS)
 	@touch $@
 
-test: $(STAMP) redis chromium ## run the test suite; ARGS=... goes to pytest
+test: $(STAMP) $(LOOPS) redis chromium ## run the test suite; ARGS=... goes to pytest
 	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 2 GB in build/vllm-VERSION; VERSION=0.32, 0.29, 0.26 (5.5 GB)
@@ -120,19 +126,19 @@ $(CHART_STAMP): tests/chart/requirements.txt tests/chart/wheels.txt tests/chart/
 	rm -rf $(CHART)/wheels $(CHART)/debs
 	@touch $@
 
-chart-test: $(STAMP) $(CHART_STAMP) ## the Helm chart: rendered, checked, its pod started; ARGS=... goes to pytest
+chart-test: $(STAMP) $(LOOPS) $(CHART_STAMP) ## the Helm chart: rendered, checked, its pod started; ARGS=... goes to pytest
 	$(BIN)/pytest tests/chart tests/museum/test_secrets.py --chart-tools $(ARGS)
 
-cluster-test: $(STAMP) redis ## three nodes on hosts of their own and a real Redis Cluster, as root; ARGS=... goes to pytest
+cluster-test: $(STAMP) $(LOOPS) redis ## three nodes on hosts of their own and a real Redis Cluster, as root; ARGS=... goes to pytest
 	@command -v ip >/dev/null || $(APT_INSTALL) iproute2
 	$(BIN)/pytest tests/cluster $(ARGS)
 
-museum-long: $(STAMP) redis ## the museum's tests, and where LMCache fails them: see tests/museum
+museum-long: $(STAMP) $(LOOPS) redis ## the museum's tests, and where LMCache fails them: see tests/museum
 	$(BIN)/pytest tests/museum --peers $(ARGS)
 
 check: format-check lint types floors test ## everything that has to pass before a change lands
 
-faults: $(STAMP) redis fault-tools ## every fault in its long form; ARGS=... goes to pytest
+faults: $(STAMP) $(LOOPS) redis fault-tools ## every fault in its long form; ARGS=... goes to pytest
 	$(BIN)/pytest tests/faults --long -o timeout=7200 $(ARGS)
 
 fault-tools:
@@ -140,25 +146,25 @@ fault-tools:
 		fiu-utils libfaketime faketime iproute2 e2fsprogs || echo "some faults will be skipped"
 
 MINUTES ?= 10
-soak: $(STAMP) redis ## a server under load with all faults on, every read verified; MINUTES=10
+soak: $(STAMP) $(LOOPS) redis ## a server under load with all faults on, every read verified; MINUTES=10
 	PYTHONPATH=src:tests $(BIN)/python tests/faults/soak.py --minutes $(MINUTES) $(ARGS)
 
 SECONDS ?= 60
-fuzz: $(STAMP) ## every parser under atheris for SECONDS each; says so where it is not installed
+fuzz: $(STAMP) $(LOOPS) ## every parser under atheris for SECONDS each; says so where it is not installed
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q \
 		atheris==3.0.0 || true
 	PYTHONPATH=src:tests $(BIN)/python tests/fuzz/long.py $(SECONDS) $(ARGS)
 
-soak-long: $(STAMP) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills, 10^6 steps
+soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile frames, 10^9 exact values, 50 kills, 10^6 steps
 	$(BIN)/pytest -o timeout=7200 tests/simulation/test_network.py --sim-steps 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_exact_values.py --exact-values 1000000000
 	$(BIN)/pytest -o timeout=7200 tests/e2e/test_kill9.py --kill-loops 50
 
-mutants: $(STAMP) redis ## break the code in 100 places and see that tests notice: 75 minutes at most; ARGS=... goes to it
+mutants: $(STAMP) $(LOOPS) redis ## break the code in 100 places and see that tests notice: 75 minutes at most; ARGS=... goes to it
 	$(BIN)/python -m tests.mutation $(ARGS)
 
-bench: $(STAMP) redis ## measure this machine's data paths, alone and beside peers, and print the tables
+bench: $(STAMP) $(LOOPS) redis ## measure this machine's data paths, alone and beside peers, and print the tables
 	$(BIN)/python -m bench.local
 	$(BIN)/python -m bench.scaling
 	$(BIN)/python -m bench.policy

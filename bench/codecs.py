@@ -50,7 +50,6 @@ from bench.peer_process import PeerSkippedError
 from bench.real_model import FOLDER, why_missing
 from bench.report import Report
 from kvstore.cli.plot import line_chart
-from kvstore.proto.background import make_at_once
 from kvstore.proto.types import RopeParameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -228,7 +227,6 @@ def _draw_rates(file: Path, title: str, rates: Rates) -> None:
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     """Run every part and print the report."""
-    make_at_once()  # what is measured is not what stands in for it
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",

@@ -19,7 +19,7 @@ from kvstore.codecs.assets import AssetKind, pack_asset, parse_asset
 from kvstore.codecs.base import ChunkTensors, Codec, codec_by_name, empty_tensors
 from kvstore.codecs.cachegen_profile import CachegenProfile
 from kvstore.codecs.kvq import DEFAULT_QUALITY, KvqCodec
-from kvstore.codecs.kvq_backends import tile_backends
+from kvstore.codecs.kvq_native import tile_backend
 from kvstore.codecs.kvqs_profile import KvqsProfile
 from kvstore.codecs.kvt_profile import KvtProfile
 from kvstore.codecs.lossy import LossyCodec
@@ -27,6 +27,7 @@ from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader, FrameTemplate
 from kvstore.proto.keys import representation_digest
+from kvstore.proto.native import paths
 from kvstore.proto.types import (
     DIGEST_BYTES,
     KEY_BYTES,
@@ -188,9 +189,8 @@ def _shelve(kind: AssetKind, chunks: Chunks, tables: Mapping[str, NDArray[Any]])
 
 
 def kvq_backends() -> dict[str, Codec]:
-    """Return kvq under each way to quantise and each entropy coder; all write the same bytes."""
+    """Return kvq by each path of the compiled loops; all write the same bytes."""
     return {
-        f"{tiles.name} steps, {coder.name} rans": KvqCodec(DEFAULT_QUALITY, tiles, coder)
-        for tiles in tile_backends(DType.bfloat16).values()
-        for coder in rans.backends().values()
+        path: KvqCodec(DEFAULT_QUALITY, tile_backend(path), rans.native_backend(path))
+        for path in paths()
     }

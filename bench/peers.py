@@ -36,7 +36,6 @@ from bench.redis_gets import bare_gets
 from bench.report import Report, best_s
 from bench.workload import MIB, redis_server
 from kvstore.cli.plot import bar_chart
-from kvstore.proto.background import make_at_once
 from kvstore.server.main import keep_freed_memory
 from kvstore.server.wiring import LOADS_AT_ONCE
 from kvstore.tiers.disk import DiskTier
@@ -257,7 +256,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as an SVG")
     flags = parser.parse_args(argv)
     keep_freed_memory()  # as the server, whose tiers run in this process here
-    make_at_once()  # what is measured is not what stands in for it
     report = Report("peers")
     with tempfile.TemporaryDirectory() as name:
         measure(Run(Path(name), report), flags.venvs.absolute(), flags.only)

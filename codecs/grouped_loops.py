@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.floats import Floats
-from kvstore.proto.background import improving
+from kvstore.proto import native
+from kvstore.proto.native import addresses
 
 GROUP = 64
 SLACK = np.float32(2.0**-21)
@@ -91,40 +93,47 @@ def _spread(groups: Floats, shape: tuple[int, ...], by_token: bool) -> Floats:
 NUMPY = Loops("numpy", _bounds, _quantise, _expand)
 
 
-@improving(lambda: NUMPY)
+@lru_cache(maxsize=4)
+def native_loops(path: str | None = None) -> Loops:
+    """Return the compiled loops of *path*; of this processor's best where it is None."""
+    found = native.loops(path)
+    return Loops(
+        found.path,
+        partial(_native_bounds, found),
+        partial(_native_quantise, found),
+        partial(_native_expand, found),
+    )
+
+
 def best_loops() -> Loops:
-    """Return the compiled loops where they are there and agree with the reference.
-
-    Compiling and checking them takes seconds; until then they are the reference.
-    """
-    try:
-        from kvstore.codecs.grouped_numba import NUMBA
-    except ImportError:  # the extra cpu-fast is not there
-        return NUMPY
-    return NUMBA if agrees(NUMBA) else NUMPY
+    """Return the fastest loops."""
+    return native_loops()
 
 
-def agrees(loops: Loops) -> bool:
-    """Whether *loops* gives the reference's bits, whole groups and short ones."""
-    rng = np.random.default_rng(0)
-    for by_token, shape in [(True, (2, 128, 33)), (False, (2, 9, 150))]:
-        values = rng.standard_normal(shape, np.float32)
-        values *= np.exp2(rng.integers(-9, 9, shape)).astype(np.float32)
-        low, high = NUMPY.bounds(values, by_token)
-        if not all(map(np.array_equal, loops.bounds(values, by_token), (low, high))):
-            return False
-        for base, levels in [(None, 127), (low, 15), (low, 3)]:
-            span = np.maximum(high, -low) if base is None else high - base
-            scale: Floats = (span / np.float32(levels)).astype(np.float32)
-            expected = NUMPY.quantise(values, scale, base, levels, by_token)
-            found = loops.quantise(values, scale, base, levels, by_token)
-            if expected is None or found is None:
-                return False
-            if not all(np.array_equal(expected[at], found[at]) for at in (0, 1)):
-                return False
-            if not np.array_equal(loops.expand(expected[0], scale, base, by_token), expected[1]):
-                return False
-            scale /= np.float32(2)
-            if loops.quantise(values, scale, base, levels, by_token) is not None:
-                return False
-    return True
+def _native_bounds(found: native.Loops, values: Floats, by_token: bool) -> tuple[Floats, Floats]:
+    heads, tokens, dim = values.shape
+    shape = (heads, -(-tokens // GROUP), dim) if by_token else (heads, tokens, -(-dim // GROUP))
+    low, high = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    found.grouped_bounds(*addresses(values, low, high), *values.shape, by_token)
+    return low, high
+
+
+def _native_quantise(
+    found: native.Loops, values: Floats, scale: Floats, base: Floats | None, levels: int,
+    by_token: bool,
+) -> Quantised | None:  # fmt: skip
+    codes, back = np.empty(values.shape, np.uint8), np.empty(values.shape, np.float32)
+    minima = np.zeros_like(scale) if base is None else base
+    arrays = (values, scale, minima, codes, back)
+    least = -levels if base is None else 0
+    off = found.grouped_quantise(*addresses(*arrays), *values.shape, by_token, least, levels)
+    return None if off else (codes, back)
+
+
+def _native_expand(
+    found: native.Loops, codes: Codes, scale: Floats, base: Floats | None, by_token: bool
+) -> Floats:
+    values = np.empty(codes.shape, np.float32)
+    arrays = (codes, scale, np.zeros_like(scale) if base is None else base, values)
+    found.grouped_expand(*addresses(*arrays), *codes.shape, by_token, base is None)
+    return values

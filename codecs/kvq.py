@@ -13,19 +13,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import is_finite
-from kvstore.codecs.kvq_backends import best_tile_backend
 from kvstore.codecs.kvq_body import MAX_SINKS, QUANTISED, Head, Stream
 from kvstore.codecs.kvq_classes import NO_CLASSES, Classes, classes_of, factors_of
 from kvstore.codecs.kvq_exact import decode_exact, encode_exact, max_exact_bytes
-from kvstore.codecs.kvq_fine import FineBackend, best_class_quantiser, best_fine_backend
 from kvstore.codecs.kvq_layer import (
     Decoding,
     Encoding,
@@ -37,12 +33,14 @@ from kvstore.codecs.kvq_layer import (
 )
 from kvstore.codecs.kvq_levels import (
     LEVELS,
+    FineBackend,
     at_level,
     max_refined_bytes,
     ones,
     parse_refinement,
 )
 from kvstore.codecs.kvq_models import ASSET
+from kvstore.codecs.kvq_native import fine_backend, tile_backend
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, TileBackend, Tiles
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.rans import Backend, best_backend
@@ -126,13 +124,15 @@ class KvqCodec(LossyCodec):
     def reads(self, revision: int) -> bool:
         return revision == self.revision
 
-    def tiles(self, dtype: DType) -> TileBackend:
-        """Return what quantises numbers of *dtype*."""
-        return self._tiles or best_tile_backend(dtype)
+    @property
+    def tiles(self) -> TileBackend:
+        """What quantises numbers."""
+        return self._tiles or tile_backend()
 
-    def fine(self, dtype: DType) -> FineBackend:
-        """Return what refines numbers of *dtype*."""
-        return self._fine or best_fine_backend(dtype)
+    @property
+    def fine(self) -> FineBackend:
+        """What refines numbers."""
+        return self._fine or fine_backend()
 
     @property
     def entropy(self) -> Backend:
@@ -184,27 +184,19 @@ class KvqCodec(LossyCodec):
                 rows = part[:, sinks:][:, block]
                 tiles = self._quantised(rows, (dtype, turned, ratio), classes[block])
                 has_more = tiles is not None and self.levels
-                thirds = self.fine(dtype).refine(rows, dtype, turned, tiles) if has_more else []
+                thirds = self.fine.refine(rows, dtype, turned, tiles) if has_more else []
                 if tiles is None or thirds is None:
                     return None
                 encoding.add(tiles, thirds, turned)
-            encoding.end_block(block, partial(self._moved, dtype))
+            encoding.end_block(block, self.fine.move)
         return encoding
 
     def _quantised(
         self, bits: Part, terms: tuple[DType, Angles | None, float], classes: Classes
     ) -> Tiles | None:
-        dtype, *_ = terms
         if len(classes):
-            return best_class_quantiser(dtype).quantise(bits, *terms, classes)
-        return self.tiles(dtype).quantise(bits, *terms)
-
-    def _moved(
-        self, dtype: DType, models: NDArray[np.uint8], classes: Classes
-    ) -> NDArray[np.uint8]:
-        """Return the model of each number. Plain frames do not wait for what this compiles."""
-        found: NDArray[np.uint8] = self.fine(dtype).move(models, classes)
-        return found
+            return self.tiles.quantise(bits, *terms, classes)
+        return self.tiles.quantise(bits, *terms)
 
     @override
     def decode_layer(
@@ -222,7 +214,7 @@ class KvqCodec(LossyCodec):
         if not is_quantised(component):
             raise InvalidFrameError("method", QUANTISED, f"{component.dtype.name} is not quantised")
         dtype = component.dtype
-        decoding = Decoding.of(data, component, self.entropy, partial(self._moved, dtype))
+        decoding = Decoding.of(data, component, self.entropy, self.fine.move)
         body, sinks = decoding.body, component.tokens - decoding.coded.tokens
         place = body.position if position is None else position + sinks
         exact = sinks_moved(body.sinks, body.frequencies, place - body.position, dtype)
@@ -243,8 +235,8 @@ class KvqCodec(LossyCodec):
         """Write one part of a block to memory; False when its escapes are not those coded."""
         dtype, angles, bits = given
         if not streams and not len(classes):
-            return self.tiles(dtype).dequantise(tiles, dtype, angles, bits)
-        fine = self.fine(dtype)
+            return self.tiles.dequantise(tiles, dtype, angles, bits)
+        fine = self.fine
         quotients = refined(tiles, streams, self.entropy, fine)
         if quotients is None:
             return False

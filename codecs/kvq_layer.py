@@ -21,8 +21,8 @@ from kvstore.codecs.kvq_body import (
     tile_count,
 )
 from kvstore.codecs.kvq_classes import NO_CLASSES, Classes, moved
-from kvstore.codecs.kvq_fine import FineBackend
 from kvstore.codecs.kvq_levels import (
+    FineBackend,
     Thirds,
     decode_each,
     encode_each,

@@ -8,7 +8,8 @@ base; every number has a model of its own, chosen by what was decoded before it.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, from_float32, to_float32
 from kvstore.codecs.kvq_body import Stream, pack_arrays, take_stream
+from kvstore.codecs.kvq_classes import moved
 from kvstore.codecs.kvq_models import SCALE_STEP_OF_THREE, SCALES, SHAPES, kvq_models
 from kvstore.codecs.kvq_tiles import (
     TOLERANCE,
@@ -205,3 +207,21 @@ def parse_refinement(data: Bytes, level: int, tiles: int) -> tuple[Stream, float
     if (method, found, zero) != (REFINED, level, 0) or not 0 <= error_bound < np.inf:
         raise InvalidFrameError("refinement", (method, found), f"must be {REFINED}, {level}")
     return take_stream(data, HEAD.size, tiles, words), error_bound
+
+
+@dataclass(frozen=True, slots=True)
+class FineBackend:
+    """One implementation of refinements, with the arguments of the reference."""
+
+    name: str
+    quotients: Callable[..., Any] = field(repr=False)
+    contexts: Callable[..., Any] = field(repr=False)
+    add: Callable[..., None] = field(repr=False)
+    write: Callable[..., None] = field(repr=False)
+    refine: Callable[..., list[Thirds] | None] = field(repr=False)
+    move: Callable[..., Any] = field(repr=False)
+
+
+NUMPY_FINE = FineBackend(
+    "numpy", quotients_of, contexts_of, add_symbols, write_scaled, refine, moved
+)

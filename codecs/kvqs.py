@@ -21,7 +21,6 @@ from kvstore.codecs.assets import Asset, AssetKind
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, to_float32
 from kvstore.codecs.kvq import RATIOS, ratios_of
-from kvstore.codecs.kvq_backends import best_tile_backend
 from kvstore.codecs.kvq_body import (
     Body,
     ByteCutter,
@@ -32,6 +31,7 @@ from kvstore.codecs.kvq_body import (
 )
 from kvstore.codecs.kvq_layer import Decoding, Encoding, angles_of
 from kvstore.codecs.kvq_models import ESCAPE, ZERO, kvq_models
+from kvstore.codecs.kvq_native import tile_backend
 from kvstore.codecs.kvq_tiles import (
     ESCAPE_SHARE,
     LARGEST,
@@ -114,7 +114,7 @@ class KvqsCodec(AssetCodec):
             raise InvalidRequestError("position", position, "the asset knows no rotary embedding")
         body = _parsed(data, component, statistics)
         decoding = Decoding(body, component, best_backend())
-        dequantise = best_tile_backend(component.dtype).dequantise
+        dequantise = tile_backend().dequantise
         for block, tiles, _ in decoding.blocks():
             turned = (angles_of(frequencies, place, block), None)
             for number, part in enumerate(out):

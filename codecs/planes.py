@@ -1,4 +1,4 @@
-"""Splitting words into byte planes and joining them again, by numba where it is installed.
+"""Splitting words into byte planes and joining them again.
 
 Plane 0 holds what is worth coding: the exponent of bfloat16 and float32, sign and exponent of
 float16. The planes behind it hold the sign and the mantissa, which are noise.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
-from kvstore.proto.background import improving
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.native import address, addresses, loops
 from kvstore.proto.types import Component, DType
 
 Words: TypeAlias = NDArray[Any]
@@ -109,33 +110,24 @@ def numpy_splitter(kind: str) -> Splitter:
     return Splitter("numpy", getattr(_Numpy, f"split_{kind}"), getattr(_Numpy, f"join_{kind}"))
 
 
-@improving(numpy_splitter)
 def best_splitter(kind: str) -> Splitter:
-    """Return the fastest splitter of words of *kind* that agrees with the reference.
-
-    While it is compiled, the reference.
-    """
-    reference = numpy_splitter(kind)
-    if kind == "bytes":
-        return reference
-    try:
-        from kvstore.codecs.planes_numba import compiled_splitter
-    except ImportError:  # without the extra cpu-fast
-        return reference
-    found = compiled_splitter(kind)
-    return found if splits_alike(found, reference, kind) else reference
+    """Return the fastest splitter of words of *kind*."""
+    return numpy_splitter(kind) if kind == "bytes" else native_splitter(kind)
 
 
-def splits_alike(found: Splitter, reference: Splitter, kind: str) -> bool:
-    """Whether *found* makes the planes and the words of *reference* from every half word."""
-    halves = np.arange(1 << 16, dtype="<u2")
-    words = halves if kind != "float32" else (halves * np.uint32(0x8F0D1)).astype("<u4")
-    planes, others = (np.zeros((words.itemsize, len(words)), np.uint8) for _ in range(2))
-    reference.split(words, planes)
-    found.split(words, others)
-    joined = np.zeros_like(words)
-    found.join(joined, planes)
-    return np.array_equal(planes, others) and np.array_equal(joined, words)
+@lru_cache(maxsize=16)
+def native_splitter(kind: str, path: str | None = None) -> Splitter:
+    """Return the compiled loops of *path*; of this processor's best where it is None."""
+    native = loops(path)
+    split, join = getattr(native, f"split_{kind}"), getattr(native, f"join_{kind}")
+    return Splitter(native.path, partial(_run, split), partial(_run, join))
+
+
+def _run(loop: Callable[..., int], words: Words, planes: Planes) -> None:
+    sizes = {words.size, *(plane.size for plane in planes)}
+    if len(sizes) > 1 or not all(each.flags.c_contiguous for each in (words, *planes)):
+        raise ValueError(f"planes of one size, C-ordered; not {sorted(sizes)}")
+    loop(address(words), *addresses(*planes), words.size)
 
 
 # --- parts as runs of rows

@@ -4,12 +4,13 @@ Range asymmetric numeral systems (Duda 2013, arXiv 1311.2540, section 3; Giesen 
 1402.3392, on interleaving). A lane's state is a u32 in [2^16, 2^32), frequencies have 12 bits,
 a state grows or shrinks by one u16 word at a time, which makes the final state of decoding
 2^16 in every lane: a check of the stream that costs nothing. The stream's layout stands in
-docs/format.md. Three backends write and read the same words; the one here is the reference.
+docs/format.md. The compiled loops and the reference here write
+and read the same words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
@@ -17,8 +18,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.background import improving
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.native import addresses, done, loops
 
 U8: TypeAlias = NDArray[np.uint8]
 U16: TypeAlias = NDArray[np.uint16]
@@ -246,48 +247,36 @@ def _decode(states: U32, counts: U32, words: U16, models: U8, table: ModelTable,
 NUMPY = Backend("numpy", _encode, _decode)
 
 
-# --- choosing
+# --- the compiled loops
 
 
-@improving(lambda: NUMPY)
+@lru_cache(maxsize=4)
+def native_backend(path: str | None = None) -> Backend:
+    """Return the loops of *path*; of this processor's best where it is None."""
+    native = loops(path)
+
+    def encode(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
+        tiles, tokens, channels = symbols.shape
+        states = np.full((tiles, LANES), MIN_STATE, np.uint32)
+        counts = np.empty(tiles, np.uint32)
+        words = np.empty(symbols.size, np.uint16)
+        arrays = (symbols, models, table.encode_symbols, states, counts, words)
+        used = done(native.rans_encode(*addresses(*arrays), tiles, tokens * channels, channels))
+        if used < 0:
+            raise uncodable()
+        return states, counts, words[:used]
+
+    def decode(
+        states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
+    ) -> bool:
+        tiles, tokens, channels = out.shape
+        arrays = (states.copy(), counts, words, models, table.decode_slots, out)
+        found = native.rans_decode(*addresses(*arrays), tiles, tokens * channels, channels)
+        return done(found) == 1
+
+    return Backend(native.path, encode, decode)
+
+
 def best_backend() -> Backend:
-    """Return the fastest backend that agrees with the reference on this machine.
-
-    Compiling and checking it takes seconds; until then it is the reference.
-    """
-    return next(_checked_backends())
-
-
-@lru_cache(maxsize=1)
-def backends() -> dict[str, Backend]:
-    """Return all that work on this machine by name, the fastest first; ``numpy`` is the last."""
-    return {backend.name: backend for backend in _checked_backends()}
-
-
-def _checked_backends() -> Iterator[Backend]:
-    try:
-        from kvstore.codecs.rans_numba import compiled_backends
-    except ImportError:  # without the extra cpu-fast
-        pass
-    else:
-        yield from filter(agrees, compiled_backends())
-    yield NUMPY
-
-
-def agrees(backend: Backend) -> bool:
-    """Whether *backend* writes and reads the reference's bytes on streams of every rate."""
-    rng = np.random.default_rng(0)
-    rows = rng.dirichlet(np.full(40, 0.3), 24)
-    frequencies = np.floor(rows * (SLOTS - 40)).astype(np.uint16) + 1
-    frequencies[:, 0] += (SLOTS - frequencies.sum(1)).astype(np.uint16)
-    table = ModelTable(frequencies)
-    models = rng.integers(0, len(rows), (5, 128)).astype(np.uint8)
-    slots = rng.integers(0, SLOTS, (5, 19, 128))
-    symbols = (table.decode_slots[models[:, None], slots] & 0xFF).astype(np.uint8)
-    expected = NUMPY.encode(symbols, models, table)
-    found = backend.encode(symbols, models, table)
-    if any(not np.array_equal(expected[k], found[k]) for k in range(3)):
-        return False
-    out = np.zeros_like(symbols)
-    ends_well = backend.decode(*expected, models, table, out)
-    return ends_well and np.array_equal(out, symbols)
+    """Return the fastest backend."""
+    return native_backend()

@@ -13,13 +13,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import numpy as np
 
-from kvstore.proto.background import improving
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.native import Loops, address, contiguous, loops
 
 PASSES = 5
 VALUES = 3
@@ -168,32 +169,45 @@ def _spread(body: Bytes, values: Bytes, counts: list[int], scratch: Bytes, out: 
 NUMPY = Sieve("numpy", _squeeze, _spread)
 
 
-@improving(lambda: NUMPY)
+@lru_cache(maxsize=4)
+def native_sieve(path: str | None = None) -> Sieve:
+    """Return the compiled loops of *path*; of this processor's best where it is None."""
+    native = loops(path)
+    return Sieve(native.path, partial(_squeeze_native, native), partial(_spread_native, native))
+
+
 def best_sieve() -> Sieve:
-    """Return the fastest sieve that agrees with the reference; while it is compiled, that."""
-    try:
-        from kvstore.codecs.sieve_numba import compiled_sieve
-        from kvstore.codecs.sieve_vectors import has_expansion
-    except ImportError:  # without the extra cpu-fast
-        return NUMPY
-    found = compiled_sieve(at_once=has_expansion())
-    return found if sieves_alike(found) else NUMPY
+    """Return the fastest sieve."""
+    return native_sieve()
 
 
-def sieves_alike(found: Sieve) -> bool:
-    """Whether *found* writes and reads what the reference does, for planes of several lengths."""
-    rng = np.random.default_rng(7)
-    values = np.arange(PASSES * VALUES, dtype=np.uint8) + 120
-    for items in (1, 63, 64, 65, 4999):
-        plane = (120 + np.minimum(rng.geometric(0.3, items), 15)).astype(np.uint8)
-        scratch = scratch_for(items)
-        mine, others = (np.zeros(3 * items + 128, np.uint8) for _ in range(2))
-        counts = NUMPY.squeeze(plane, values, scratch, mine)
-        if counts is None or found.squeeze(plane, values, scratch, others) != counts:
-            return False
-        body = mine[: body_bytes(items, counts)]
-        back = np.zeros(items, np.uint8)
-        is_read = found.spread(body, values, counts, scratch, back)
-        if not (is_read and np.array_equal(mine, others) and np.array_equal(back, plane)):
-            return False
-    return True
+def _squeeze_native(
+    native: Loops, data: Bytes, values: Bytes, scratch: Bytes, out: Bytes
+) -> list[int] | None:
+    _check(data, values, scratch)
+    given, counts = contiguous(data), np.empty(PASSES, np.int64)
+    is_done = native.sieve_squeeze(
+        address(given), len(given), address(contiguous(values)), address(scratch), address(out),
+        len(out), address(counts),
+    )  # fmt: skip
+    return counts.tolist() if is_done else None
+
+
+def _spread_native(
+    native: Loops, body: Bytes, values: Bytes, counts: list[int], scratch: Bytes, out: Bytes
+) -> bool:
+    _check(out, values, scratch)
+    if body_bytes(len(out), counts) != len(body) or max(counts) > len(out):
+        return False
+    given, kept, each = contiguous(body), contiguous(values), np.array(counts, np.int64)
+    return bool(
+        native.sieve_spread(
+            address(given), len(given), address(kept), address(each), address(scratch),
+            address(out), len(out),
+        )
+    )  # fmt: skip
+
+
+def _check(data: Bytes, values: Bytes, scratch: Bytes) -> None:
+    if len(scratch) < 2 * (len(data) + PAD_BYTES) or len(values) != PASSES * VALUES:
+        raise ValueError(f"{len(scratch)} bytes of scratch and {len(values)} values")

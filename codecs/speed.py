@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import ChunkTensors, Codec, empty_tensors
 from kvstore.codecs.terms import EncodeTerms
-from kvstore.proto.background import settle
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
@@ -152,14 +151,13 @@ def measure(
 ) -> CodecSpeed:
     """Return what *codec* does to *sample*: the best of what fits *budget_s*, once at least.
 
-    The first use, and what it has compiled, is not counted in either. *clock* returns seconds.
+    The first use is not counted in either. *clock* returns seconds.
     Raises UnknownCodecError or LayoutMismatchError for one that cannot be used.
     """
     layout = sample.template.layout
     out = np.empty(codec.max_frame_bytes(layout), np.uint8)
     back = empty_tensors(layout)
     codec.decode_into(codec.encode(sample.template, sample.tensors, out, sample.terms), out, back)
-    settle()
     encode_s = decode_s = math.inf
     end = clock() + budget_s
     while True:

@@ -5,14 +5,15 @@ Both sides of every data path need these three verbs and nothing else touches pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kvstore.proto.background import improving
+from kvstore.proto.native import Loops, address, loops
 
 Bytes: TypeAlias = NDArray[np.uint8]
 """A one-dimensional, contiguous view of bytes."""
@@ -73,17 +74,15 @@ def copy_groups(groups: Sequence[Pieces]) -> list[int]:
     What is summed is what was stored: read from its place, or loaded once for both. Who writes to
     the data meanwhile slips nothing past.
     """
-    loop = _best_loop() if _is_for_loop(groups) else None
-    return list(map(_copy_blocks, groups)) if loop is None else loop(groups)
+    return copy_by_loop(groups) if _is_for_loop(groups) else list(map(_copy_blocks, groups))
 
 
 def copy_many(pieces: Pieces) -> None:
     """Copy each of *pieces*, past the caches where they are many bytes: whoever reads them next is
     another core.
     """
-    loop = _best_loop() if _is_for_loop([pieces]) else None
-    if loop is not None:
-        loop([pieces])
+    if _is_for_loop([pieces]):
+        copy_by_loop([pieces])
         return
     for out, data in pieces:
         np.copyto(out, data)
@@ -110,23 +109,51 @@ def _copy_blocks(pieces: Pieces) -> int:
     return state.intdigest()
 
 
-CopyGroups: TypeAlias = "Callable[[Sequence[Pieces]], list[int]]"
+class PieceRow(ctypes.Structure):
+    """A piece as the loops of ``native/sums.c`` take it; the last of a group has its size."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("out", "at", "units", "size", "sum")]
 
 
-def _no_loop() -> CopyGroups | None:
-    return None
+def copy_by_loop(groups: Sequence[Pieces], native: Loops | None = None) -> list[int]:
+    """Do what ``copy_groups`` does, by the compiled loop, for pieces of whole units.
+
+    Each word is loaded once, stored past the caches where it can be, and added to its XXH3: who
+    reads it next is another core. Raises ValueError for a piece that does not fit where it is to
+    go, for one of no whole units, and for a group of none.
+    """
+    rows = (PieceRow * sum(map(len, groups)))()
+    at = 0
+    for pieces in groups:
+        size = 0
+        for out, data in pieces:
+            units, rest = divmod(data.nbytes, LOOP_UNIT_BYTES)
+            if rest or not units or not _fits(out, data):
+                fix = f"could not broadcast or copy {data.nbytes} to {out.nbytes} bytes"
+                raise ValueError(fix)
+            row = rows[at]
+            row.out, row.at, row.units = address(out), address(data), units
+            at += 1
+            size += data.nbytes
+        if not size:
+            raise ValueError("give at least one piece in each group")
+        rows[at - 1].size = size
+    (native or loops()).copy_summed(rows, at, True)
+    return sums_of(rows)
 
 
-@improving(_no_loop)
-def _best_loop() -> CopyGroups | None:
-    """Return the compiled loop, where the extra ``cpu-fast`` is there; while it is made, None."""
-    try:
-        from kvstore.proto.checksum_loops import CopyLoop, copies_agree
+def sums_of(rows: ctypes.Array[PieceRow]) -> list[int]:
+    """Return the sum of each group of *rows*."""
+    return [row.sum for row in rows if row.size]
 
-        loop = CopyLoop()
-    except (ImportError, OSError, RuntimeError):  # not there, or not for this machine
-        return None
-    return loop if copies_agree(loop) else None
+
+def _fits(out: Bytes, data: Bytes) -> bool:
+    return (
+        out.nbytes == data.nbytes
+        and out.flags.c_contiguous
+        and data.flags.c_contiguous
+        and out.flags.writeable
+    )
 
 
 def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
@@ -147,22 +174,14 @@ FileGroups: TypeAlias = "Sequence[tuple[int, Sequence[Bytes]]]"
 READ_LOOP_FROM_BYTES = 1 << 18
 """Less is read as fast by single calls."""
 
-ReadGroups: TypeAlias = "Callable[[int, FileGroups], list[int] | None]"
-
-
-def can_sum() -> bool:
-    """Whether there is such a loop yet. The first who asks has it made."""
-    return _best_read_loop() is not None
-
 
 def read_summed(descriptor: int, groups: FileGroups) -> list[int] | None:
     """Fill the pieces of *groups* from the file; return xxh3_64 of what arrived for each group.
 
-    None where there is no such loop, it does not take pieces like these, or a read failed or was
-    short: read it all again by other means, which say what is wrong.
+    None where pieces are not of whole units or few bytes, or a read failed or was short: read it
+    all again by other means, which say what is wrong.
     """
-    loop = _best_read_loop() if _is_for_read_loop(groups) else None
-    return None if loop is None else loop(descriptor, groups)
+    return read_by_loop(descriptor, groups) if _is_for_read_loop(groups) else None
 
 
 def _is_for_read_loop(groups: FileGroups) -> bool:
@@ -175,17 +194,31 @@ def _is_for_read_loop(groups: FileGroups) -> bool:
     return total >= READ_LOOP_FROM_BYTES
 
 
-def _no_read_loop() -> ReadGroups | None:
-    return None
+def read_by_loop(
+    descriptor: int, groups: FileGroups, native: Loops | None = None
+) -> list[int] | None:
+    """Do what ``read_summed`` does, by the compiled loop.
 
+    Threads that read and sum step by step in Python wait for each other's interpreter lock.
 
-@improving(_no_read_loop)
-def _best_read_loop() -> ReadGroups | None:
-    """Return the compiled loop, where the extra ``cpu-fast`` is there; while it is made, None."""
-    try:
-        from kvstore.proto.checksum_loops import ReadLoop, reads_agree
-
-        loop = ReadLoop()
-    except (ImportError, OSError, RuntimeError):  # not there, or not for this machine
+    None when a read failed or was short; what the pieces hold is then anything. Raises
+    ValueError for a piece that it cannot fill, and for a group of none.
+    """
+    rows = (PieceRow * sum(len(pieces) for _, pieces in groups))()
+    count = 0
+    for offset, pieces in groups:
+        at = offset
+        for out in pieces:
+            units, rest = divmod(out.nbytes, LOOP_UNIT_BYTES)
+            if rest or not units or not (out.flags.c_contiguous and out.flags.writeable):
+                raise ValueError(f"cannot fill {out.nbytes} bytes")
+            row = rows[count]
+            row.out, row.at, row.units = address(out), at, units
+            count += 1
+            at += out.nbytes
+        if at == offset:
+            raise ValueError("give at least one piece in each group")
+        rows[count - 1].size = at - offset
+    if (native or loops()).read_summed(rows, count, descriptor) != count:
         return None
-    return loop if reads_agree(loop) else None
+    return sums_of(rows)

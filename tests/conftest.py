@@ -16,8 +16,6 @@ from local_server import LocalServer, eventually
 from redis_process import RedisProcess
 from server_process import ServerProcess
 
-from kvstore.proto.background import make_at_once
-
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # a loaded machine is slow: time is no property of a test's input
 
@@ -65,8 +63,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="changed frames that tests/codecs/test_hostile_frames.py reads",
     )
 
-
-make_at_once()  # tests look at compiled loops, not at what stands in while they are compiled
 
 _LIVES_ON = "GarbageCollectorThread"
 """pyzmq's thread that learns which memory ZeroMQ has let go of: one a process, never ended."""

@@ -262,10 +262,10 @@ def packages() -> set[str]:
 
 def copy_of_the_tree(target: Path) -> Path:
     """Copy what a checkout has, links as links, without what checks and builds left behind."""
-    left_behind = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
+    left_behind = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache", "_loops.so")
     for name in ("src", *ROOMS):
         shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=left_behind)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target / name)
     return target
 
@@ -285,6 +285,7 @@ def expected_files() -> set[str]:
     }
     data = {"kvstore/py.typed", "kvstore/proto/kvstore.proto", "kvstore/proto/kvstore_pb2.pyi"}
     data.add("kvstore/codecs/frame_kernels.cu")
+    data |= {f"kvstore/proto/native/{name}" for name in ("loops.h", "kvq.c", "paths.c")}
     return code | data | {"kvstore/__init__.py"}
 
 
@@ -307,9 +308,12 @@ def test_the_wheel_holds_every_module_and_nothing_else_of_the_tree(tmp_path: Pat
     tree = copy_of_the_tree(tmp_path)
     done = build(tree, "wheel")
     assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(next(tree.glob("dist/*.whl"))) as wheel:
+    path = next(tree.glob("dist/*.whl"))
+    assert re.search("-py3-none-(?!any)", path.name)  # the loops use nothing of Python's
+    with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())
     assert expected_files() - names == set()
+    assert "kvstore/proto/native/_loops.so" in names
     tops = {name.partition("/")[0].partition("-")[0] for name in names}
     assert tops == {"kvstore", "kvstore_server"}
 

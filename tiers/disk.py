@@ -303,7 +303,7 @@ class DiskTier(Tier):
     def _read_verified(self, found: _Located, out: Bytes, verifier: FrameVerifier) -> None:
         """Fill *out* with the frame in steps; segments are summed as they are read."""
         done = 0
-        if len(out) >= READ_LOOP_FROM_BYTES and self._files.io.can_sum():
+        if len(out) >= READ_LOOP_FROM_BYTES and self._files.io.can_sum:
             done = verifier.header_bytes
             self._files.read(found.file, found.offset, [out[:done]])
             verifier.update(done)

@@ -22,7 +22,7 @@ import lmdb
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes, FileGroups, can_sum, checksum, copy_bytes, read_summed
+from kvstore.proto.buffers import Bytes, FileGroups, checksum, copy_bytes, read_summed
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
 
 _PROBE_BYTES = 1 << 20
@@ -110,12 +110,11 @@ class FileIO(ABC):
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
         """Fill *outs*, one after the other, from *offset*. False when the file ends early."""
 
-    def can_sum(self) -> bool:
-        """Whether ``read_summed`` is worth asking."""
-        return False
+    can_sum: ClassVar[bool] = False
+    """Whether ``read_summed`` can do it."""
 
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:
-        """Fill *groups* and return their sums, as ``file_sums`` does; None: ``read`` them."""
+        """Fill *groups* and return their sums; None: ``read`` them. See ``buffers``."""
         return None
 
     @abstractmethod
@@ -136,6 +135,7 @@ class CachedIO(FileIO):
     """Through the page cache: what was written or read lately costs a copy."""
 
     open_flags = 0
+    can_sum = True
 
     @override
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
@@ -169,10 +169,6 @@ class CachedIO(FileIO):
         except OSError:  # not there, or a file system that does not say
             return False
         return True
-
-    @override
-    def can_sum(self) -> bool:
-        return can_sum()
 
     @override
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:

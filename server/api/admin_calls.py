@@ -21,8 +21,8 @@ from kvstore.server.index.model_registry import ModelNamespace
 from kvstore.server.security.pools import PREFIX
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import check_tenant
-from kvstore.server.store.clear import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
+from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
 
 CLEAR_DEADLINE_MS = 60_000

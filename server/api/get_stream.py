@@ -14,8 +14,7 @@ from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
-from kvstore.server.store.ranged_reads import ByteRange, RangeRead
-from kvstore.server.store.reads import IN_MEMORY, ReadResult
+from kvstore.server.store.reads import IN_MEMORY, ByteRange, RangeRead, ReadResult
 from kvstore.server.store.store import Store
 from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import FilePlace, PeerPlace
@@ -62,7 +61,7 @@ class GetStream:
 
         Of a frame within *reach* its place instead.
         """
-        reading = RangeRead(self.store.moves, self.store.reads, self.least, self.deadline)
+        reading = RangeRead(self.store.reads, self.session, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue

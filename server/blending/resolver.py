@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from kvstore.proto.blend import (
     ACCURACY_TAG,
@@ -25,7 +26,6 @@ from kvstore.server.blending.token_priority import Scores
 from kvstore.server.blending.variant_choice import AskedSegment, ChoiceTerms, VariantChoice
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.lookup import Lookup
 from kvstore.server.tiering.moves import Moves
 
 MAX_NAMED = 4096
@@ -36,6 +36,10 @@ CHUNKS_AT_ONCE = 8
 
 _PREFIX_ONLY = (LayerKind.state, LayerKind.window)
 """Kinds of layers whose chunks do not hold the KV of all their tokens."""
+
+
+CountReady: TypeAlias = Callable[[Session, Sequence[ChunkKey], float, Fidelity], int]
+"""Of a chain of chunks, by a point on the server's clock and with copies this good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +69,21 @@ class Report:
 
 
 class Blending:
-    """Answers Resolve and ReportReuse. Thread-safe."""
+    """Answers Resolve and ReportReuse. Thread-safe.
 
-    def __init__(self, moves: Moves, lookup: Lookup, lease_ttl_ms: int, gates: Gates) -> None:
+    *count_ready* returns how many chunks of a prompt, from its first on, can be read.
+    """
+
+    def __init__(
+        self, moves: Moves, count_ready: CountReady, lease_ttl_ms: int, gates: Gates
+    ) -> None:
         self.gates = gates
         self.contents = Contents(moves.catalog.state)
         moves.catalog.listeners.append(self.contents)
         self._catalog = moves.catalog
         self._counters = moves.counters
         self._sources = moves.tiers.sources
-        self._lookup = lookup
+        self._count_ready = count_ready
         self._lease_ttl_ms = lease_ttl_ms
         self.tier_names = tuple(slot.name for slot in moves.tiers.sources)
 
@@ -125,9 +134,7 @@ class Blending:
                 break
         if not keys:
             return 0
-        return self._lookup.lookup(
-            session, keys, question.deadline, lease=False, min_fidelity=question.least
-        ).ready
+        return self._count_ready(session, keys, question.deadline, question.least)
 
     def _found(
         self, session: Session, question: Question, asked: AskedSegment, *, approximate: bool

@@ -19,7 +19,7 @@ from kvstore.server.bulk.peer_server import PeerLimits, PeerServer
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.ranged_reads import ByteRange, RangeRead
+from kvstore.server.store.reads import ByteRange, RangeRead
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
 
@@ -105,7 +105,8 @@ class BulkService:
         try:
             least = fidelity(work.word.flags >> bulk.FIDELITY_SHIFT & 3)
             if work.word.flags & bulk.RANGES:
-                found = self._ranges(keys[:known], ranges, work.deadline, least)
+                reading = RangeRead(self._store.reads, session, least, work.deadline)
+                found = self._ranges(reading, keys[:known], ranges)
             elif work.word.flags & bulk.LAYER_MAJOR:
                 moves = self._store.moves
                 layered = LayerwiseRead(moves, session, keys[:known], work.deadline, least)
@@ -132,13 +133,8 @@ class BulkService:
             yield Piece(*part)
 
     def _ranges(
-        self,
-        keys: Sequence[ChunkKey],
-        ranges: Sequence[bulk.Range],
-        deadline: float,
-        least: Fidelity,
+        self, reading: RangeRead, keys: Sequence[ChunkKey], ranges: Sequence[bulk.Range]
     ) -> Generator[Piece, None, None]:
-        reading = RangeRead(self._store.moves, self._store.reads, least, deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue

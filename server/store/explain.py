@@ -110,7 +110,7 @@ class LoggedMiss(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What an engine counted since its birth, as its client last options."""
+    """What an engine counted since its birth, as its client last reported."""
 
     at_s: float
     session: Session

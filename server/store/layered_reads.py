@@ -1,26 +1,170 @@
-"""Layer-wise reads: leased chunks on their way out, layer by layer."""
+"""Layer-wise reads: layer i of all chunks is sent while layer i+1 is read."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 from kvstore.codecs.row_cut import cut_rows, kept_rows
-from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import ChunkCorruptError, DeadlineError, KVStoreError
-from kvstore.proto.frame import FrameHeader, parse_header
+from kvstore.proto.buffers import Bytes, checksum
+from kvstore.proto.errors import (
+    ChunkCorruptError,
+    InvalidFrameError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    TierUnavailableError,
+)
+from kvstore.proto.frame import (
+    FrameHeader,
+    check_segment,
+    header_bytes,
+    parse_header,
+    raw_frame_bytes,
+)
 from kvstore.proto.row_mask import Rows, SkippedRows
-from kvstore.proto.types import ChunkKey, Fidelity, layer_order
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, layer_order
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.streaming_load import StreamingLoad
+from kvstore.server.store.reads import Loads
 from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.server.tiering.work_queue import Ticket
+from kvstore.tiers.base import Reservation
 
 READ_AHEAD_CHUNKS = 8
 """Chunks whose headers are read before their turn."""
 READ_AHEAD_SEGMENTS = 32
 """Segments that are read before the reader asks for them."""
+
+_numbers = count()
+
+
+class StreamingLoad:
+    """Reads a raw frame from *source* in pieces; ``open`` and ``read`` run in its load queue.
+
+    Each segment is verified as it lands. ``close`` makes the chunk visible in CPU memory if all
+    of it landed, and frees the room otherwise; until then ``frame`` is the reader's. Thread-safe.
+    """
+
+    def __init__(self, loads: Loads, source: TierSlot, stored: ChunkInfo) -> None:
+        self.source = source
+        self._loads = loads
+        self._moves = loads.moves
+        self._stored = stored
+        self._name = stored.key + next(_numbers).to_bytes(8, "little")
+        self.frame: Bytes
+        self.header: FrameHeader
+        self._reservation: Reservation | None = None
+        self._unread = stored.layout.segment_count
+        self._running = 0
+        self._is_closed = False
+        self._lock = threading.Lock()  # guards the three above
+
+    @staticmethod
+    def is_possible(stored: ChunkInfo) -> bool:
+        """Whether the stored copy has the bytes that CPU memory is to have."""
+        return stored.codec_id == 0 and stored.size_bytes == raw_frame_bytes(stored.layout)
+
+    def submit(self, segment: int | None) -> Ticket | None:
+        """Queue a read, of the header for None; None when the queue is full."""
+        number = b"" if segment is None else segment.to_bytes(4, "little")
+        work = partial(self._guarded, segment)
+        return self._loads.submit(self.source, self._name + number, work)
+
+    def _guarded(self, segment: int | None) -> bool:
+        with self._lock:
+            if self._is_closed:
+                raise LeaseExpiredError("the get that wanted this layer is over")
+            self._running += 1
+        try:
+            if segment is None:
+                self._open()
+            else:
+                self._read(segment)
+            return True
+        except ChunkCorruptError:
+            self._moves.eviction.drop_corrupt(self.source, self._stored.key)
+            raise
+        finally:
+            with self._lock:
+                self._running -= 1
+                is_over = self._is_closed and not self._running
+            if is_over:
+                self._give_back()
+
+    def _open(self) -> None:
+        """Reserve room and read the header.
+
+        Raises TierFullError, TierUnavailableError, ChunkCorruptError.
+        """
+        moves, stored = self._moves, self._stored
+        room = SpaceRequest(stored, self._loads.tenant, self._loads.deadline)
+        moves.catalog.hold(stored.key)
+        try:
+            self._reservation = moves.eviction.reserve(moves.tiers.cpu, room)
+        except BaseException:
+            moves.catalog.let_go(stored.key)
+            raise
+        self.frame = moves.tiers.cpu_tier.view(self._reservation)
+        size = header_bytes(stored.layout)
+        self._take(0, size)
+        try:
+            header = parse_header(self.frame[:size])
+        except InvalidFrameError as error:
+            raise ChunkCorruptError(stored.key, str(error)) from None
+        if (header.key, header.layout, header.codec_id, header.frame_bytes, header.fidelity) != (
+            stored.key, stored.layout, stored.codec_id, stored.size_bytes, stored.fidelity,
+        ) or header.levels:  # fmt: skip
+            raise ChunkCorruptError(stored.key, f"its place holds chunk {header.key.hex()}")
+        self.header = header
+
+    def _read(self, segment: int) -> None:
+        """Read one segment, and the padding before it, and verify it."""
+        ends = self.header.segments["offset"] + self.header.segments["stored_bytes"]
+        start = int(ends[segment - 1]) if segment else self.header.header_bytes
+        started = self._moves.clock()
+        self._take(start, int(ends[segment]))
+        check_segment(self.header, segment, checksum(self.header.segment(self.frame, segment)))
+        self.source.rate.observe(int(ends[segment]) - start, self._moves.clock() - started)
+        with self._lock:
+            self._unread -= 1
+
+    def _take(self, start: int, stop: int) -> None:
+        source, key = self.source, self._stored.key
+        try:
+            found = source.guarded(
+                lambda: source.tier.read(key, self.frame[start:stop], start), "read"
+            )
+        except InvalidRequestError:
+            found = False  # others have put a frame of another size in its place
+        if not found:
+            self._moves.note_lost(source, key)
+            raise TierUnavailableError(source.name, f"it lost {key.hex()}")
+
+    def close(self) -> None:
+        """Seal what is whole, free what is not, as soon as nothing is being read. Idempotent."""
+        with self._lock:
+            is_over = not self._is_closed and not self._running
+            self._is_closed = True
+        if is_over:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._reservation is None:
+            return
+        moves, stored = self._moves, self._stored
+        if self._unread:
+            moves.tiers.cpu_tier.abort(self._reservation)
+        elif moves.tiers.cpu_tier.seal(self._reservation):
+            moves.catalog.note_sealed(moves.tiers.cpu.name, stored)
+            moves.counters.add("promoted_chunks")
+            flows = moves.counters.flows
+            flows.note(self.source.name, moves.tiers.cpu.name, stored.size_bytes)
+        moves.catalog.let_go(stored.key)
 
 
 class LayerPart(NamedTuple):
@@ -73,9 +217,8 @@ class LayerwiseRead:
         """Rows that the reader does not want."""
         self._moves = moves
         self._least = least
-        self._session = session
         self._keys = keys
-        self._deadline = deadline
+        self._reads = Loads(moves, session.tenant, deadline)
         self._order = layer_order(session.representation)
         self._sources: list[_Source] = []
         self._loads: list[StreamingLoad] = []
@@ -93,6 +236,7 @@ class LayerwiseRead:
                 yield self._part(source, 0, data)
             yield from self._segments()
         finally:
+            self._reads.close()
             for load in self._loads:
                 load.close()
             counters.add("get_chunks", len(self._sources))
@@ -119,20 +263,20 @@ class LayerwiseRead:
         """Start what brings the header of *key* in reach; None when nothing can."""
         moves = self._moves
         copies = moves.catalog.copies(key)
-        for slot in moves.tiers.sources:
-            copy = copies.get(slot.name)
-            if copy is None or copy.fidelity < self._least or slot.breaker.is_open:
-                continue
-            if slot is moves.tiers.cpu:
-                return _Opening(slot.name, None, None)
-            if not (slot.tier.reads_parts and StreamingLoad.is_possible(copy)):
-                ticket = moves.load(key, slot, self._session.tenant)
-                return None if ticket is None else _Opening(slot.name, ticket, None)
-            load = StreamingLoad(moves, slot, copy, self._session.tenant)
+        fit = [name for name, copy in copies.items() if copy.fidelity >= self._least]
+        slot = next(iter(moves.nearest(key, fit)), None)
+        if slot is None:
+            return None
+        if slot is moves.tiers.cpu:
+            return _Opening(slot.name, None, None)
+        load, copy = None, copies[slot.name]
+        if slot.tier.reads_parts and StreamingLoad.is_possible(copy):
+            load = StreamingLoad(self._reads, slot, copy)
             self._loads.append(load)
-            ticket = load.submit(None, self._deadline)
-            return None if ticket is None else _Opening(slot.name, ticket, load)
-        return None
+            ticket = load.submit(None)
+        else:
+            ticket = self._reads.load(key, slot)
+        return None if ticket is None else _Opening(slot.name, ticket, load)
 
     def _opened(self, index: int, key: ChunkKey, opening: _Opening | None) -> _Source | None:
         if opening is None or not self._is_done(opening.ticket):
@@ -154,10 +298,7 @@ class LayerwiseRead:
         """Wait for a read; False when it failed or is late."""
         try:
             if ticket is not None:
-                self._moves.work_queue.wait(ticket, self._deadline)
-        except DeadlineError:
-            self._moves.counters.add("get_late_chunks")
-            return False
+                self._reads.wait(ticket)
         except KVStoreError:
             return False
         return True
@@ -171,7 +312,7 @@ class LayerwiseRead:
         for number, (source, segment) in enumerate(plan):
             for ahead, wanted in plan[len(tickets) : number + 1 + READ_AHEAD_SEGMENTS]:
                 load = ahead.load if ahead.index < live else None
-                tickets.append(None if load is None else load.submit(wanted, self._deadline))
+                tickets.append(None if load is None else load.submit(wanted))
             if source.index >= live:
                 continue
             ticket = tickets[number]

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,21 @@ from kvstore.server.tiering.work_queue import Ticket
 
 NEGATIVE_TTL_S = 0.1
 MAX_NEGATIVE_KEYS = 4096
+MAX_SHARED_CHUNKS = 1 << 18
+"""Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
+
+PEERS_SHARE = 0.25
+"""Of a lookup's time, that peers have to answer."""
+ASKING = 4
+"""Lookups that ask peers themselves at a time; a queue does it for others."""
+MOST_WAITING = 0.1
+"""How full that queue may be for a lookup to add a question."""
+
+LEARNT_AT_ONCE = 1024
+"""Chunks of a shared tier's list, as the start goes through it."""
+
+PROBE_CHUNKS = 16
+"""Asked for first; when a shared tier has them it is asked for the rest."""
 
 
 class NegativeCache:
@@ -65,24 +80,14 @@ class NegativeCache:
         return len(self._until)
 
 
-if TYPE_CHECKING:
-    from kvstore.server.cluster.peer_tier import PeerTier
+class RemoteHints(Protocol):
+    """What the tier of other servers' memory has beside what every tier has."""
 
-MAX_SHARED_CHUNKS = 1 << 18
-"""Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
+    def find(self, keys: Sequence[ChunkKey], until: float) -> list[ChunkInfo | None]:
+        """Return what peers have of *keys*; ends by *until*, a point on the clock."""
 
-PEERS_SHARE = 0.25
-"""Of a lookup's time, that peers have to answer."""
-ASKING = 4
-"""Lookups that ask peers themselves at a time; a queue does it for others."""
-MOST_WAITING = 0.1
-"""How full that queue may be for a lookup to add a question."""
-
-LEARNT_AT_ONCE = 1024
-"""Chunks of a shared tier's list, as the start goes through it."""
-
-PROBE_CHUNKS = 16
-"""Asked for first; when a shared tier has them it is asked for the rest."""
+    def stale(self, *, everything: bool = False) -> list[ChunkKey]:
+        """Return the chunks whose hints are too old, or all of them."""
 
 
 class Lookup:
@@ -157,6 +162,12 @@ class Lookup:
             plan=plan,
             shared=found.shared,
         )
+
+    def ready(
+        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
+    ) -> int:
+        """Return how many chunks from the first on can be read; nothing is leased."""
+        return self.lookup(session, keys, deadline, lease=False, min_fidelity=least).ready
 
     def _after(self, keys: Sequence[ChunkKey]) -> None:
         """Copy what was asked for again to tiers whose admission looks for that."""
@@ -320,7 +331,7 @@ class Lookup:
             if until is None:
                 found.extend(slot.tier.find(keys))
             else:
-                found.extend(cast("PeerTier", slot.tier).find(keys, until))
+                found.extend(cast("RemoteHints", slot.tier).find(keys, until))
             return True
 
         slot.guarded(work, "find")
@@ -333,8 +344,8 @@ class Lookup:
     def drop_remote_hints(self, *, everything: bool = False) -> None:
         """Drop from the index what was heard of peers and is not to be counted on any more."""
         if self._peers is not None:
-            tier, catalog = cast("PeerTier", self._peers.tier), self._catalog
-            for key in tier.stale(everything=everything):
+            tier, catalog = self._peers.tier, self._catalog
+            for key in cast("RemoteHints", tier).stale(everything=everything):
                 if catalog.cast_out(tier.name, key, even_if_held=False):
                     catalog.purged(tier.name, key)
                 if tier.name not in catalog.holders(key):

@@ -1,17 +1,20 @@
-"""Reads of leased chunks, each from the fastest copy that proves right."""
+"""Reads of leased chunks, whole or by ranges, each from the fastest copy that proves right."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.codecs.base import codec_by_id
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -20,14 +23,15 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierFullError,
     TierUnavailableError,
+    UnknownCodecError,
 )
-from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.unix_socket import PLACE_ROW, Reach
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
+from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.promotion import PromoteOnSecondHit
 from kvstore.server.tiering.tier_slot import TierSlot
-from kvstore.server.tiering.work_queue import Ticket
+from kvstore.server.tiering.work_queue import Ticket, Work
 from kvstore.tiers.allocator import SlabPlace
 from kvstore.tiers.base import FilePlace, PeerPlace
 
@@ -61,20 +65,60 @@ REMEMBERED_READS = 1 << 16
 """Chunks read once that a promotion may follow from; about 10 MB."""
 MAX_DUE = 1024
 """Promotions that wait for the next tick; the oldest are forgotten beyond them."""
+LEAST_MEASURED_BYTES = 64 << 10
+"""Of less, what a read takes says nothing about the medium's bandwidth."""
 IN_MEMORY = frozenset({Reach.memory})
 _NOT_HERE: Bytes = np.empty(0, np.uint8)
+_numbers = count()
+
+
+@dataclass(slots=True)
+class Loads:
+    """What one get loads from lower tiers. Ends with it, unless somebody else waits for a load.
+
+    ``deadline`` is a point on the clock of ``moves``. For one thread.
+    """
+
+    moves: Moves
+    tenant: str
+    deadline: float
+    claims: list[Ticket] = field(default_factory=list)
+
+    def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
+        """Begin to copy a chunk to CPU memory; None when the queue of *source* is full."""
+        ticket = self.moves.load(key, source, self.tenant, claimed=True)
+        self.claims.extend([ticket] if ticket else [])
+        return ticket
+
+    def submit(self, source: TierSlot, name: bytes, work: Work) -> Ticket | None:
+        """Begin another read of *source*; None when its queue is full."""
+        queue = f"load-{source.name}"
+        ticket = self.moves.work_queue.submit(queue, name, work, claimed=True)
+        self.claims.extend([ticket] if ticket else [])
+        return ticket
+
+    def wait(self, ticket: Ticket) -> object:
+        """Return what a read returned. Raises its error, or DeadlineError, which is counted."""
+        try:
+            return self.moves.work_queue.wait(ticket, self.deadline)
+        except DeadlineError:
+            self.moves.counters.add("get_late_chunks")
+            raise
+
+    def close(self) -> None:
+        """Drop what is not done. Idempotent."""
+        self.moves.let_go_of_loads(self.claims)
 
 
 @dataclass(frozen=True, slots=True)
-class _Near:
-    """The slots that a reader reads in place, nearest first, and what fidelity it asks for."""
+class _Reader:
+    """Who reads: the slots that it reads in place, nearest first, and what fidelity it wants."""
 
     slots: Sequence[TierSlot]
     least: Fidelity
-    peers: Collection[int] = ()
+    peers: Collection[int]
     """The other servers from which the reader reads itself, by their numbers."""
-    claims: list[Ticket] = field(default_factory=list)
-    """Loads of this get, which end with it unless somebody else waits for them."""
+    loads: Loads
 
 
 class Reads:
@@ -91,7 +135,8 @@ class Reads:
         bypass_bytes: int,
         on_read: Callable[[ChunkKey], None] = lambda key: None,
     ) -> None:
-        self._moves = moves
+        self.moves = self._moves = moves
+        self._tiers = tiers = moves.tiers
         self._catalog = moves.catalog
         self._work_queue = moves.work_queue
         self._counters = moves.counters
@@ -102,6 +147,7 @@ class Reads:
         self._due: OrderedDict[ChunkKey, tuple[str, str]] = OrderedDict()
         """Whose and from where."""
         self._lock = threading.Lock()  # guards the three above
+        self._ahead = [slot for slot in tiers.slots.values() if slot.tier.reads_ahead]
 
     def get(
         self,
@@ -118,36 +164,43 @@ class Reads:
         in place, and *peers* from which other servers. *least*: copies of lower fidelity are
         passed over, as if they were not there.
         """
-        near = _Near(self._near(reach), least, peers)
-        delivered = 0
+        loads = Loads(self._moves, session.tenant, deadline)
+        reader = _Reader(self._slots_of(reach), least, peers, loads)
+        cpu = self._tiers.cpu.name
+        delivered = size_bytes = 0
         origins: list[str] = []
-        plan: list[list[str]] = []
         try:
             for index, key in enumerate(keys):
-                if index % READ_AHEAD_CHUNKS == 0:
+                if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
                     told = index + READ_AHEAD_CHUNKS if index else 1
-                    self._read_ahead(keys[told : index + 2 * READ_AHEAD_CHUNKS])
-                if len(origins) <= index + LOADS_AHEAD_CHUNKS // 2:
+                    if following := keys[told : index + 2 * READ_AHEAD_CHUNKS]:
+                        self._read_ahead(following)
+                if len(origins) < min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
                     ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
-                    plan += self._catalog.read_plan(ahead, least)
-                    for key_ahead, holders in zip(ahead, plan[len(origins) :], strict=True):
-                        origins.append(self._load(session, key_ahead, near, holders)[0])
-                result = self._leased(index, key, near, plan[index])
-                result = result or self._read(session, index, key, deadline, near)
+                    origins += self._begin(ahead, reader)
+                # What is found damaged leaves CPU memory at once, and other tiers later: there
+                # the catalog is asked again.
+                result = self._in_cpu(index, key) if origins[index] == cpu else None
+                result = result or self._read(index, key, reader)
                 if result is None:
                     break
                 delivered += 1
+                size_bytes += result.size_bytes
                 self._on_read(key)
-                self._counters.add("get_bytes", result.size_bytes)
-                self._promote_if_due(session, key, result.tier)
+                if result.tier != cpu or self._tiers.gpu is not None:
+                    self._promote_if_due(session.tenant, key, result.tier)
+                if origins[index] not in ("", result.tier):
+                    result = replace(result, tier=origins[index])
                 try:
-                    yield replace(result, tier=origins[index] or result.tier)
+                    yield result
                 finally:
                     if result.place is None:
                         self.release_bypass(len(result.frame))
         finally:
-            self._moves.let_go_of_loads(near.claims)
+            if loads.claims:
+                loads.close()
             self._counters.add("get_chunks", delivered)
+            self._counters.add("get_bytes", size_bytes)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
     def in_place(
@@ -177,7 +230,7 @@ class Reads:
 
     def _in_gpu(self, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[Any]:
         """Do what ``in_place`` does, of GPU memory alone."""
-        gpu, tier = self._moves.tiers.gpu, self._moves.tiers.gpu_tier
+        gpu, tier = self._tiers.gpu, self._tiers.gpu_tier
         assert gpu is not None
         assert tier is not None
         (held,) = self._catalog.held([gpu.name], keys, least)
@@ -194,9 +247,9 @@ class Reads:
 
         That of a device is the first, that of peers the last.
         """
-        gpu = self._moves.tiers.gpu if Reach.device in reach else None
-        filed = self._moves.tiers.file_backed if Reach.file in reach else None
-        there = (gpu, self._moves.tiers.cpu, filed, self._moves.tiers.remote if peers else None)
+        gpu = self._tiers.gpu if Reach.device in reach else None
+        filed = self._tiers.file_backed if Reach.file in reach else None
+        there = (gpu, self._tiers.cpu, filed, self._tiers.remote if peers else None)
         return [slot.name for slot in there if slot is not None]
 
     def _add_others(
@@ -210,7 +263,7 @@ class Reads:
         """Fill the *rows* of those *held* in files, and of what *peers* have, up to the first that
         is nowhere; return where that is.
         """
-        filed = self._moves.tiers.file_backed
+        filed = self._tiers.file_backed
         for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
             place = None
             if filed is not None and held[index] and not filed.breaker.is_open:
@@ -228,27 +281,26 @@ class Reads:
 
     def note_in_place(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
         """The reader of *keys* begins to read *rows*: what follows from reading files."""
-        filed, peers = self._moves.tiers.file_backed, self._moves.tiers.remote
+        filed, peers = self._tiers.file_backed, self._tiers.remote
         if peers is not None:
             for index in np.flatnonzero(rows["reach"] == Reach.peer).tolist():
-                self._promote_if_due(session, keys[index], peers.name)
+                self._promote_if_due(session.tenant, keys[index], peers.name)
         told = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
         if filed is None or not told:
             return
         for start in range(0, len(told), READ_AHEAD_CHUNKS):
             self._read_ahead(told[max(1, start) : start + READ_AHEAD_CHUNKS])
         for key in told:
-            self._promote_if_due(session, key, filed.name)
+            self._promote_if_due(session.tenant, key, filed.name)
 
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
         """Tell a medium that can use it what of the chain is read next, and wait for nothing."""
-        for slot in self._moves.tiers.slots.values():
-            if not slot.tier.reads_ahead or slot.breaker.is_open:
-                continue
-            holders = ((key, self._catalog.holders(key)) for key in keys)
-            cpu = self._moves.tiers.cpu.name
-            ahead = [key for key, names in holders if slot.name in names and cpu not in names]
-            if ahead:
+        cpu = self._tiers.cpu.name
+        plan = self._catalog.read_plan(keys, Fidelity.none)
+        for slot in self._ahead:
+            held = zip(keys, plan, strict=True)
+            ahead = [key for key, names in held if slot.name in names and cpu not in names]
+            if ahead and not slot.breaker.is_open:
                 work = partial(_prefetched, slot, ahead)
                 self._work_queue.submit(f"load-{slot.name}", b"ahead" + ahead[0], work)
 
@@ -261,21 +313,22 @@ class Reads:
     ) -> bool:
         """Whether *key* can be delivered without a load."""
         holders = self._catalog.holders(key, least)
-        if any(_is_in_place(slot, key, holders) for slot in self._near(reach)):
+        if any(_is_in_place(slot, key, holders) for slot in self._slots_of(reach)):
             return True
         return self._moves.lent_place(key, holders, peers) is not None
 
-    def _near(self, reach: Collection[Reach]) -> list[TierSlot]:
+    def _slots_of(self, reach: Collection[Reach]) -> Sequence[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
-        moves = self._moves
-        gpu = moves.tiers.gpu if Reach.device in reach else None
-        filed = moves.tiers.file_backed if Reach.file in reach else None
-        return [slot for slot in (gpu, moves.tiers.cpu, filed) if slot is not None]
+        tiers, device, file = self._tiers, Reach.device in reach, Reach.file in reach
+        if not device and not file:
+            return (tiers.cpu,)
+        there = (tiers.gpu if device else None, tiers.cpu, tiers.file_backed if file else None)
+        return [slot for slot in there if slot is not None]
 
-    def _promote_if_due(self, session: Session, key: ChunkKey, name: str) -> None:
+    def _promote_if_due(self, tenant: str, key: ChunkKey, name: str) -> None:
         """Copy a chunk up, in the background, when it is read a second time and worth its room."""
-        gpu = self._moves.tiers.gpu
-        elsewhere = (self._moves.tiers.file_backed, self._moves.tiers.remote)
+        gpu = self._tiers.gpu
+        elsewhere = (self._tiers.file_backed, self._tiers.remote)
         source = next((slot for slot in elsewhere if slot and slot.name == name), None)
         wants_gpu = gpu is not None and gpu.name not in self._catalog.holders(key)
         if not (source or wants_gpu):
@@ -284,12 +337,12 @@ class Reads:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        placement, cpu = self._moves.placement, self._moves.tiers.cpu
+        placement, cpu = self._moves.placement, self._tiers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
-            self._promote_soon(key, session.tenant, name)
+            self._promote_soon(key, tenant, name)
         if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
-            self._moves.copy_up(key, session.tenant)
+            self._moves.copy_up(key, tenant)
 
     def forget(self, key: ChunkKey) -> None:
         """It was deleted: what comes by its name has been read by nobody."""
@@ -313,57 +366,44 @@ class Reads:
             self._due.clear()
         for key, (tenant, name) in due:
             if name in self._catalog.holders(key):
-                self._moves.load(key, self._moves.tiers.slots[name], tenant)
+                self._moves.load(key, self._tiers.slots[name], tenant)
+
+    def _begin(self, keys: Sequence[ChunkKey], reader: _Reader) -> list[str]:
+        """Begin the loads of *keys*; return where each is read from, "" where it is nowhere."""
+        first = reader.slots[0].name
+        origins = []
+        for key, holders in zip(keys, self._catalog.read_plan(keys, reader.least), strict=True):
+            origins.append(first if first in holders else self._load(key, reader, holders)[0])
+        return origins
 
     def _load(
-        self, session: Session, key: ChunkKey, near: _Near, holders: Sequence[str]
+        self, key: ChunkKey, reader: _Reader, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
-        """Start loading *key* unless it is on a slot of *near*; return the best holder's name."""
-        for slot in near.slots:
+        """Begin to load *key* unless the reader reaches it; return the best holder's name."""
+        for slot in reader.slots:
             if _is_in_place(slot, key, holders):
                 return slot.name, None
         for slot in self._moves.nearest(key, holders):
-            if slot.tier.peer_place(key, near.peers) is not None:
+            if slot.tier.peer_place(key, reader.peers) is not None:
                 return slot.name, None
-            ticket = self._moves.load(key, slot, session.tenant, claimed=True)
-            near.claims.extend([ticket] if ticket else [])
-            return slot.name, ticket
+            return slot.name, reader.loads.load(key, slot)
         return "", None
 
-    def _leased(
-        self, index: int, key: ChunkKey, near: _Near, holders: Sequence[str]
-    ) -> ReadResult | None:
-        """Return a chunk that a reader finds first in CPU memory, without another question.
-
-        What is found damaged leaves CPU memory at once, and other tiers later.
-        """
-        cpu = self._moves.tiers.cpu
-        first = next((slot for slot in near.slots if slot.name in holders), None)
-        return self._in_cpu(index, key) if first is cpu else None
-
-    def _read(
-        self,
-        session: Session,
-        index: int,
-        key: ChunkKey,
-        deadline: float,
-        near: _Near,
-    ) -> ReadResult | None:
+    def _read(self, index: int, key: ChunkKey, reader: _Reader) -> ReadResult | None:
         # Each failed attempt removes or bars a copy, so this ends.
-        for _ in range(2 * len(self._moves.tiers.slots)):
-            holders = self._catalog.holders(key, near.least)
-            name, ticket = self._load(session, key, near, holders)
+        for _ in range(2 * len(self._tiers.slots)):
+            holders = self._catalog.holders(key, reader.least)
+            name, ticket = self._load(key, reader, holders)
             if ticket is None:
-                return self._in_place(index, key, name, near.peers) if name else None
+                return self._in_place(index, key, name, reader.peers) if name else None
             try:
-                self._work_queue.wait(ticket, deadline)
-                if self._is_barred(key, near.least):
-                    self._promote_soon(key, session.tenant, name)
-                    return self._read_bypass(index, key, name, deadline)
+                reader.loads.wait(ticket)
+                if self._is_barred(key, reader.least):
+                    self._promote_soon(key, reader.loads.tenant, name)
+                    return self._read_bypass(index, key, name, reader.loads)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
-                return self._read_bypass(index, key, name, deadline)
+                return self._read_bypass(index, key, name, reader.loads)
             except DeadlineError:
-                self._counters.add("get_late_chunks")
                 return None
             except (ChunkCorruptError, TierUnavailableError):
                 continue
@@ -371,19 +411,19 @@ class Reads:
 
     def _is_barred(self, key: ChunkKey, least: Fidelity) -> bool:
         """Whether a copy of too low fidelity has the chunk's place in CPU memory."""
-        cpu = self._moves.tiers.cpu.name
+        cpu = self._tiers.cpu.name
         holders = self._catalog.holders
         return cpu in holders(key) and cpu not in holders(key, least)
 
     def _in_place(
         self, index: int, key: ChunkKey, name: str, peers: Collection[int]
     ) -> ReadResult | None:
-        if name == self._moves.tiers.cpu.name:
+        if name == self._tiers.cpu.name:
             return self._in_cpu(index, key)
-        slot = self._moves.tiers.slots[name]
-        gpu = self._moves.tiers.gpu_tier
+        slot = self._tiers.slots[name]
+        gpu = self._tiers.gpu_tier
         place: SlabPlace | FilePlace | PeerPlace | None
-        if slot is self._moves.tiers.remote:
+        if slot is self._tiers.remote:
             place = slot.tier.peer_place(key, peers)
             self._counters.add("peer_lent_chunks", place is not None)
         else:
@@ -391,28 +431,23 @@ class Reads:
         return None if place is None else ReadResult(index, name, _NOT_HERE, place)
 
     def _in_cpu(self, index: int, key: ChunkKey) -> ReadResult | None:
-        cpu = self._moves.tiers.cpu_tier
+        cpu = self._tiers.cpu_tier
         place, frame = cpu.locate(key), cpu.peek(key)
         if place is None or frame is None:
             return None
-        return ReadResult(index, self._moves.tiers.cpu.name, frame, place)
+        return ReadResult(index, self._tiers.cpu.name, frame, place)
 
-    def _read_bypass(
-        self, index: int, key: ChunkKey, name: str, deadline: float
-    ) -> ReadResult | None:
+    def _read_bypass(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
-        slot = self._moves.tiers.slots[name]
+        slot = self._tiers.slots[name]
         info = self._catalog.copies(key).get(name)
         if info is None or not self.reserve_bypass(info.size_bytes):
             return None
         work = partial(self._moves.read_bypass, info, slot)
-        ticket = self._work_queue.submit(f"load-{name}", b"loose" + key, work, claimed=True)
+        ticket = loads.submit(slot, b"bypass" + key, work)
         frame = None
-        try:
-            frame = None if ticket is None else self._work_queue.wait(ticket, deadline)
-        except KVStoreError:
-            self._counters.add("get_late_chunks")
-        self._moves.let_go_of_loads([ticket] if ticket else [])
+        with suppress(KVStoreError):
+            frame = None if ticket is None else loads.wait(ticket)
         if frame is None:
             self.release_bypass(info.size_bytes)
             return None
@@ -443,3 +478,119 @@ def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool
         return False
     is_local_disk = slot.tier.survives_restart
     return not is_local_disk or not (slot.breaker.is_open or slot.tier.file_place(key) is None)
+
+
+class ByteRange(NamedTuple):
+    """Bytes *start* to *stop* of a frame, the last not included; cut at the frame's end."""
+
+    start: int
+    stop: int
+
+
+class RangeData(NamedTuple):
+    """Bytes of one frame: ``data[i]`` are those of span i, fewer or none past the frame's end."""
+
+    tier: str
+    frame_bytes: int
+    data: Sequence[Bytes]
+
+
+class RangeRead:
+    """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
+    before others, of those the smallest; of less than *least* none.
+    """
+
+    def __init__(self, reads: Reads, session: Session, least: Fidelity, deadline: float) -> None:
+        self._reads = reads
+        self._moves = reads.moves
+        self._tiers = reads.moves.tiers
+        self._least = least
+        self._loads = Loads(reads.moves, session.tenant, deadline)
+
+    def place(self, key: ChunkKey, reach: Collection[Reach]) -> tuple[str, Place] | None:
+        """Return the tier of the chosen copy and where a reader of *reach* reads it in place."""
+        name, info = self._chosen(key)
+        if info is None:
+            return None
+        if name == self._tiers.cpu.name and Reach.memory in reach:
+            held = self._tiers.cpu_tier.locate(key)
+            if held is None:
+                return None
+            where = (held.offset, held.size_bytes, held.generation)
+            return name, Place(held.slab_id, Reach.memory, 0, *where)
+        filed = self._tiers.file_backed
+        if filed is None or name != filed.name or Reach.file not in reach:
+            return None
+        lies = filed.tier.file_place(key)
+        if lies is None:
+            return None
+        return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
+
+    @contextmanager
+    def read(self, key: ChunkKey, spans: Sequence[ByteRange]) -> Iterator[RangeData | None]:
+        """Lend *spans* of the chosen copy; None when there is none, or not in time."""
+        name, info = self._chosen(key)
+        if info is None:
+            yield None
+            return
+        if name == self._tiers.cpu.name:
+            frame = self._tiers.cpu_tier.peek(key)
+            if frame is None:
+                yield None
+            else:
+                yield RangeData(name, len(frame), [frame[a:b] for a, b in spans])
+            return
+        cut = [ByteRange(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
+        size_bytes = sum(stop - start for start, stop in cut)
+        if not self._reads.reserve_bypass(size_bytes):
+            yield None
+            return
+        try:
+            yield self._read(self._tiers.slots[name], info, cut)
+        finally:
+            self._reads.release_bypass(size_bytes)
+
+    def _chosen(self, key: ChunkKey) -> tuple[str, ChunkInfo | None]:
+        copies = {
+            name: info
+            for name, info in self._moves.catalog.copies(key).items()
+            if info.fidelity >= self._least and not self._tiers.slots[name].breaker.is_open
+        }
+        order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
+        name = min(order, key=order.__getitem__, default="")
+        return name, copies.get(name)
+
+    def _read(
+        self, slot: TierSlot, info: ChunkInfo, spans: Sequence[ByteRange]
+    ) -> RangeData | None:
+        data: list[Bytes] = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
+        ranges = [(span.start, out) for span, out in zip(spans, data, strict=True) if len(out)]
+        name = b"ranges" + info.key + next(_numbers).to_bytes(8, "little")
+        ticket = self._loads.submit(slot, name, partial(self._fill, slot, info, ranges))
+        found = None
+        with suppress(KVStoreError):
+            found = ticket and self._loads.wait(ticket)
+        self._loads.close()
+        return RangeData(slot.name, info.size_bytes, data) if found else None
+
+    def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
+        moves, started = self._moves, self._moves.clock()
+        try:
+            found = slot.guarded(lambda: slot.tier.read_batch(info.key, ranges), "read")
+        except InvalidRequestError:
+            found = False  # others have put a frame of another size in its place
+        if not found:
+            moves.note_lost(slot, info.key)
+            return False
+        size_bytes = sum(len(out) for _, out in ranges)
+        if size_bytes >= LEAST_MEASURED_BYTES:
+            slot.rate.observe(size_bytes, moves.clock() - started)
+        moves.counters.add("get_bytes", size_bytes)
+        return True
+
+
+def _has_levels(codec_id: int) -> bool:
+    try:
+        return codec_by_id(codec_id).max_levels > 0
+    except UnknownCodecError:
+        return False

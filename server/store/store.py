@@ -23,9 +23,9 @@ from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.values import GateTerms, StateRule
-from kvstore.server.store.batch_plan import BatchPlan, plan_batch
 from kvstore.server.store.lookup import Lookup
 from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
+from kvstore.server.store.plans import BatchPlan, plan_batch
 from kvstore.server.store.put_announcements import PutAnnouncements
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
@@ -121,7 +121,7 @@ class Store:
         self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch)
         self._lookup.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
-        self.blends = Blending(moves, self._lookup, limits.lease_ttl_ms, gates)
+        self.blends = Blending(moves, self._lookup.ready, limits.lease_ttl_ms, gates)
 
     @property
     def can_be_durable(self) -> bool:

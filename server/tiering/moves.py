@@ -358,11 +358,15 @@ class Moves:
         except InvalidRequestError:
             header = None  # others have put a frame of another size in its place
         if header is None:
-            self.catalog.forget(source.name, stored.key)
-            self.catalog.outcomes.note(stored.key, Fate.lost, source.name)
-            self.counters.add("lost_chunks")
+            self.note_lost(source, stored.key)
             return False
         return True
+
+    def note_lost(self, slot: TierSlot, key: ChunkKey) -> None:
+        """A copy that the catalog knew is not on its medium any more."""
+        self.catalog.forget(slot.name, key)
+        self.catalog.outcomes.note(key, Fate.lost, slot.name)
+        self.counters.add("lost_chunks")
 
     # --- from where a chunk is read
 

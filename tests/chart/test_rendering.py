@@ -379,7 +379,7 @@ def test_a_gpu_tier_has_the_image_with_torch(helm4: Helm) -> None:
     plain = helm4.of_values(CHART / "ci" / "daemonset-values.yaml")
     assert not container(plain)["image"].endswith("-cuda")
     text = (CHART.parents[1] / "Dockerfile").read_text()
-    assert "--build-arg EXTRAS=cpu-fast,tracing,gpu -t kvstore:0.1.0-cuda" in text
+    assert "--build-arg EXTRAS=tracing,gpu -t kvstore:0.1.0-cuda" in text
 
 
 def extras_of_the_image() -> list[str]:

@@ -12,7 +12,6 @@ from contracts.chunks import make_frame, make_representation
 from kvstore.client.file_frame import FileFrame, OpenFile
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.raw import RawCodec
-from kvstore.proto import buffers
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -25,15 +24,9 @@ from kvstore.proto.frame import parse_header
 OFFSET = 4096 + 64
 
 
-@pytest.fixture(params=["small", "large", "large, by the loop"])
-def frame(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bytes:
-    """A frame that is read step by step, or at once where there is a loop for that."""
-    made = None
-    if "loop" in request.param:
-        pytest.importorskip("llvmlite")
-        made = buffers._best_read_loop.wait()
-        assert made is not None
-    monkeypatch.setattr(buffers, "_best_read_loop", lambda: made)
+@pytest.fixture(params=["small", "large"])
+def frame(request: pytest.FixtureRequest) -> Bytes:
+    """A frame that is read step by step, or by the loop where it is large."""
     if request.param == "small":
         return make_frame(1)[1]
     return make_frame(1, 256, representation=make_representation(3, 2, 128))[1]

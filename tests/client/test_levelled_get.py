@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from contracts.lossy_codec import compile_all
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, equal, keys_of, parts_of, steady_tensors
 from slow_link import SlowLink
@@ -27,7 +26,7 @@ from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import EXACT, ChunkKey, DType, Fidelity, KVLayout, PutOutcome, Stated
+from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, PutOutcome, Stated
 
 ServerMaker = Callable[..., LocalServer]
 CHUNKS, MANY = 4, 16
@@ -55,12 +54,6 @@ def floats(tensors: ChunkTensors) -> list[np.ndarray]:
 def largest_error(one: ChunkTensors, other: ChunkTensors) -> float:
     pairs = zip(floats(one), floats(other), strict=True)
     return max(float(np.abs(a - b).max()) for a, b in pairs)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Wait here for kvq's loops, once, and not in a server with a deadline."""
-    compile_all((DType.bfloat16,))
 
 
 @pytest.fixture

@@ -1,10 +1,6 @@
-"""The two backends of the grouped codecs: the same bits from both, and what does not agree is
-not used.
-"""
+"""The loops of the grouped codecs: the reference's bits by every path."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,28 +10,28 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.floats import Floats
 from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec
-from kvstore.codecs.grouped_loops import NUMPY, Codes, Loops, Quantised, agrees, best_loops
+from kvstore.codecs.grouped_loops import NUMPY, best_loops, native_loops
 from kvstore.codecs.terms import LayerTerms
+from kvstore.proto import native
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
 
-NUMBA = pytest.importorskip("kvstore.codecs.grouped_numba").NUMBA
+each_path = pytest.mark.parametrize("path", native.paths())
 
 
-def test_the_compiled_loops_are_used_and_agree() -> None:
-    assert agrees(NUMPY)
-    assert agrees(NUMBA)
-    assert best_loops() is NUMBA
+def test_the_best_path_is_used() -> None:
+    assert best_loops().name == native.paths()[0]
 
 
+@each_path
 @pytest.mark.parametrize("kind", [Gq8Codec, Gq4Codec, Gq2Codec], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float16, DType.float32])
 @pytest.mark.parametrize("fill", NUMBERS, ids=lambda fill: fill.__name__)
 def test_both_write_and_read_the_same_bytes(
-    kind: type[Gq8Codec], dtype: DType, fill: Numbers
+    kind: type[Gq8Codec], dtype: DType, fill: Numbers, path: str
 ) -> None:
     component = Component(LayerKind.attention, dtype, 1, 2, 150, 131)
     parts = numbers(KVLayout((component,)), fill)[0][0]
-    codecs = [kind(NUMPY), kind(NUMBA)]
+    codecs = [kind(NUMPY), kind(native_loops(path))]
     segments, outs = [], []
     for codec in codecs:
         room = np.zeros(codec.max_segment_bytes(component), np.uint8)
@@ -48,10 +44,11 @@ def test_both_write_and_read_the_same_bytes(
     assert all(map(np.array_equal, *outs))
 
 
+@each_path
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 1 << 32), by_token=st.booleans(), is_signed=st.booleans())
 def test_both_expand_codes_and_scales_that_nobody_wrote_alike(
-    seed: int, by_token: bool, is_signed: bool
+    seed: int, by_token: bool, is_signed: bool, path: str
 ) -> None:
     rng = np.random.default_rng(seed)
     shape = (1, 64 * int(rng.integers(1, 3)), 40) if by_token else (2, 3, int(rng.integers(1, 140)))
@@ -60,34 +57,19 @@ def test_both_expand_codes_and_scales_that_nobody_wrote_alike(
     some = rng.integers(0, 2, groups).astype(np.float32)
     scale: Floats = np.abs(rng.standard_normal(groups, np.float32)) * some
     base = None if is_signed else rng.standard_normal(groups, np.float32)
-    one, other = (loops.expand(codes, scale, base, by_token) for loops in (NUMPY, NUMBA))
+    one, other = (
+        loops.expand(codes, scale, base, by_token) for loops in (NUMPY, native_loops(path))
+    )
     assert one.tobytes() == other.tobytes()
 
 
-def test_loops_that_differ_in_a_bit_are_not_used() -> None:
-    def other_bounds(values: Floats, by_token: bool) -> tuple[Floats, Floats]:
-        low, high = NUMPY.bounds(values, by_token)
-        return np.nextafter(low, np.float32(-9)), high
-
-    def other_quantise(
-        values: Floats, scale: Floats, base: Floats | None, levels: int, by_token: bool
-    ) -> Quantised | None:
-        found = NUMPY.quantise(values, scale, base, levels, by_token)
-        return None if found is None else (found[0] ^ np.uint8(1), found[1])
-
-    def lax_quantise(
-        values: Floats, scale: Floats, base: Floats | None, levels: int, by_token: bool
-    ) -> Quantised:
-        found = NUMPY.quantise(values, scale, base, levels, by_token)
-        return found or (np.zeros(values.shape, np.uint8), values)
-
-    def other_expand(codes: Codes, scale: Floats, base: Floats | None, by_token: bool) -> Floats:
-        return NUMPY.expand(codes, scale, base, by_token) * np.float32(1 + 2**-23)
-
-    wrong: list[Loops] = [
-        replace(NUMPY, bounds=other_bounds),
-        replace(NUMPY, quantise=other_quantise),
-        replace(NUMPY, quantise=lax_quantise),
-        replace(NUMPY, expand=other_expand),
-    ]
-    assert [agrees(loops) for loops in wrong] == [False] * 4
+@each_path
+@pytest.mark.parametrize("by_token", [True, False])
+def test_numbers_too_far_from_their_codes_are_refused_alike(path: str, by_token: bool) -> None:
+    values = np.random.default_rng(0).standard_normal((2, 128, 150), np.float32)
+    low, high = NUMPY.bounds(values, by_token)
+    for levels in (15, 3):
+        scale: Floats = ((high - low) / np.float32(levels)).astype(np.float32)
+        for loops in (NUMPY, native_loops(path)):
+            assert loops.quantise(values, scale, low, levels, by_token) is not None
+            assert loops.quantise(values, scale / np.float32(2), low, levels, by_token) is None

@@ -6,7 +6,6 @@ from contracts.codec import all_zero, decoded, filled, layouts, same, template
 from contracts.lossy_codec import (
     LossyCodecContract,
     centred,
-    compile_all,
     encoded,
     largest_error,
     numbers,
@@ -14,31 +13,29 @@ from contracts.lossy_codec import (
     promise_held,
 )
 from golden import kvq_models as computed
+from oracles.kvq import classes_agree, refinements_agree, tiles_agree
 
 from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq import KEY_SHARE, RATIOS, VALUE_SHARE, KvqCodec
-from kvstore.codecs.kvq_backends import best_tile_backend, tile_backends
 from kvstore.codecs.kvq_models import ASSET, kvq_models
+from kvstore.codecs.kvq_native import fine_backend, tile_backend
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.kvq_tiles import Cut
 from kvstore.codecs.rans import NUMPY as NUMPY_RANS
+from kvstore.codecs.rans import native_backend
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import parse_header
+from kvstore.proto.native import paths
 from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
 
 ROPE = RopeParameters(10000.0, 32)
 TERMS = EncodeTerms(rope=ROPE)
 FLOATS = [DType.bfloat16, DType.float16, DType.float32]
 _every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled() -> None:
-    compile_all()
 
 
 class TestKvqCodec(LossyCodecContract):
@@ -82,8 +79,8 @@ def test_backends_write_and_read_the_same_bytes(
         tensors = numbers(layout, fill)
         frame = encoded(reference, tensors, layout, terms)
         numbers_of_it = read(reference, frame)
-        for tiles in tile_backends(dtype).values():
-            codec = KvqCodec(3, tiles)
+        for path in paths():
+            codec = KvqCodec(3, tile_backend(path), native_backend(path))
             assert np.array_equal(frame, encoded(codec, tensors, layout, terms))
             assert same(read(codec, frame), numbers_of_it)
 
@@ -120,11 +117,13 @@ def read(codec: KvqCodec, frame: Bytes, position: int | None = None) -> list[lis
     return out
 
 
-def test_the_compiled_backend_is_there_and_agrees() -> None:
-    pytest.importorskip("numba")
+@pytest.mark.parametrize("path", paths())
+def test_each_path_gives_the_reference_s_tiles(path: str) -> None:
     for dtype in FLOATS:
-        assert list(tile_backends(dtype)) == ["numba", "numpy"]
-        assert best_tile_backend(dtype).name == "numba"
+        assert tiles_agree(tile_backend(path), dtype)
+        assert classes_agree(tile_backend(path), dtype)
+        assert refinements_agree(fine_backend(path), dtype)
+    assert tile_backend().name == paths()[0]
 
 
 @_every_float

@@ -7,21 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles.kvq import classes_agree, refinements_agree, same_tiles
 
-from kvstore.codecs.kvq_backends import same_tiles
 from kvstore.codecs.kvq_classes import KINDS, factors_of, moved
-from kvstore.codecs.kvq_fine import (
+from kvstore.codecs.kvq_levels import (
+    LEVELS,
     NUMPY_FINE,
     FineBackend,
-    agrees,
-    agrees_by_class,
-    class_quantisers,
-    fine_backends,
+    add_symbols,
+    contexts_of,
+    refine,
 )
-from kvstore.codecs.kvq_levels import LEVELS, add_symbols, contexts_of, refine
 from kvstore.codecs.kvq_models import ESCAPE
+from kvstore.codecs.kvq_native import fine_backend, tile_backend
 from kvstore.codecs.kvq_tiles import NUMPY, TileBackend, Tiles, quotients_of
 from kvstore.codecs.rope import rotation
+from kvstore.proto.native import paths
 from kvstore.proto.types import DType
 
 BF16 = DType.bfloat16
@@ -38,20 +39,14 @@ def block(shape: tuple[int, int, int], seed: int, wild: float = 0.0) -> Any:
     return bits
 
 
-@pytest.fixture(params=["numba"])
+@pytest.fixture(params=paths())
 def fine(request: pytest.FixtureRequest) -> FineBackend:
-    found = fine_backends().get(request.param)
-    if found is None:
-        pytest.skip("the extra cpu-fast is not installed")
-    return found
+    return fine_backend(request.param)
 
 
-@pytest.fixture
-def by_class() -> TileBackend:
-    found = class_quantisers().get("numba")
-    if found is None:
-        pytest.skip("the extra cpu-fast is not installed")
-    return found
+@pytest.fixture(params=paths())
+def by_class(request: pytest.FixtureRequest) -> TileBackend:
+    return tile_backend(request.param)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -133,12 +128,12 @@ def test_a_backend_that_is_off_by_a_bit_is_found_out() -> None:
         found[0, 0, 0] ^= 1
         return found
 
-    assert agrees(NUMPY_FINE, BF16)
-    assert not agrees(replace(NUMPY_FINE, contexts=off), BF16)
+    assert refinements_agree(NUMPY_FINE, BF16)
+    assert not refinements_agree(replace(NUMPY_FINE, contexts=off), BF16)
 
     def coarse(*given: Any) -> Tiles | None:
         bits, dtype, angles, ratio, classes = given
         return NUMPY.quantise(bits, dtype, angles, ratio, np.minimum(classes, 2))
 
-    assert agrees_by_class(NUMPY, BF16)
-    assert not agrees_by_class(TileBackend("coarse", coarse, NUMPY.dequantise), BF16)
+    assert classes_agree(NUMPY, BF16)
+    assert not classes_agree(TileBackend("coarse", coarse, NUMPY.dequantise), BF16)

@@ -9,7 +9,7 @@ from golden.samples import FOLDER
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.kvq_fine import NUMPY_FINE
+from kvstore.codecs.kvq_levels import NUMPY_FINE
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.rans import NUMPY as NUMPY_RANS
 from kvstore.proto.buffers import Bytes, checksum

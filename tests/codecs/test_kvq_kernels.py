@@ -21,8 +21,8 @@ from kvstore.codecs import kvq_kernels
 from kvstore.codecs.frame_kernels import COMPILER_FLAGS
 from kvstore.codecs.kvq import KvqCodec, Options
 from kvstore.codecs.kvq_body import Body, Stream, parse_body
-from kvstore.codecs.kvq_fine import NUMPY_FINE
 from kvstore.codecs.kvq_kernels import SOURCES, THREADS, KvqKernels, open_kvq_kernels
+from kvstore.codecs.kvq_levels import NUMPY_FINE
 from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut

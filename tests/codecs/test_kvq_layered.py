@@ -10,7 +10,6 @@ from contracts.lossy_codec import (
     LossyCodecContract,
     Numbers,
     centred,
-    compile_all,
     encoded,
     largest_error,
     numbers,
@@ -31,11 +30,6 @@ from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind,
 
 TERMS = EncodeTerms(rope=RopeParameters(10000.0, 32))
 LAYERED = KvqCodec(None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled() -> None:
-    compile_all()
 
 
 class TestLayeredKvqCodec(LossyCodecContract):

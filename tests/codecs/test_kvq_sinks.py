@@ -21,7 +21,6 @@ from contracts.lossy_codec import (
     SMALL,
     LossyCodecContract,
     centred,
-    compile_all,
     largest_error,
     numbers,
     outliers,
@@ -33,8 +32,7 @@ from kvstore.codecs.floats import to_float32
 from kvstore.codecs.kvq import KvqCodec, Options
 from kvstore.codecs.kvq_body import HEAD, Body, parse_body
 from kvstore.codecs.kvq_classes import PLAIN, classes_of, factors_of, moved
-from kvstore.codecs.kvq_fine import NUMPY_FINE, class_quantisers
-from kvstore.codecs.kvq_levels import LEVELS
+from kvstore.codecs.kvq_levels import LEVELS, NUMPY_FINE
 from kvstore.codecs.kvq_models import MODELS
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.lossy import LossyCodec
@@ -54,12 +52,6 @@ WEIGHTS = np.random.default_rng(3).permutation(300).astype(np.float32)
 TERMS = EncodeTerms(importance=WEIGHTS)
 SETTINGS = ["kvq:0", "kvq:2", "kvq:2,sinks=4", "kvq:layered,sinks=3", "kvq:1,importance"]
 _every_float = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.name)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled() -> None:
-    compile_all()
-    class_quantisers()
 
 
 def codec(name: str) -> KvqCodec:

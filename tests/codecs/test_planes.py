@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,17 +7,17 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.planes import (
-    Splitter,
     best_splitter,
     block_count,
     flat_rows,
     gather_rows,
     kind_of,
+    native_splitter,
     numpy_splitter,
     row_blocks,
     scatter_rows,
-    splits_alike,
 )
+from kvstore.proto.native import paths
 from kvstore.proto.types import Component, DType, LayerKind
 
 KINDS = ["bfloat16", "float16", "float32", "bytes"]
@@ -41,9 +38,13 @@ def by_hand(kind: str, word: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chosen", ["best", "numpy"])
+@pytest.mark.parametrize("chosen", [*paths(), "best", "numpy"])
 def test_planes_are_those_of_the_format_page(kind: str, chosen: str) -> None:
-    splitter = best_splitter(kind) if chosen == "best" else numpy_splitter(kind)
+    splitter = numpy_splitter(kind)
+    if chosen == "best":
+        splitter = best_splitter(kind)
+    elif chosen != "numpy" and kind != "bytes":
+        splitter = native_splitter(kind, chosen)
     width = WIDTHS[kind]
     words = np.random.default_rng(0).integers(0, 1 << 8 * width, 70_001, f"u{width}")
     planes = np.empty((width, len(words)), np.uint8)
@@ -53,35 +54,6 @@ def test_planes_are_those_of_the_format_page(kind: str, chosen: str) -> None:
     joined = np.zeros_like(words)
     splitter.join(joined, planes)
     assert np.array_equal(joined, words)
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_numba_is_used_where_it_is_installed(kind: str) -> None:
-    pytest.importorskip("numba")
-    assert best_splitter(kind).name == "numba"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_numba_the_reference_is_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvstore.codecs.planes_numba", None)
-    assert best_splitter.__wrapped__(kind).name == "numpy"
-
-
-@pytest.mark.parametrize("kind", KINDS[:3])
-def test_a_splitter_that_errs_in_one_word_is_found(kind: str) -> None:
-    right = numpy_splitter(kind)
-
-    def join(words: Any, planes: Any) -> None:
-        right.join(words, planes)
-        words[-3] ^= 1
-
-    def split(words: Any, planes: Any) -> None:
-        right.split(words, planes)
-        planes[0][77] ^= 1
-
-    assert splits_alike(right, right, kind)
-    assert not splits_alike(Splitter("wrong", right.split, join), right, kind)
-    assert not splits_alike(Splitter("wrong", split, right.join), right, kind)
 
 
 def test_all_types_of_one_byte_are_split_alike() -> None:

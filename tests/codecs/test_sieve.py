@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 
 import numpy as np
 import pytest
@@ -12,27 +11,23 @@ from hypothesis import strategies as st
 from kvstore.codecs.sieve import (
     NUMPY,
     Sieve,
-    best_sieve,
     body_bytes,
     commonest,
+    native_sieve,
     pack_sieved,
     scratch_for,
-    sieves_alike,
     unpack_sieved,
 )
 from kvstore.proto.buffers import Bytes, as_bytes
 from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.native import paths
 
 HEAD_BYTES = 36
-SIEVES = ["best", "numba", "numpy"]
+SIEVES = [*paths(), "numpy"]
 
 
 def sieve_called(name: str) -> Sieve:
-    if name == "numba":
-        numba = pytest.importorskip("kvstore.codecs.sieve_numba")
-        found: Sieve = numba.compiled_sieve(at_once=False)
-        return found
-    return best_sieve.wait() if name == "best" else NUMPY
+    return NUMPY if name == "numpy" else native_sieve(name)
 
 
 def exponents(items: int, seed: int = 0) -> Bytes:
@@ -82,7 +77,7 @@ def test_all_sieves_agree_on_any_plane_and_any_values(items: int, spread: int, s
         back = np.zeros(items, np.uint8)
         assert sieve.spread(body, values, counts, scratch_for(items), back)
         assert np.array_equal(back, plane)
-    assert bodies[0] == bodies[1] == bodies[2]
+    assert all(body == bodies[0] for body in bodies)
 
 
 @pytest.mark.parametrize("kind", ["zeros", "two values", "noise", "sixty values"])
@@ -153,30 +148,4 @@ def test_sieves_agree_on_planes_that_were_changed(seed: int) -> None:
             found.append(unpacked(data.tobytes(), ITEMS, sieve_called(name)).tobytes())
         except InvalidFrameError:
             found.append(None)
-    assert found[0] == found[1] == found[2]
-
-
-def test_a_sieve_that_errs_in_one_byte_is_found() -> None:
-    def squeeze(data: Bytes, values: Bytes, scratch: Bytes, out: Bytes) -> list[int] | None:
-        found = NUMPY.squeeze(data, values, scratch, out)
-        out[7] ^= 1
-        return found
-
-    def spread(body: Bytes, values: Bytes, counts: list[int], scratch: Bytes, out: Bytes) -> bool:
-        is_right = NUMPY.spread(body, values, counts, scratch, out)
-        out[-1] ^= 1
-        return is_right
-
-    assert sieves_alike(NUMPY)
-    assert not sieves_alike(Sieve("wrong", squeeze, NUMPY.spread))
-    assert not sieves_alike(Sieve("wrong", NUMPY.squeeze, spread))
-
-
-def test_without_numba_the_reference_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvstore.codecs.sieve_numba", None)
-    assert best_sieve.__wrapped__() is NUMPY
-
-
-def test_vectors_are_compressed_at_once_where_the_processor_can() -> None:
-    vectors = pytest.importorskip("kvstore.codecs.sieve_vectors")
-    assert best_sieve.wait().name == ("avx512" if vectors.has_expansion() else "numba")
+    assert all(each == found[0] for each in found)

@@ -6,7 +6,7 @@ in its header is held against the numbers that come out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from threading import Barrier
@@ -36,10 +36,7 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.base import Part, empty_tensors
 from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float32
-from kvstore.codecs.kvq_backends import tile_backends
-from kvstore.codecs.kvq_fine import fine_backends
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.rans import backends
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import transcode
@@ -155,15 +152,6 @@ _hostile = settings(
     max_examples=HOSTILE_EXAMPLES,
     suppress_health_check=[HealthCheck.differing_executors],
 )
-
-
-@lru_cache(maxsize=1)
-def compile_all(dtypes: Iterable[DType] = tuple(FLOATS)) -> None:
-    """Wait for the compiled backends of *dtypes*: it is they that are tested from here on."""
-    backends()
-    for dtype in dtypes:
-        tile_backends(dtype)
-        fine_backends(dtype)
 
 
 @lru_cache(maxsize=8)

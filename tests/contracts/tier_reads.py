@@ -9,7 +9,6 @@ import pytest
 from contracts.chunks import make_frame, make_info, make_representation, payload
 from contracts.shelf import assert_holds, bytes_of, put
 
-from kvstore.proto import buffers
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -93,13 +92,10 @@ class TierReads:
                 tier.read(info.key, out, 0, FrameVerifier(out, info.key, 64, arriving))
         assert_holds(tier, info, bytes_of(info))
 
-    @pytest.mark.parametrize("has_loop", [True, False])
     @pytest.mark.parametrize("flipped", [None, 0, 100, 300_000, -1])
     def test_a_checked_read_gets_the_frame_or_finds_what_is_wrong(
-        self, tier: Tier, monkeypatch: pytest.MonkeyPatch, flipped: int | None, has_loop: bool
+        self, tier: Tier, flipped: int | None
     ) -> None:
-        loop = buffers._best_read_loop.wait() if has_loop else None
-        monkeypatch.setattr(buffers, "_best_read_loop", lambda: loop)
         info, frame = make_frame(1, 256, representation=make_representation(3, 2, 128))
         if info.size_bytes > tier.max_frame_bytes():
             pytest.skip("larger than its frames")

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.proto import buffers
+from kvstore.proto import native
 from kvstore.proto.buffers import (
     LOOP_FROM_BYTES,
     LOOP_UNIT_BYTES,
     Pieces,
     checksum,
+    copy_by_loop,
     copy_checked,
     copy_groups,
     copy_many,
     copy_pieces,
 )
 
-pytest.importorskip("llvmlite")
-
-from kvstore.proto import checksum_loops
-from kvstore.proto.checksum_loops import CopyLoop, copies_agree
-
+Loop: TypeAlias = "Callable[[Sequence[Pieces]], list[int]]"
 LARGE = 2 * LOOP_FROM_BYTES
 
 
-@pytest.fixture(scope="module")
-def loop() -> CopyLoop:
-    return CopyLoop()
+@pytest.fixture(params=native.paths())
+def loop(request: pytest.FixtureRequest) -> Loop:
+    return partial(copy_by_loop, native=native.loops(request.param))
 
 
 def noise(size: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -50,7 +49,7 @@ def room(size: int, offset: int) -> NDArray[np.uint8]:
     "units", [[1], [2], [1, 1], [3, 1, 2], [64], [255, 1], [1, 256], [512, 512], [128, 1, 300]]
 )
 def test_all_pieces_arrive_and_nothing_around_them(
-    loop: CopyLoop, units: list[int], offset: int
+    loop: Loop, units: list[int], offset: int
 ) -> None:
     size = sum(units) * LOOP_UNIT_BYTES
     data, framed = noise(size + offset)[offset:], room(size, offset)
@@ -69,7 +68,7 @@ def test_all_pieces_arrive_and_nothing_around_them(
         assert framed[:64].sum() == framed[-64:].sum() == 64
 
 
-def test_pieces_may_lie_anywhere(loop: CopyLoop) -> None:
+def test_pieces_may_lie_anywhere(loop: Loop) -> None:
     ones, others = noise(LARGE, 1), noise(LARGE, 2)
     here, there = np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
     found = loop([[(there, others), (here, ones)]])
@@ -94,9 +93,7 @@ def refused() -> Iterator[tuple[str, Pieces]]:
 
 
 @pytest.mark.parametrize(("name", "pieces"), list(refused()))
-def test_what_it_cannot_copy_is_refused_untouched(
-    loop: CopyLoop, name: str, pieces: Pieces
-) -> None:
+def test_what_it_cannot_copy_is_refused_untouched(loop: Loop, name: str, pieces: Pieces) -> None:
     before = [out.copy() for out, _ in pieces]
     sound = (np.zeros(4096, np.uint8), noise(4096))
     for groups in ([pieces], [[sound], pieces]):
@@ -107,7 +104,7 @@ def test_what_it_cannot_copy_is_refused_untouched(
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_the_sum_is_of_what_was_stored_while_somebody_writes(loop: CopyLoop, offset: int) -> None:
+def test_the_sum_is_of_what_was_stored_while_somebody_writes(loop: Loop, offset: int) -> None:
     data = noise(LARGE + offset)[offset:]
     framed = room(LARGE, offset)
     out = framed[64:-64]
@@ -127,21 +124,8 @@ def test_the_sum_is_of_what_was_stored_while_somebody_writes(loop: CopyLoop, off
         writer.join()
 
 
-@pytest.mark.parametrize("size", [LOOP_FROM_BYTES, LARGE, LARGE + 5])
-@pytest.mark.parametrize("has_loop", [True, False])
-def test_both_ways_copy_and_sum_alike(
-    monkeypatch: pytest.MonkeyPatch, size: int, has_loop: bool
-) -> None:
-    calls = 0
-    compiled = CopyLoop() if has_loop else None
-
-    def counted(groups: Sequence[Pieces]) -> list[int]:
-        nonlocal calls
-        assert compiled is not None
-        calls += 1
-        return compiled(groups)
-
-    monkeypatch.setattr(buffers, "_best_loop", lambda: counted if has_loop else None)
+@pytest.mark.parametrize("size", [LOOP_FROM_BYTES - 1024, LOOP_FROM_BYTES, LARGE, LARGE + 5])
+def test_what_the_loop_takes_and_what_it_does_not_is_copied_and_summed_alike(size: int) -> None:
     data, out = noise(size), np.zeros(size, np.uint8)
     assert copy_checked(out, data) == checksum(data)
     assert np.array_equal(out, data)
@@ -156,41 +140,9 @@ def test_both_ways_copy_and_sum_alike(
     out[:] = 0
     copy_many(pieces)
     assert np.array_equal(out, data)
-    assert calls == (4 if has_loop and size % LOOP_UNIT_BYTES == 0 else 0)
 
 
-def test_a_piece_of_another_length_is_refused_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    for made in (CopyLoop(), None):
-        monkeypatch.setattr(buffers, "_best_loop", lambda made=made: made)
-        with pytest.raises(ValueError, match="broadcast"):
-            copy_checked(np.zeros(LARGE - 1024, np.uint8), noise(LARGE))
-
-
-def test_a_loop_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = buffers._best_loop.__wrapped__
-    assert make() is not None
-    monkeypatch.setattr(checksum_loops, "copies_agree", lambda loop: False)
-    assert make() is None
-
-    def broken() -> CopyLoop:
-        raise RuntimeError("LLVM ERROR: no such target")
-
-    monkeypatch.setattr(checksum_loops, "CopyLoop", broken)
-    assert make() is None
-
-
-def test_agreement_is_of_sums_and_of_bytes(loop: CopyLoop) -> None:
-    assert copies_agree(loop)
-
-    def forgets(groups: Sequence[Pieces]) -> list[int]:
-        return [checksum(np.concatenate([data for _, data in pieces])) for pieces in groups]
-
-    def mistakes(groups: Sequence[Pieces]) -> list[int]:
-        return [found ^ 1 for found in loop(groups)]
-
-    def joins(groups: Sequence[Pieces]) -> list[int]:
-        return loop([[piece for pieces in groups for piece in pieces]]) * len(groups)
-
-    assert not copies_agree(forgets)
-    assert not copies_agree(mistakes)
-    assert not copies_agree(joins)
+@pytest.mark.parametrize("size", [LARGE, LARGE + 5])
+def test_a_piece_of_another_length_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        copy_checked(np.zeros(size - 1024, np.uint8), noise(size))

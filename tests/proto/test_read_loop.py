@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
 
-from kvstore.proto import buffers
+from kvstore.proto import native
 from kvstore.proto.buffers import (
     LOOP_UNIT_BYTES,
     READ_LOOP_FROM_BYTES,
     Bytes,
     FileGroups,
-    can_sum,
     checksum,
+    read_by_loop,
     read_summed,
 )
 
-pytest.importorskip("llvmlite")
-
-from kvstore.proto import checksum_loops
-from kvstore.proto.checksum_loops import ReadLoop, reads_agree
-
+Loop: TypeAlias = "Callable[[int, FileGroups], list[int] | None]"
 SIZE = 4 * READ_LOOP_FROM_BYTES
 DATA = np.random.default_rng(0).integers(0, 256, SIZE + 77, np.uint8)
 
 
-@pytest.fixture(scope="module")
-def loop() -> ReadLoop:
-    return ReadLoop()
+@pytest.fixture(params=native.paths())
+def loop(request: pytest.FixtureRequest) -> Loop:
+    return partial(read_by_loop, native=native.loops(request.param))
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def cut(room: Bytes, units: Sequence[int]) -> list[Bytes]:
     "units", [[1], [2], [1, 1], [255, 1, 2], [256], [257], [256, 256, 1], [1000, 3]]
 )
 def test_all_pieces_arrive_and_nothing_around_them(
-    loop: ReadLoop, file: int, units: list[int], offset: int
+    loop: Loop, file: int, units: list[int], offset: int
 ) -> None:
     size = sum(units) * LOOP_UNIT_BYTES
     framed = np.ones(size + 2, np.uint8)
@@ -68,12 +66,12 @@ def test_all_pieces_arrive_and_nothing_around_them(
 
 
 @pytest.mark.parametrize("offset", [78, SIZE, 1 << 40])
-def test_what_ends_early_has_no_sums(loop: ReadLoop, file: int, offset: int) -> None:
+def test_what_ends_early_has_no_sums(loop: Loop, file: int, offset: int) -> None:
     groups = [(0, [np.zeros(1024, np.uint8)]), (offset, [np.zeros(SIZE, np.uint8)])]
     assert loop(file, groups) is None
 
 
-def test_what_cannot_be_read_has_no_sums(loop: ReadLoop, tmp_path: Path) -> None:
+def test_what_cannot_be_read_has_no_sums(loop: Loop, tmp_path: Path) -> None:
     groups = [(0, [np.zeros(SIZE, np.uint8)])]
     only_written = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
     os.close(only_written)
@@ -92,7 +90,7 @@ def unfit() -> Iterator[tuple[str, FileGroups]]:
 
 @pytest.mark.parametrize(("name", "groups"), list(unfit()))
 def test_what_it_cannot_fill_is_refused_untouched(
-    loop: ReadLoop, file: int, name: str, groups: FileGroups
+    loop: Loop, file: int, name: str, groups: FileGroups
 ) -> None:
     sound = np.zeros(1024, np.uint8)
     with pytest.raises(ValueError, match=r"fill|piece"):
@@ -103,46 +101,12 @@ def test_what_it_cannot_fill_is_refused_untouched(
 @pytest.mark.parametrize(
     "size", [READ_LOOP_FROM_BYTES - 1024, READ_LOOP_FROM_BYTES, SIZE, SIZE + 5, 0]
 )
-@pytest.mark.parametrize("has_loop", [True, False])
-def test_sums_are_those_of_the_file_or_none_at_all(
-    monkeypatch: pytest.MonkeyPatch, file: int, size: int, has_loop: bool
-) -> None:
-    made = ReadLoop() if has_loop else None
-    monkeypatch.setattr(buffers, "_best_read_loop", lambda: made)
-    assert can_sum() == has_loop
+def test_sums_are_those_of_the_file_or_none_at_all(file: int, size: int) -> None:
     out = np.zeros(size, np.uint8)
     found = read_summed(file, [(5, [out])])
-    if has_loop and size in (READ_LOOP_FROM_BYTES, SIZE):
+    if size in (READ_LOOP_FROM_BYTES, SIZE):
         assert found == [checksum(DATA[5 : 5 + size])]
         assert np.array_equal(out, DATA[5 : 5 + size])
     else:
         assert found is None
         assert not out.any()
-
-
-def test_a_loop_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = buffers._best_read_loop.__wrapped__
-    assert make() is not None
-    monkeypatch.setattr(checksum_loops, "reads_agree", lambda loop: False)
-    assert make() is None
-    monkeypatch.setattr(checksum_loops, "_PREAD", "no such call")
-    assert make() is None
-
-
-def test_agreement_is_of_sums_of_bytes_and_of_failures(loop: ReadLoop) -> None:
-    assert reads_agree(loop)
-
-    def mistakes(descriptor: int, groups: FileGroups) -> list[int] | None:
-        return [found ^ 1 for found in loop(descriptor, groups) or []]
-
-    def forgets(descriptor: int, groups: FileGroups) -> list[int] | None:
-        found = loop(descriptor, groups)
-        for _, outs in groups:
-            outs[0][0] ^= 1
-        return found
-
-    def never_fails(descriptor: int, groups: FileGroups) -> list[int] | None:
-        return loop(descriptor, groups) or []
-
-    for wrong in (mistakes, forgets, never_fails):
-        assert not reads_agree(wrong)

@@ -16,7 +16,6 @@ from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.proto import buffers
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import header_bytes
@@ -233,7 +232,6 @@ def test_what_the_page_cache_has_is_not_read_ahead(
 
 @pytest.mark.parametrize("kept_bytes", [0, 200_000, 500_000])
 def test_a_checked_read_of_a_file_that_was_cut_says_so(tmp_path: Path, kept_bytes: int) -> None:
-    buffers._best_read_loop.wait()
     info, frame = make_frame(1, 256, representation=make_representation(3, 2, 128))
     tier = open_disk(tmp_path / "a")
     put(tier, info, frame)

@@ -17,7 +17,7 @@ from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
 from kvstore.server.index.planned_uses import MAX_ANNOUNCED, MAX_BATCHES, PlannedUses
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.batch_plan import plan_batch
+from kvstore.server.store.plans import plan_batch
 
 MEMORY_CHUNKS = 12
 

@@ -290,7 +290,7 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
     disk = core.slot("disk")
     monkeypatch.setattr(disk.tier, "file_place", lambda key: FilePlace(7, 4096, 100))
     # It stays where it was until the store queue comes to it.
-    monkeypatch.setattr(core.moves, "delete_from", lambda *_, **__: None)
+    monkeypatch.setattr(core.moves.eviction, "delete_from", lambda *_, **__: None)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     reach = IN_MEMORY | {Reach.file}
     results = core.store.reads.get(session, keys_of(versions), core.later(), reach)

@@ -1,0 +1,127 @@
+"""The compiled loops over payload bytes: a library of C functions that hold no interpreter lock.
+
+Functions take addresses and sizes; who calls them has checked shapes, dtypes and order. They
+come compiled for each of ``PATHS``, all with the same results, of which this processor's best is
+chosen at run time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ABI = 1
+"""Of the library: ``paths.c`` has it too."""
+PATHS = {"avx512": 4, "avx2": 2, "portable": 1}
+"""The fastest first, with the library's bit for each."""
+NO_MEMORY = -2
+
+LIBRARY = Path(__file__).with_name("_loops.so")
+
+_P, _I, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "copy_summed": (None, (_P, ctypes.c_uint64, _I32)),
+    "read_summed": (ctypes.c_uint64, (_P, ctypes.c_uint64, _I32)),
+    "split_bfloat16": (None, (_P, _P, _P, _I)),
+    "join_bfloat16": (None, (_P, _P, _P, _I)),
+    "split_float16": (None, (_P, _P, _P, _I)),
+    "join_float16": (None, (_P, _P, _P, _I)),
+    "split_float32": (None, (_P, _P, _P, _P, _P, _I)),
+    "join_float32": (None, (_P, _P, _P, _P, _P, _I)),
+    "sieve_squeeze": (_I, (_P, _I, _P, _P, _P, _I, _P)),
+    "sieve_spread": (_I, (_P, _I, _P, _P, _P, _P, _I)),
+    "grouped_bounds": (None, (_P, _P, _P, _I, _I, _I, _I32)),
+    "grouped_quantise": (_I, (_P, _P, _P, _P, _P, _I, _I, _I, _I32, _F, _F)),
+    "grouped_expand": (None, (_P, _P, _P, _P, _I, _I, _I, _I32, _I32)),
+    "rans_encode": (_I, (_P, _P, _P, _P, _P, _P, _I, _I, _I)),
+    "rans_decode": (_I, (_P, _P, _P, _P, _P, _P, _I, _I, _I)),
+    "kvq_quantise": (_I, (_P, ctypes.c_double, _P, _P, _P)),
+    "kvq_dequantise": (_I, (_P, _P, _P)),
+    "kvq_quotients": (_I, (_P, _I, _P)),
+    "kvq_contexts": (None, (_P, _P, _P, _I, _I)),
+    "kvq_add": (None, (_P, _P, _I)),
+    "kvq_refine": (_I, (_P, _P)),
+    "kvq_move": (None, (_P, _P, _P, _I, _I)),
+}
+
+
+class Loops:
+    """The functions of one path, by name: ``loops.kvq_add(...)``. Thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        """Raise ImportError where the library is not there, or is another build's."""
+        self.path = path
+        library = _library()
+        self._functions: dict[str, Callable[..., int]] = {}
+        for name, (returned, arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"{name}_{path}")
+            function.restype, function.argtypes = returned, arguments
+            self._functions[name] = function
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        try:
+            function = self._functions[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        setattr(self, name, function)
+        return function
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    if not LIBRARY.is_file():
+        raise ImportError(f"{LIBRARY} is not there: run python {LIBRARY.with_name('build.py')}")
+    library = ctypes.CDLL(str(LIBRARY))
+    found = library.kvstore_loops_abi()
+    if found != ABI:
+        raise ImportError(
+            f"{LIBRARY} is of another version ({found}, not {ABI}): "
+            f"run python {LIBRARY.with_name('build.py')}"
+        )
+    return library
+
+
+@lru_cache(maxsize=1)
+def paths() -> tuple[str, ...]:
+    """Return the paths that this processor runs, the fastest first."""
+    bits = int(_library().kvstore_loops_paths())
+    return tuple(path for path, bit in PATHS.items() if bits & bit)
+
+
+@lru_cache(maxsize=len(PATHS) + 1)
+def loops(path: str | None = None) -> Loops:
+    """Return the functions of *path*; of the best one where it is None."""
+    return Loops(path or paths()[0])
+
+
+def address(data: NDArray[Any]) -> int:
+    """Return where *data* lies in memory; 0 where it is empty."""
+    if not data.size:
+        return 0
+    if data.flags.writeable and data.flags.c_contiguous:  # a quarter of what numpy takes to say so
+        return ctypes.addressof(ctypes.c_char.from_buffer(data.data))
+    return int(data.ctypes.data)
+
+
+def addresses(*data: NDArray[Any]) -> list[int]:
+    """Return where each of *data* lies."""
+    return [address(each) for each in data]
+
+
+def done(found: int) -> int:
+    """Return what a function returned. Raises MemoryError where it had no memory for scratch."""
+    if found == NO_MEMORY:
+        raise MemoryError("no memory for a loop's scratch")
+    return found
+
+
+def contiguous(data: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
+    """Return *data* C-ordered and native, itself where it is so."""
+    found: NDArray[Any] = np.ascontiguousarray(data, dtype)
+    return found

@@ -1,0 +1,262 @@
+/* Copying and reading with XXH3 in one pass: each word is loaded once, stored and summed.
+ *
+ * XXH3 (64 bits, default secret, no seed) as in its specification, for inputs of whole units of
+ * 1024 bytes: a unit is a block of sixteen stripes.
+ */
+#include "loops.h"
+
+#include <unistd.h>
+
+enum { UNIT = 1024, STRIPE = 64, STRIPES = UNIT / STRIPE, STEP_UNITS = 256 };
+enum { SECRET_BYTES = 192 };
+
+#define PRIME32_1 0x9E3779B1u
+#define PRIME64_1 0x9E3779B185EBCA87u
+#define AVALANCHE 0x165667919E3779F9u
+
+static const uint64_t STARTS[8] = {
+    0xC2B2AE3Du, 0x9E3779B185EBCA87u, 0xC2B2AE3D27D4EB4Fu, 0x165667B19E3779F9u,
+    0x85EBCA77C2B2AE63u, 0x85EBCA77u, 0x27D4EB2F165667C5u, 0x9E3779B1u,
+};
+
+static const uint8_t SECRET[SECRET_BYTES] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad,
+    0x1c, 0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3,
+    0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc,
+    0xff, 0x72, 0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6,
+    0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65,
+    0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef,
+    0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc,
+    0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8,
+    0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3,
+    0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb, 0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda,
+    0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47,
+    0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f, 0x95,
+    0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+/* A register of LANES words, and what is done with it. */
+#if defined(__AVX512F__)
+typedef __m512i lanes;
+enum { LANES = 8 };
+INLINE lanes get(const void *at) { return _mm512_loadu_si512(at); }
+INLINE void put(void *at, lanes value) { _mm512_storeu_si512(at, value); }
+INLINE lanes plus(lanes a, lanes b) { return _mm512_add_epi64(a, b); }
+INLINE lanes flip(lanes a, lanes b) { return _mm512_xor_si512(a, b); }
+INLINE lanes product(lanes a, lanes b) { return _mm512_mul_epu32(a, b); }
+INLINE lanes upper(lanes a) { return _mm512_srli_epi64(a, 32); }
+INLINE lanes raise(lanes a) { return _mm512_slli_epi64(a, 32); }
+INLINE lanes down47(lanes a) { return _mm512_srli_epi64(a, 47); }
+INLINE lanes crossed(lanes a) { return _mm512_shuffle_epi32(a, (_MM_PERM_ENUM)0x4E); }
+INLINE lanes every(uint64_t value) { return _mm512_set1_epi64((int64_t)value); }
+INLINE void put_past(uint8_t *at, lanes value)
+{
+    if (((uintptr_t)at & 63) == 0) {
+        _mm512_stream_si512((__m512i *)at, value);
+        return;
+    }
+    _mm_stream_si128((__m128i *)at, _mm512_castsi512_si128(value));
+    _mm_stream_si128((__m128i *)(at + 16), _mm512_extracti32x4_epi32(value, 1));
+    _mm_stream_si128((__m128i *)(at + 32), _mm512_extracti32x4_epi32(value, 2));
+    _mm_stream_si128((__m128i *)(at + 48), _mm512_extracti32x4_epi32(value, 3));
+}
+#elif defined(__AVX2__)
+typedef __m256i lanes;
+enum { LANES = 4 };
+INLINE lanes get(const void *at) { return _mm256_loadu_si256((const __m256i *)at); }
+INLINE void put(void *at, lanes value) { _mm256_storeu_si256((__m256i *)at, value); }
+INLINE lanes plus(lanes a, lanes b) { return _mm256_add_epi64(a, b); }
+INLINE lanes flip(lanes a, lanes b) { return _mm256_xor_si256(a, b); }
+INLINE lanes product(lanes a, lanes b) { return _mm256_mul_epu32(a, b); }
+INLINE lanes upper(lanes a) { return _mm256_srli_epi64(a, 32); }
+INLINE lanes raise(lanes a) { return _mm256_slli_epi64(a, 32); }
+INLINE lanes down47(lanes a) { return _mm256_srli_epi64(a, 47); }
+INLINE lanes crossed(lanes a) { return _mm256_shuffle_epi32(a, 0x4E); }
+INLINE lanes every(uint64_t value) { return _mm256_set1_epi64x((int64_t)value); }
+INLINE void put_past(uint8_t *at, lanes value)
+{
+    _mm_stream_si128((__m128i *)at, _mm256_castsi256_si128(value));
+    _mm_stream_si128((__m128i *)(at + 16), _mm256_extracti128_si256(value, 1));
+}
+#elif defined(__SSE2__)
+typedef __m128i lanes;
+enum { LANES = 2 };
+INLINE lanes get(const void *at) { return _mm_loadu_si128((const __m128i *)at); }
+INLINE void put(void *at, lanes value) { _mm_storeu_si128((__m128i *)at, value); }
+INLINE lanes plus(lanes a, lanes b) { return _mm_add_epi64(a, b); }
+INLINE lanes flip(lanes a, lanes b) { return _mm_xor_si128(a, b); }
+INLINE lanes product(lanes a, lanes b) { return _mm_mul_epu32(a, b); }
+INLINE lanes upper(lanes a) { return _mm_srli_epi64(a, 32); }
+INLINE lanes raise(lanes a) { return _mm_slli_epi64(a, 32); }
+INLINE lanes down47(lanes a) { return _mm_srli_epi64(a, 47); }
+INLINE lanes crossed(lanes a) { return _mm_shuffle_epi32(a, 0x4E); }
+INLINE lanes every(uint64_t value) { return _mm_set1_epi64x((int64_t)value); }
+INLINE void put_past(uint8_t *at, lanes value) { _mm_stream_si128((__m128i *)at, value); }
+#else
+typedef uint64_t lanes __attribute__((vector_size(16)));
+enum { LANES = 2 };
+INLINE lanes get(const void *at)
+{
+    lanes value;
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+INLINE void put(void *at, lanes value) { memcpy(at, &value, sizeof value); }
+INLINE lanes every(uint64_t value) { return (lanes){value, value}; }
+INLINE lanes plus(lanes a, lanes b) { return a + b; }
+INLINE lanes flip(lanes a, lanes b) { return a ^ b; }
+INLINE lanes product(lanes a, lanes b)
+{
+    return (a & every(0xFFFFFFFF)) * (b & every(0xFFFFFFFF));
+}
+INLINE lanes upper(lanes a) { return a >> 32; }
+INLINE lanes raise(lanes a) { return a << 32; }
+INLINE lanes down47(lanes a) { return a >> 47; }
+INLINE lanes crossed(lanes a) { return (lanes){a[1], a[0]}; }
+INLINE void put_past(uint8_t *at, lanes value) { put(at, value); }
+#endif
+
+/* The compiler knows nothing of the value behind this, so it cannot load it anew. */
+#if defined(__AVX512F__)
+#define HOLD(value) __asm__ volatile("" : "+v"(value))
+#elif defined(__SSE2__)
+#define HOLD(value) __asm__ volatile("" : "+x"(value))
+#elif defined(__aarch64__)
+#define HOLD(value) __asm__ volatile("" : "+w"(value))
+#else
+#define HOLD(value) __asm__ volatile("" : "+m"(value))
+#endif
+
+enum { REGISTERS = 8 / LANES };
+
+typedef struct {
+    lanes each[REGISTERS];
+} sums;
+
+enum store { NOWHERE, NEAR, PAST };
+
+INLINE void begin(sums *s)
+{
+    for (int r = 0; r < REGISTERS; r++)
+        s->each[r] = get(STARTS + r * LANES);
+}
+
+INLINE void add_unit(sums *s, const uint8_t *data, uint8_t *out, enum store how, int is_last)
+{
+    for (int stripe = 0; stripe < STRIPES; stripe++) {
+        const uint8_t *key = SECRET + 8 * stripe;
+        if (is_last && stripe == STRIPES - 1)
+            key = SECRET + SECRET_BYTES - STRIPE - 7;
+        for (int r = 0; r < REGISTERS; r++) {
+            size_t at = (size_t)stripe * STRIPE + (size_t)r * LANES * 8;
+            lanes value = get(data + at);
+            /* A load that is made twice could sum what it did not store, while a writer writes. */
+            HOLD(value);
+            if (how == NEAR)
+                put(out + at, value);
+            else if (how == PAST)
+                put_past(out + at, value);
+            lanes keyed = flip(value, get(key + r * LANES * 8));
+            s->each[r] = plus(plus(s->each[r], crossed(value)), product(keyed, upper(keyed)));
+        }
+    }
+    if (is_last)
+        return;
+    const uint8_t *key = SECRET + SECRET_BYTES - STRIPE;
+    for (int r = 0; r < REGISTERS; r++) {
+        lanes found = flip(s->each[r], down47(s->each[r]));
+        found = flip(found, get(key + r * LANES * 8));
+        lanes prime = every(PRIME32_1);
+        s->each[r] = plus(product(found, prime), raise(product(upper(found), prime)));
+    }
+}
+
+INLINE uint64_t digest(const sums *s, uint64_t size)
+{
+    uint64_t words[8];
+    for (int r = 0; r < REGISTERS; r++)
+        put(words + r * LANES, s->each[r]);
+    uint64_t found = size * PRIME64_1;
+    for (int lane = 0; lane < 8; lane += 2) {
+        uint64_t one = words[lane] ^ load64(SECRET + 11 + 8 * lane);
+        uint64_t other = words[lane + 1] ^ load64(SECRET + 19 + 8 * lane);
+        unsigned __int128 both = (unsigned __int128)one * other;
+        found += (uint64_t)both ^ (uint64_t)(both >> 64);
+    }
+    found = (found ^ (found >> 37)) * AVALANCHE;
+    return found ^ (found >> 32);
+}
+
+/* A piece of a group: where to, where from, how many units; for the last of a group the group's
+ * size in bytes, else 0; the sum is written there. */
+typedef struct {
+    uint64_t out, from, units, size, sum;
+} piece;
+
+INLINE void copy_units(sums *s, const piece *p, enum store how, int is_end)
+{
+    uint8_t *out = (uint8_t *)(uintptr_t)p->out;
+    const uint8_t *data = (const uint8_t *)(uintptr_t)p->from;
+    uint64_t units = p->units - (uint64_t)is_end;
+    for (uint64_t k = 0; k < units; k++, out += UNIT, data += UNIT)
+        add_unit(s, data, out, how, 0);
+    if (is_end)
+        add_unit(s, data, out, how, 1);
+}
+
+/* Copies *count* pieces and sums each group. Stores pass the caches where *is_past*; 16-byte
+ * boundaries are needed for that, so other places are written through them. */
+void LOOP(copy_summed)(piece *pieces, uint64_t count, int32_t is_past)
+{
+    sums s;
+    begin(&s);
+    for (uint64_t k = 0; k < count; k++) {
+        piece *p = pieces + k;
+        int is_end = p->size != 0;
+        if (is_past && (p->out & 15) == 0)
+            copy_units(&s, p, PAST, is_end);
+        else
+            copy_units(&s, p, NEAR, is_end);
+        if (is_end) {
+            p->sum = digest(&s, p->size);
+            begin(&s);
+        }
+    }
+#if defined(__x86_64__)
+    _mm_sfence(); /* such stores pass others: nobody may hear of them too early */
+#endif
+}
+
+/* Reads *count* pieces of the file *descriptor*, whose ``from`` are offsets, step by step, and
+ * sums each step while it is in cache. Returns how many pieces were read: all, or up to one that
+ * could not be read whole. */
+uint64_t LOOP(read_summed)(piece *pieces, uint64_t count, int32_t descriptor)
+{
+    sums s;
+    begin(&s);
+    for (uint64_t k = 0; k < count; k++) {
+        piece *p = pieces + k;
+        uint8_t *out = (uint8_t *)(uintptr_t)p->out;
+        uint64_t at = p->from, left = p->units;
+        while (left) {
+            uint64_t units = left < STEP_UNITS ? left : STEP_UNITS;
+            size_t size = (size_t)units * UNIT;
+            if (pread(descriptor, out, size, (off_t)at) != (ssize_t)size)
+                return k;
+            left -= units;
+            at += size;
+            int is_last = p->size != 0 && left == 0;
+            for (uint64_t unit = 0; unit < units - (uint64_t)is_last; unit++, out += UNIT)
+                add_unit(&s, out, NULL, NOWHERE, 0);
+            if (is_last)
+                add_unit(&s, out, NULL, NOWHERE, 1);
+            if (is_last)
+                out += UNIT;
+        }
+        if (p->size) {
+            p->sum = digest(&s, p->size);
+            begin(&s);
+        }
+    }
+    return count;
+}
