@@ -29,7 +29,7 @@ from kvstore.proto.types import (
 )
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.holds import Leases
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.lookup import Lookup
 from kvstore.server.telemetry.metrics import Counters

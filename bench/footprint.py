@@ -37,7 +37,7 @@ def bench_metadata(folder: Path, report: Report) -> None:
     from kvstore.proto.types import ChainDigest, ChunkInfo
     from kvstore.server.eviction.lru import LruEviction
     from kvstore.server.index.catalog import Catalog
-    from kvstore.server.index.leases import Leases
+    from kvstore.server.index.holds import Leases
     from kvstore.tiers.cpu import CpuTier
     from kvstore.tiers.disk import DiskTier
 

@@ -22,7 +22,7 @@ from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk_reader import BulkPieces, BulkReading, here
+from kvstore.proto.bulk_reader import FrameAssembler, PartReader, here
 from kvstore.proto.errors import (
     DeadlineError,
     KVStoreError,
@@ -98,7 +98,7 @@ class BulkTransport(Transport):
             taker = None if direct is None else direct(chunk, size_bytes, start)
             return self._memory.take(size_bytes, frames) if taker is None else taker
 
-        reading = BulkReading(stream.request, self.session.terms.max_frame_bytes, room)
+        reading = FrameAssembler(stream.request, self.session.terms.max_frame_bytes, room)
         try:
             with self._ending_get(stream, reading, deadline):
                 yield self._arriving(stream, reading, deadline)
@@ -125,7 +125,7 @@ class BulkTransport(Transport):
             with self._fallback.get_layers(digests, lease_id, left_ms, least, skipped) as feed:
                 yield feed
             return
-        reading = BulkPieces(stream.request)
+        reading = PartReader(stream.request)
         with self._ending_get(stream, reading, deadline):
             # A piece has what the feed looks at in a reply.
             pieces = cast("Iterator[pb.GetResponse]", self._pieces(stream, reading, deadline))
@@ -151,7 +151,7 @@ class BulkTransport(Transport):
             with self._fallback.get_ranges(digests, ranges, lease_id, left_ms, least) as pieces:
                 yield pieces
             return
-        reading = BulkPieces(stream.request)
+        reading = PartReader(stream.request)
         with self._ending_get(stream, reading, deadline):
             yield (
                 FramePiece(one.index, one.tier, *one.part)
@@ -177,7 +177,7 @@ class BulkTransport(Transport):
         return stream
 
     def _arriving(
-        self, stream: FrameStream, reading: BulkReading, deadline: float
+        self, stream: FrameStream, reading: FrameAssembler, deadline: float
     ) -> Iterator[Arrived]:
         while not reading.is_over:
             with self._noted():
@@ -187,7 +187,7 @@ class BulkTransport(Transport):
                 yield Arrived(landed.chunk, landed.tier, frame, _stays)
 
     def _pieces(
-        self, stream: FrameStream, reading: BulkPieces, deadline: float
+        self, stream: FrameStream, reading: PartReader, deadline: float
     ) -> Iterator[_PieceReply]:
         while not reading.is_over:
             with self._noted():
@@ -200,7 +200,7 @@ class BulkTransport(Transport):
 
     @contextmanager
     def _ending_get(
-        self, stream: FrameStream, reading: BulkReading | BulkPieces, deadline: float
+        self, stream: FrameStream, reading: FrameAssembler | PartReader, deadline: float
     ) -> Iterator[None]:
         """Give *stream* back at the end, fit for another get unless this one failed."""
         is_clean = False

@@ -10,7 +10,7 @@ from xxhash import xxh3_64
 from kvstore.codecs.base import AnyTensors, ChunkTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk_reader import Here, Payload
+from kvstore.proto.bulk_reader import BufferReader, Payload
 from kvstore.proto.errors import ChunkCorruptError, LayoutMismatchError
 from kvstore.proto.frame import FrameHeader, check_segment
 
@@ -61,7 +61,7 @@ class DirectFrame:
 
         What is summed is what lies in the tensors.
         """
-        coming = Here(data) if isinstance(data, np.ndarray) else data
+        coming = BufferReader(data) if isinstance(data, np.ndarray) else data
         at, end = offset, offset + len(data)
         while self._next < len(self._runs) and self._failure is None:
             run = self._runs[self._next]

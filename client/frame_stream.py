@@ -187,7 +187,7 @@ class FrameStream:
 
     def _by(self, deadline: float) -> None:
         left_s = max(0.001, deadline - time.monotonic())
-        self._wire.patience(min(left_s, self._silence_s), deadline)
+        self._wire.set_timeout(min(left_s, self._silence_s), deadline)
 
     def _try(self, deadline: float, call: Callable[[], T]) -> T:
         try:

@@ -25,7 +25,7 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.bulk import pack_wanted
-from kvstore.proto.bulk_reader import BulkReading
+from kvstore.proto.bulk_reader import FrameAssembler
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 
@@ -166,7 +166,7 @@ class PeerReads:
             return np.empty(size_bytes, np.uint8) if taker is None else taker
 
         limit_bytes = self._session.terms.max_frame_bytes
-        reading = BulkReading(stream.next_request(), limit_bytes, room)
+        reading = FrameAssembler(stream.next_request(), limit_bytes, room)
         left_ms = max(1, int(1000 * (deadline - time.monotonic())))
         ask = bulk.Get(reading.request, session_id, 0, left_ms, bulk.PEER)
         stream.send(ask, deadline, pack_wanted(lent.keys))

@@ -13,7 +13,7 @@ from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import InvalidFrameError
 
 
-class Incoming(Protocol):
+class PayloadReader(Protocol):
     """A part's payload that is still to come. All of it has to be had, in its order."""
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ class Incoming(Protocol):
         """Pass the next *size_bytes* by."""
 
 
-class Here:
+class BufferReader:
     """*data* that has come, had as what is still to come."""
 
     def __init__(self, data: Bytes) -> None:
@@ -54,29 +54,29 @@ class Here:
         self._at += size_bytes
 
 
-Payload: TypeAlias = "Bytes | Incoming"
+Payload: TypeAlias = "Bytes | PayloadReader"
 
 
-class Taker(Protocol):
+class Sink(Protocol):
     """What takes a frame's parts one after the other, instead of memory for all of it."""
 
     def take(self, offset: int, data: Payload, /) -> None:
         """Take the part at *offset*, whose memory is another's afterwards."""
 
 
-Room = Callable[[int, int, Bytes], Bytes | Taker | None]
+Room = Callable[[int, int, Bytes], Bytes | Sink | None]
 """A frame's number in the request, its size and first part to where it goes; None: nowhere."""
 
 
-class Landed(NamedTuple):
+class ReceivedFrame(NamedTuple):
     """A frame that is whole, where it was sent. Nothing of what is in memory is verified."""
 
     chunk: int
     tier: str
-    frame: Bytes | Taker
+    frame: Bytes | Sink
 
 
-class BulkPieces:
+class PartReader:
     """The parts of a get as they come: feed it what the server sends. Used by one thread."""
 
     def __init__(self, request: int) -> None:
@@ -105,20 +105,20 @@ class BulkPieces:
         return word
 
 
-class BulkReading:
+class FrameAssembler:
     """Feed it what the server sends; it says what frame is whole.
 
     No frame over *limit_bytes* is believed. Used by one thread.
     """
 
     def __init__(self, request: int, limit_bytes: int, room: Room) -> None:
-        self._pieces = BulkPieces(request)
+        self._pieces = PartReader(request)
         self._limit_bytes = limit_bytes
         self._room = room
         self._chunk = 0
         self._received_bytes = 0
         self._frame_bytes = 0
-        self._frame: Bytes | Taker | None = None
+        self._frame: Bytes | Sink | None = None
 
     @property
     def request(self) -> int:
@@ -130,10 +130,10 @@ class BulkReading:
         """Whether the server said its last word about this request."""
         return self._pieces.is_over
 
-    def take(self, word: bulk.Word, payload: Payload | None) -> Landed | None:
+    def take(self, word: bulk.Word, payload: Payload | None) -> ReceivedFrame | None:
         """Take a message; return the frame that it made whole.
 
-        Raises as ``BulkPieces.take``, and InvalidFrameError when parts do not follow each other.
+        Raises as ``PartReader.take``, and InvalidFrameError when parts do not follow each other.
         """
         was_over = self.is_over
         part = self._pieces.take(word, payload)
@@ -142,7 +142,7 @@ class BulkReading:
             raise InvalidFrameError("frames", self._pieces.frames, f"{self._chunk} came")
         return None if part is None or payload is None else self._add(part, payload)
 
-    def _add(self, part: bulk.Part, data: Payload) -> Landed | None:
+    def _add(self, part: bulk.Part, data: Payload) -> ReceivedFrame | None:
         if not part.offset:
             if not 0 < part.frame_bytes <= self._limit_bytes:
                 raise InvalidFrameError("frame_bytes", part.frame_bytes, "over the limit")
@@ -156,7 +156,7 @@ class BulkReading:
             self._frame_bytes = part.frame_bytes
             data = here(data)
             self._frame = self._room(part.chunk, part.frame_bytes, data)
-        coming = Here(data) if isinstance(data, np.ndarray) else data
+        coming = BufferReader(data) if isinstance(data, np.ndarray) else data
         if isinstance(self._frame, np.ndarray):
             coming.into(self._frame[part.offset : stop])
         elif self._frame is not None:
@@ -168,7 +168,7 @@ class BulkReading:
             return None
         self._chunk += 1
         frame, self._frame = self._frame, None
-        return None if frame is None else Landed(part.chunk, part.tier_name, frame)
+        return None if frame is None else ReceivedFrame(part.chunk, part.tier_name, frame)
 
 
 def here(payload: Payload) -> Bytes:

@@ -1,4 +1,4 @@
-"""A StreamWire: the words of the bulk channel over one TCP connection, in plain text or TLS.
+"""A FramedSocket: the words of the bulk channel over one TCP connection, in plain text or TLS.
 
 Frames go from memory to memory; what the kernel's buffers do not take is not sent.
 """
@@ -58,11 +58,11 @@ def word_of(data: bytes | memoryview) -> tuple[bulk.Word, int]:
     return bulk.unpack(header, payload_bytes), payload_bytes
 
 
-class StreamWire:
+class FramedSocket:
     """Owns *link*, a connected socket, or one that TLS goes over. Used by one thread at a time.
 
-    Every call raises DeadlineError when nothing moves for ``patience``'s seconds or it is late, and
-    TierUnavailableError when the other end, which is *whose*, hung up; *address* is what errors
+    Every call raises DeadlineError when nothing moves for ``set_timeout``'s seconds or it is late,
+    and TierUnavailableError when the other end, which is *whose*, hung up; *address* is what errors
     call it. *clock* returns monotonic seconds.
     """
 
@@ -92,7 +92,7 @@ class StreamWire:
         """Return the socket's descriptor, -1 when it is closed."""
         return self._link.fileno()
 
-    def patience(self, seconds: float, until: float = math.inf) -> None:
+    def set_timeout(self, seconds: float, until: float = math.inf) -> None:
         """Wait so long at most for bytes to move, from now on, and for nothing past *until*."""
         self._until = until
         self._wait_at_most(seconds)
@@ -216,7 +216,7 @@ class StreamWire:
 
 def connect_wire(
     where: str, certificate: bytes, deadline: float, clock: Callable[[], float], whose: str = "peer"
-) -> StreamWire:
+) -> FramedSocket:
     """Connect to *where*, tcp://host:port, by *deadline*; over TLS if there is a *certificate*.
 
     That is in DER, and the only one believed. Raises DeadlineError and TierUnavailableError.
@@ -229,7 +229,7 @@ def connect_wire(
 
                 link.settimeout(max(_LEAST_S, deadline - clock()))
                 link = tls_to(certificate).wrap_socket(link)
-            return StreamWire(link, where, clock, is_encrypted=bool(certificate), whose=whose)
+            return FramedSocket(link, where, clock, is_encrypted=bool(certificate), whose=whose)
         except BaseException:
             link.close()
             raise

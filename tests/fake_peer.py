@@ -23,7 +23,7 @@ from kvstore.proto.bulk import (
 )
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
-from kvstore.proto.framing import StreamWire
+from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.peer_connections import PeerTerms
 from kvstore.server.cluster.peer_dial import LetIn
@@ -44,7 +44,7 @@ class FakePeer:
         self._infos = {key: parse_header(frame).info() for key, frame in frames.items()}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._port = self._listener.getsockname()[1]
-        self._wires: list[StreamWire] = []
+        self._wires: list[FramedSocket] = []
         self._threads = [threading.Thread(target=self._run, name="fake-peer")]
         self._threads[0].start()
 
@@ -60,13 +60,13 @@ class FakePeer:
                 link, _ = self._listener.accept()
             except OSError:
                 return
-            wire = StreamWire(link, "server", time.monotonic, is_encrypted=False)
+            wire = FramedSocket(link, "server", time.monotonic, is_encrypted=False)
             self._wires.append(wire)
             self._threads.append(threading.Thread(target=self._answer, args=(wire,)))
             self._threads[-1].start()
 
-    def _answer(self, wire: StreamWire) -> None:
-        wire.patience(3600.0, math.inf)
+    def _answer(self, wire: FramedSocket) -> None:
+        wire.set_timeout(3600.0, math.inf)
         try:
             while True:
                 word, size_bytes = wire.receive()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.proto.device import Device
-from kvstore.server import wiring_tiers
+from kvstore.server import wiring
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.rules import GpuConfig
 from kvstore.tiers.gpu import GpuTier
@@ -25,4 +25,4 @@ def use_device(
         return GpuTier(capacity_bytes or config.capacity_bytes, device, 4096)
 
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
-    monkeypatch.setattr(wiring_tiers, "open_gpu_tier", open_tier)
+    monkeypatch.setattr(wiring, "open_gpu_tier", open_tier)

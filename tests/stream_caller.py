@@ -10,7 +10,7 @@ import pytest
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.framing import StreamWire
+from kvstore.proto.framing import FramedSocket
 
 SOON_S = 20.0
 
@@ -21,8 +21,8 @@ class StreamCaller:
     def __init__(self, terms: pb.OpenSessionResponse) -> None:
         host, _, port = terms.bulk_address.rpartition(":")
         link = socket.create_connection((host.removeprefix("tcp://"), int(port)))
-        self.wire = StreamWire(link, "server", time.monotonic, is_encrypted=False)
-        self.wire.patience(SOON_S)
+        self.wire = FramedSocket(link, "server", time.monotonic, is_encrypted=False)
+        self.wire.set_timeout(SOON_S)
         self.say(bulk.Attach(0, terms.session_id, terms.attach_token))
         said, payload = self.hear()
         if isinstance(said, bulk.Failed):

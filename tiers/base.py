@@ -86,7 +86,7 @@ class Tier(ABC):
     reads_ahead: ClassVar[bool] = False
     """Whether ``prefetch`` does anything."""
 
-    shows_files: bool = True
+    shares_files: bool = True
     """Whether frames may lie in files as they are, for ``file_place`` to say where."""
 
     capacity_bytes: int
@@ -94,7 +94,7 @@ class Tier(ABC):
     """What the tier had noted of its chunks and could not use when it started."""
 
     @property
-    def trouble(self) -> str:
+    def write_error(self) -> str:
         """Why nothing can be put here now; empty while it can."""
         return ""
 
@@ -188,14 +188,14 @@ class Tier(ABC):
     def stats(self) -> TierStats:
         """Count the tier."""
 
-    def residents(self, key: ChunkKey) -> list[ChunkKey]:
+    def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks that share *key*'s piece of the medium, itself included.
 
         Freeing all of them frees the piece; empty where a medium has no such pieces.
         """
         return []
 
-    def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
+    def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
         """Return the sealed chunks beside *key*, itself included, that are in the way of a frame
         of *size_bytes* for *tenant*; empty where the tier cannot tell.
         """

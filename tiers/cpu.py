@@ -83,8 +83,8 @@ class CpuTier(Tier):
     ``capacity_bytes`` is rounded down to whole slabs; a slab is created when it is first
     needed, and its untouched pages cost nothing. A frame lies inside one slab. A slab belongs
     to one tenant at a time, so a tenant cannot use the holes in another's slabs: TierFullError
-    may come while ``free_bytes`` is large, and evicting the ``residents`` of one slab makes it
-    anyone's.
+    may come while ``free_bytes`` is large, and evicting the ``chunks_sharing_block`` of one slab
+    makes it anyone's.
 
     A reserve looks at each slab at most twice and a slab takes two file descriptors: prefer
     few large slabs. A slab that changes hands keeps its pages, beyond the capacity, until the
@@ -298,7 +298,7 @@ class CpuTier(Tier):
         block = self._block(key)
         return DEFAULT_TENANT if block is None else block.slab.tenant
 
-    def residents(self, key: ChunkKey) -> list[ChunkKey]:
+    def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks of the slab that holds *key*, in order of sealing."""
         with self._lock:
             slab_id, _, _ = self._sealed.location(self._sealed.find(key))

@@ -93,7 +93,7 @@ class DiskTier(Tier):
 
     A data file has frames of one tenant, from the first to its end, so that a descriptor of it
     shows nobody else's bytes: TierFullError may come while bytes are free, and evicting the
-    ``residents`` of one file makes its room anyone's.
+    ``chunks_sharing_block`` of one file makes its room anyone's.
 
     The first folder takes ``index_bytes`` besides its capacity. ``dropped_rows`` counts what was
     unusable in the index at start. When one of several folders fails, what lies there is
@@ -175,7 +175,7 @@ class DiskTier(Tier):
 
     @property
     @override
-    def trouble(self) -> str:
+    def write_error(self) -> str:
         return self._commit.write_failure
 
     @property
@@ -376,14 +376,14 @@ class DiskTier(Tier):
             return TierStats(self.capacity_bytes, used, chunks, len(self._reserved))
 
     @override
-    def residents(self, key: ChunkKey) -> list[ChunkKey]:
+    def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks of the data file that holds *key*; none when absent."""
         with self._lock:
             found = self._locate(key)
             return [] if found is None else self._chunks.keys_in(found.file.number + 1)
 
     @override
-    def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
+    def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
         with self._lock:
             found = self._locate(key)
             if found is None or found.file.owner != tenant:

@@ -201,7 +201,7 @@ class EncryptedTier(Tier):
         self.survives_restart = inner.survives_restart  # type: ignore[misc]
         self.shared = inner.shared  # type: ignore[misc]
         self.reads_ahead = inner.reads_ahead  # type: ignore[misc]
-        self.shows_files = False
+        self.shares_files = False
         self.capacity_bytes = inner.capacity_bytes
         self.dropped_rows = inner.dropped_rows
 
@@ -210,8 +210,8 @@ class EncryptedTier(Tier):
 
     @property
     @override
-    def trouble(self) -> str:
-        return self.inner.trouble
+    def write_error(self) -> str:
+        return self.inner.write_error
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
@@ -356,12 +356,12 @@ class EncryptedTier(Tier):
         return self.inner.stats()
 
     @override
-    def residents(self, key: ChunkKey) -> list[ChunkKey]:
-        return self.inner.residents(key)
+    def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
+        return self.inner.chunks_sharing_block(key)
 
     @override
-    def in_the_way(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
-        return self.inner.in_the_way(key, encrypted_bytes(size_bytes), tenant)
+    def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
+        return self.inner.eviction_run(key, encrypted_bytes(size_bytes), tenant)
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:

@@ -234,7 +234,7 @@ class RedisTier(Tier):
 
     @property
     @override
-    def trouble(self) -> str:
+    def write_error(self) -> str:
         return self._never_answered
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ X86_PATHS = {
     "avx512": (
         "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi2",
     ),
-    "avx2": ("-mavx2",),
+    "avx2": ("-mavx2", "-mbmi2"),
 }  # fmt: skip
 COMPILERS = ("cc", "gcc", "clang")
 NO_COMPILER = "kvstore needs a C compiler to be installed from source: install gcc and libc6-dev"

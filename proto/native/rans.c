@@ -201,8 +201,9 @@ INLINE int64_t decode_some(const batch *b, const any16 *words, place *places, in
                            int tiles, int64_t base)
 {
     (void)tiles;
-    const any32 *table = b->table, *rows = b->rows + first * b->channels;
-    uint8_t *symbols = b->symbols + first * b->size;
+    const any32 *restrict table = b->table, *restrict rows = b->rows + first * b->channels;
+    const any16 *restrict next = words;
+    uint8_t *restrict symbols = b->symbols + first * b->size;
     uint32_t states[CODER_LANES];
     memcpy(states, b->states + first * CODER_LANES, sizeof states);
     int64_t at = places[first].at, column = base % b->channels;
@@ -214,10 +215,9 @@ INLINE int64_t decode_some(const batch *b, const any16 *words, place *places, in
                                        + (x & (SLOTS - 1))];
                 symbols[base + parity + 2 * lane] = (uint8_t)entry;
                 x = ((entry >> 8) & 0xFFF) * (x >> 12) + (entry >> 20);
-                uint32_t needs = x < MIN_STATE;
-                uint32_t word = words[at] & (0u - needs);
-                states[lane] = x << (needs << 4) | word;
-                at += needs;
+                uint32_t mask = 0u - (uint32_t)(x < MIN_STATE);
+                states[lane] = x << (16 & mask) | (next[at] & mask);
+                at -= (int32_t)mask;
             }
         base += GROUP;
         column += GROUP;
@@ -232,9 +232,9 @@ INLINE int64_t decode_some(const batch *b, const any16 *words, place *places, in
 INLINE int encode_some(const batch *b, any16 *words, place *places, int64_t first, int tiles)
 {
     (void)tiles;
-    const any64 *table = b->table;
-    const any32 *rows = b->rows + first * b->channels;
-    const uint8_t *symbols = b->symbols + first * b->size;
+    const any64 *restrict table = b->table;
+    const any32 *restrict rows = b->rows + first * b->channels;
+    const uint8_t *restrict symbols = b->symbols + first * b->size;
     uint32_t states[CODER_LANES];
     memcpy(states, b->states + first * CODER_LANES, sizeof states);
     int64_t at = places[first].at, column = b->channels;

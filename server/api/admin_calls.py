@@ -17,7 +17,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import chunk_stat, fidelity, fitting, tier_status
-from kvstore.server.index.model_registry import ModelNamespace
+from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.security.pools import PREFIX
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import check_tenant

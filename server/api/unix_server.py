@@ -29,9 +29,9 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.unix_socket import MAX_PACKET_BYTES, Packet
 from kvstore.server.api.unix_listener import can_send, is_trusted, listen
+from kvstore.server.api.written_pages import WrittenPages
 from kvstore.server.security.authorization import SessionAuth, check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
-from kvstore.server.tiering.written_pages import WrittenPages
 
 CONNECTIONS_PER_SESSION = 16
 SEND_WITHIN_S = 5

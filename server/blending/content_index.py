@@ -15,6 +15,7 @@ from kvstore.server.blending.scores import (
     context_impact,
     fix_overhead,
 )
+from kvstore.server.index.hints import UNKNOWN_CONTENT
 
 MAX_VARIANTS = 5
 """Of one content: Cache-Craft's M (section 5)."""
@@ -28,8 +29,8 @@ MAX_MASSES = 1 << 16
 MAX_LEARNED = 4096
 """Variants whose statistics are kept over a restart, those reported on last."""
 
-UNKNOWN_CONTENT = bytes(DIGEST_BYTES)
-"""What frames have whose writer did not say."""
+CONTENT_LIMIT = 1 << 18
+"""Contents that blending finds chunks by."""
 
 _EWMA_WEIGHT = 0.25
 _UNMEASURED = -1.0

@@ -10,11 +10,18 @@ import numpy as np
 
 from kvstore.proto.plans import NO_PRIORITY
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
-from kvstore.server.blending.content_index import Facts, Learned, Measured, Named
-from kvstore.server.blending.token_priority import Scores
+from kvstore.server.blending.content_index import (
+    CONTENT_LIMIT,
+    ContentIndex,
+    Facts,
+    Learned,
+    Measured,
+    Named,
+)
+from kvstore.server.blending.token_priority import Scores, TokenPriorities
 from kvstore.server.index.access_log import Asked
-from kvstore.server.index.chunk_metadata import PutInfo
-from kvstore.server.index.leases import Lease
+from kvstore.server.index.hints import PutInfo
+from kvstore.server.index.holds import Lease
 from kvstore.server.index.results import LeaseTerms
 from kvstore.server.index.state import CatalogState
 
@@ -52,11 +59,13 @@ class Matches(NamedTuple):
 
 class Contents:
     """A listener of the catalog. Shares the lock of *state*. Thread-safe but for what the catalog
-    calls, which has the lock.
+    calls, which has the lock. *limit* contents are kept.
     """
 
-    def __init__(self, state: CatalogState) -> None:
+    def __init__(self, state: CatalogState, limit: int = CONTENT_LIMIT) -> None:
         self._state = state
+        self.content_index = ContentIndex(limit)
+        self._priorities = TokenPriorities()
         self.report_count = 0
         """Reports that were taken in."""
         self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
@@ -73,19 +82,19 @@ class Contents:
         if put_info is not None:
             tokens = info.layout.tokens
             self._take_in(Named(info.key, info.parent, put_info.content, tokens, put_info.position))
-        elif tier == _MEMORY and info.key not in self._state.metadata.contents:
+        elif tier == _MEMORY and info.key not in self.content_index:
             self.unread.append(info.key)
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """Forget a chunk that is nowhere any more."""
         if is_last:
-            self._state.metadata.contents.forget(key)
+            self.content_index.forget(key)
 
     def _take_in(self, chunk: Named) -> None:
         """Know a chunk by its content. A variant that gives way to it goes early: before others
         that are next to go, unless an engine ranked it.
         """
-        key = self._state.metadata.contents.note(chunk)
+        key = self.content_index.note(chunk)
         row = self._state.index.row(key) if key is not None else 0
         if row and self._state.metadata.hints.priority(row) == NO_PRIORITY:
             self._state.metadata.hints.set_priority(row, GAVE_WAY_PRIORITY)
@@ -116,7 +125,7 @@ class Contents:
                     others = self._others(space, chunk, least, tiers, now_s)
                 priority = b""
                 if others:
-                    priority = self._state.metadata.priorities.levels(space + chunk.content)
+                    priority = self._priorities.levels(space + chunk.content)
                 found.append(Matches(exact is not None, [exact] if exact else others, priority))
             return found
 
@@ -131,7 +140,7 @@ class Contents:
         source, size, fidelity, row = placed
         if self._state.index.tokens(row) != chunk.tokens:
             return None
-        known = self._state.metadata.contents.facts(chunk.key)
+        known = self.content_index.facts(chunk.key)
         if known is None:
             parent = self._state.index.info(self._state.index.holders(row)[0], row).parent
             known = Facts(chunk.key, parent, chunk.tokens, 0, 0.0, -1.0, 0, ())
@@ -146,7 +155,7 @@ class Contents:
         now_s: float,
     ) -> list[Candidate]:
         found = []
-        for facts in self._state.metadata.contents.variants(space, chunk.content):
+        for facts in self.content_index.variants(space, chunk.content):
             placed = self._placed(facts.key, least, tiers, now_s)
             if placed is not None and facts.tokens == chunk.tokens:
                 found.append(Candidate(facts, *placed[:3]))
@@ -183,7 +192,7 @@ class Contents:
         """Variants were given out, each with how much of its context was there, too."""
         with self._state.lock:
             for key, overlap in chosen:
-                self._state.metadata.contents.used(key, overlap)
+                self.content_index.used(key, overlap)
             keys = [key for key, _ in chosen]
             rows = [row for key in keys if (row := self._state.index.row(key))]
             # The policies are told that they were used, the history not: it counts prompts.
@@ -196,7 +205,7 @@ class Contents:
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Return the tokens of each of *keys*; 0 for what is no variant."""
         with self._state.lock:
-            found = [self._state.metadata.contents.facts(key) for key in keys]
+            found = [self.content_index.facts(key) for key in keys]
         return [0 if one is None else one.tokens for one in found]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
@@ -205,7 +214,7 @@ class Contents:
         Scores: (tokens), -1 for those that were not measured.
         """
         with self._state.lock:
-            contents, priorities = self._state.metadata.contents, self._state.metadata.priorities
+            contents, priorities = self.content_index, self._priorities
             self.report_count += 1
             for key, measured, scores in reports:
                 if contents.report(key, measured) and scores is not None:
@@ -216,12 +225,12 @@ class Contents:
     def learned(self) -> list[Learned]:
         """Return what engines reported of variants, of those reported on last."""
         with self._state.lock:
-            return self._state.metadata.contents.learned()
+            return self.content_index.learned()
 
     def recall(self, rows: Sequence[Learned]) -> None:
         """Take in what an earlier run learned of variants."""
         with self._state.lock:
-            self._state.metadata.contents.recall(rows)
+            self.content_index.recall(rows)
 
     def name(self, chunk: Named) -> None:
         """A frame was read that says what its chunk is; no word of one that is gone."""
@@ -237,7 +246,7 @@ class Contents:
     def unnamed(self, tier: str, limit: int) -> list[ChunkKey]:
         """Return chunks on *tier* whose content is not known, at most *limit*."""
         with self._state.lock:
-            contents, index = self._state.metadata.contents, self._state.index
+            contents, index = self.content_index, self._state.index
             return [
                 key
                 for row in index.known_rows()
@@ -247,6 +256,6 @@ class Contents:
     def counts(self) -> tuple[int, int, int, int]:
         """Return how many contents and variants there are, contents left out, priorities' bytes."""
         with self._state.lock:
-            contents = self._state.metadata.contents
-            size = self._state.metadata.priorities.size_bytes
+            contents = self.content_index
+            size = self._priorities.size_bytes
             return contents.content_count, len(contents), contents.left_out, size

@@ -18,7 +18,7 @@ from kvstore.proto.blend import (
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import ChunkKey, Fidelity, LayerKind, layer_order
-from kvstore.server.blending.content_index import Measured
+from kvstore.server.blending.content_index import CONTENT_LIMIT, Measured
 from kvstore.server.blending.contents import Contents, Matches
 from kvstore.server.blending.gate_table import Shadow
 from kvstore.server.blending.gates import Gates
@@ -71,14 +71,20 @@ class Report:
 class Blending:
     """Answers Resolve and ReportReuse. Thread-safe.
 
-    *count_ready* returns how many chunks of a prompt, from its first on, can be read.
+    *count_ready* returns how many chunks of a prompt, from its first on, can be read. *contents*
+    are kept.
     """
 
     def __init__(
-        self, moves: Moves, count_ready: CountReady, lease_ttl_ms: int, gates: Gates
+        self,
+        moves: Moves,
+        count_ready: CountReady,
+        lease_ttl_ms: int,
+        gates: Gates,
+        contents: int = CONTENT_LIMIT,
     ) -> None:
         self.gates = gates
-        self.contents = Contents(moves.catalog.state)
+        self.contents = Contents(moves.catalog.state, contents)
         moves.catalog.listeners.append(self.contents)
         self._catalog = moves.catalog
         self._counters = moves.counters

@@ -17,7 +17,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import StreamWire
+from kvstore.proto.framing import FramedSocket
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_transfers import StreamPut, StreamWork
 from kvstore.server.security.authorization import SessionAuth
@@ -38,7 +38,7 @@ METHODS: dict[type[bulk.Word], str] = {bulk.Get: "Get", bulk.Find: "Lookup", bul
 class Caller:
     """Whose stream it is, from the address *origin*."""
 
-    wire: StreamWire
+    wire: FramedSocket
     session: Session
     origin: str
     guest: bulk.Guest | None = None
@@ -116,7 +116,8 @@ class StreamAnswers:
         if work.is_broken:
             raise TierUnavailableError("peer", "it did not take what it asked for")
         self.note(caller, "Get", "OK", work.frames_sent)
-        caller.wire.patience(bulk.SILENCE_S)  # whoever asked for more than came in time hears of it
+        # whoever asked for more than came in time hears of it
+        caller.wire.set_timeout(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, work.frames_sent), b"")
 
     def _send_to_peer(self, work: StreamWork, payload: bytes) -> None:
@@ -147,7 +148,7 @@ class StreamAnswers:
             self._refuse(caller, word, error)
             return
         self.note(caller, "Lookup", "OK", 0)
-        caller.wire.patience(bulk.SILENCE_S)
+        caller.wire.set_timeout(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, 0), found)
 
     def take(self, caller: Caller, word: bulk.Put) -> None:
@@ -167,14 +168,14 @@ class StreamAnswers:
                 return
             with suppress(DeadlineError, TierUnavailableError):
                 self._refuse(caller, word, error)
-                caller.wire.patience(REFUSED_S, terms.clock() + REFUSED_S)
+                caller.wire.set_timeout(REFUSED_S, terms.clock() + REFUSED_S)
                 caller.wire.drain(REFUSED_BYTES)
             raise TierUnavailableError("client", "the rest of its put is of no use") from error
         self.note(caller, "Put", "OK", len(results))
         payload = bulk.pack_outcomes(
             bytes(result.outcome for result in results), [result.reason for result in results]
         )
-        caller.wire.patience(bulk.SILENCE_S)
+        caller.wire.set_timeout(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, len(results)), payload)
 
     def _session(self, caller: Caller, word: bulk.Get | bulk.Put | bulk.Find) -> Session:
@@ -185,10 +186,10 @@ class StreamAnswers:
 
     def _refuse(self, caller: Caller, word: bulk.Word, error: KVStoreError) -> None:
         self.note(caller, METHODS[type(word)], type(error).__name__, 0)
-        caller.wire.patience(bulk.SILENCE_S)
+        caller.wire.set_timeout(bulk.SILENCE_S)
         refuse(caller.wire, word, error)
 
 
-def refuse(wire: StreamWire, word: bulk.Word, error: KVStoreError) -> None:
-    """Say that a request failed. Raises as ``StreamWire.send``."""
+def refuse(wire: FramedSocket, word: bulk.Word, error: KVStoreError) -> None:
+    """Say that a request failed. Raises as ``FramedSocket.send``."""
     wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))

@@ -31,7 +31,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import StreamWire, word_bytes, word_of
+from kvstore.proto.framing import FramedSocket, word_bytes, word_of
 from kvstore.server.api.interceptors import known_errors
 from kvstore.server.bulk.tcp_requests import METHODS, Caller, StreamAnswers, StreamTerms, refuse
 from kvstore.server.security.authorization import SessionAuth
@@ -226,8 +226,8 @@ class StreamPlane:
                 self._wait_again(stranger)
                 return
             is_encrypted = self._tls is not None
-            wire = StreamWire(stranger.link, "peer", self._terms.clock, is_encrypted=is_encrypted)
-            wire.patience(HELLO_S, stranger.until)
+            wire = FramedSocket(stranger.link, "peer", self._terms.clock, is_encrypted=is_encrypted)
+            wire.set_timeout(HELLO_S, stranger.until)
             with known_errors("stream Attach"):
                 stream = self._attached(wire, word, stranger.origin)
         except (OSError, KVStoreError) as error:
@@ -240,7 +240,7 @@ class StreamPlane:
             self._strangers.discard(stranger)
         self._wait_again(stream)
 
-    def _attached(self, wire: StreamWire, word: bulk.Word, origin: str) -> Caller:
+    def _attached(self, wire: FramedSocket, word: bulk.Word, origin: str) -> Caller:
         try:
             if not isinstance(word, bulk.Attach | bulk.Guest):
                 raise UnauthenticatedError("say first whose connection it is")
@@ -279,7 +279,7 @@ class StreamPlane:
         stream.is_served, is_answered = True, False
         method = METHODS[bulk.Get]
         try:
-            stream.wire.patience(bulk.SILENCE_S, self._terms.clock() + bulk.SILENCE_S)
+            stream.wire.set_timeout(bulk.SILENCE_S, self._terms.clock() + bulk.SILENCE_S)
             word, size_bytes = stream.wire.receive()
             method = METHODS.get(type(word), method)
             with known_errors(f"stream {method}"):

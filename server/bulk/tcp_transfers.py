@@ -12,7 +12,7 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
-from kvstore.proto.framing import STEP_BYTES, StreamWire
+from kvstore.proto.framing import STEP_BYTES, FramedSocket
 from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import Hints
 from kvstore.server.api.put_stream import PutStream
@@ -45,7 +45,7 @@ class StreamWork:
 
     def __init__(
         self,
-        wire: StreamWire,
+        wire: FramedSocket,
         word: bulk.Get,
         deadline: float,
         pause: Callable[[], None] = _at_once,
@@ -62,7 +62,7 @@ class StreamWork:
         # Of what is asked for by layers or ranges the reader knows where it goes.
         is_whole = not word.flags & (bulk.LAYER_MAJOR | bulk.RANGES)
         self._has_short_part = is_for_client and is_whole
-        wire.patience(bulk.SILENCE_S, deadline)
+        wire.set_timeout(bulk.SILENCE_S, deadline)
 
     def offer(self, piece: Piece) -> bool:
         """Send *piece*; False when it did not come to its end, or the reader wants no more.
@@ -91,7 +91,7 @@ class StreamWork:
         return True
 
     def _is_cancelled(self) -> bool:
-        """Whether the reader said that it wants no more. Raises as ``StreamWire.receive``."""
+        """Whether the reader said that it wants no more. Raises as ``FramedSocket.receive``."""
         if not self._wire.has_more():
             return False
         word, _ = self._wire.receive()
@@ -110,19 +110,19 @@ class StreamPut:
     *deadline* is on the clock of *wire*.
     """
 
-    def __init__(self, wire: StreamWire, word: bulk.Put, deadline: float) -> None:
+    def __init__(self, wire: FramedSocket, word: bulk.Put, deadline: float) -> None:
         self.word = word
         self.has_begun = False
         """Frames are on their way, and only the end of the stream ends them."""
         self._wire = wire
         self._room = np.empty(STEP_BYTES, np.uint8)
-        wire.patience(bulk.SILENCE_S, deadline)
+        wire.set_timeout(bulk.SILENCE_S, deadline)
 
     def words(self) -> Iterator[tuple[bulk.Part | bulk.Hint, int]]:
         """Have frames sent, and yield their parts as they come, each with its length: ``land`` it.
 
         What is said of them comes before: take its ``hints``. Raises InvalidFrameError,
-        InvalidRequestError, and as StreamWire does.
+        InvalidRequestError, and as FramedSocket does.
         """
         self._wire.send(bulk.Ready(self.word.request))
         self.has_begun = True

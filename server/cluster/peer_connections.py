@@ -16,7 +16,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.framing import StreamWire, connect_wire
+from kvstore.proto.framing import FramedSocket, connect_wire
 from kvstore.proto.types import ChunkInfo, ChunkKey
 
 STEP_BYTES = 1 << 19
@@ -55,7 +55,7 @@ class StreamLink:
     def __init__(self, terms: PeerTerms, clock: Callable[[], float]) -> None:
         self.terms = terms
         self._clock = clock
-        self._wire: StreamWire | None = None
+        self._wire: FramedSocket | None = None
         self._requests = 0
         self._is_asking = False
         self._asked: list[ChunkInfo] = []
@@ -75,7 +75,7 @@ class StreamLink:
         wire = self._wire = connect_wire(terms.address, terms.certificate, deadline, self._clock)
         self._is_asking = True
         try:
-            wire.patience(max(0.001, deadline - self._clock()), deadline)
+            wire.set_timeout(max(0.001, deadline - self._clock()), deadline)
             wire.send(bulk.Attach(0, terms.session_id, terms.token))
             word, size_bytes = wire.receive()
             if isinstance(word, bulk.Failed):
@@ -110,7 +110,7 @@ class StreamLink:
         """
         wire, now = self._wire, self._clock()
         assert wire is not None
-        wire.patience(max(_LATE_S, deadline - now), max(deadline, now) + _LATE_S)
+        wire.set_timeout(max(_LATE_S, deadline - now), max(deadline, now) + _LATE_S)
         try:
             part, _, found = self._answer(wire, 0)
             if part is not None:
@@ -137,7 +137,7 @@ class StreamLink:
         InvalidRequestError for parts that are not of this.
         """
         if self._wire is not None and self._goes_on_with(info, out):
-            self._wire.patience(silence_s, self._clock() + MOST_SILENCES * silence_s)
+            self._wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
             wire = self._wire
         else:
             wire = self._begin(silence_s)
@@ -178,15 +178,15 @@ class StreamLink:
             return False
         return len(out) == info.size_bytes == self._asked[self._at + 1].size_bytes
 
-    def _begin(self, silence_s: float) -> StreamWire:
+    def _begin(self, silence_s: float) -> FramedSocket:
         if self._is_asking or self._wire is None:
             raise InvalidRequestError("request", self._requests, "connect anew")
         self._requests += 1
         self._is_asking = True
-        self._wire.patience(silence_s, self._clock() + MOST_SILENCES * silence_s)
+        self._wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
         return self._wire
 
-    def _ask(self, wire: StreamWire, first: bulk.Range, silence_s: float) -> None:
+    def _ask(self, wire: FramedSocket, first: bulk.Range, silence_s: float) -> None:
         most_s = len(self._asked) * MOST_SILENCES * silence_s
         deadline_ms = min(max(1, int(1000 * most_s)), MAX_GET_MS)
         sizes = [one.size_bytes for one in self._asked]
@@ -196,13 +196,13 @@ class StreamLink:
         keys = [one.key for one in self._asked]
         self._say(wire, ask, bulk.pack_ranges(pack_wanted(keys), spans))
 
-    def _say(self, wire: StreamWire, word: bulk.Word, payload: bytes) -> None:
+    def _say(self, wire: FramedSocket, word: bulk.Word, payload: bytes) -> None:
         try:
             wire.send(word, payload)
         except TierUnavailableError as error:
             raise LeaseExpiredError(str(error)) from None
 
-    def _answer(self, wire: StreamWire, arrived: int) -> tuple[bulk.Part | None, int, bytes]:
+    def _answer(self, wire: FramedSocket, arrived: int) -> tuple[bulk.Part | None, int, bytes]:
         """Return the next part and its size; None for the end, and what was said with it."""
         try:
             word, size_bytes = wire.receive()

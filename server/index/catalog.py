@@ -13,15 +13,14 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import Asked, Stored, StoredChain
-from kvstore.server.index.chunk_metadata import ChunkMetadata, PutInfo
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
-from kvstore.server.index.history_state import HistoryState
+from kvstore.server.index.hints import ChunkMetadata, PutInfo
+from kvstore.server.index.holds import Lease, Leases, TenantOf
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.leases import Lease, Leases, TenantOf
 from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.index.results import LeaseTerms, PrefixMatch
-from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
+from kvstore.server.index.saved_history import MAX_CHUNKS, HistoryState, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
 from kvstore.server.telemetry.outcomes import Outcomes
 
@@ -50,8 +49,8 @@ class Catalog:
         clock: Callable[[], float],
         metadata: ChunkMetadata | None = None,
     ) -> None:
-        self.metadata = metadata or ChunkMetadata()
-        self.state = CatalogState(policies, leases, pin_limit_bytes, clock, self.metadata)
+        metadata = metadata or ChunkMetadata()
+        self.state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
         self.in_flight = InFlightPuts(self.state)
         self.eviction = EvictionState(self.state)
         self.queries = CatalogQueries(self.state, self.in_flight)
@@ -90,7 +89,7 @@ class Catalog:
         self.state.news.set()
 
     def _sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None) -> None:
-        state, known = self.state, self.metadata
+        state, known = self.state, self.state.metadata
         self._orphans[tier].discard(info.key)
         is_new = not state.index.row(info.key)
         row = state.index.add(tier, info)
@@ -126,7 +125,7 @@ class Catalog:
         known = state.index.discard(tier, row)
         is_last = not state.index.holders(row)
         if is_last:
-            self.metadata.hints.forget(row)
+            self.state.metadata.hints.forget(row)
             state.holds.uses.gone(key)
         if known:
             for listener in self.listeners:
@@ -244,7 +243,7 @@ class Catalog:
 
     def _note_chain(self, tier: str, chain: Sequence[ChunkInfo]) -> None:
         """As ``_sealed`` of each chunk of a chain that nobody knows."""
-        index, known = self.state.index, self.metadata
+        index, known = self.state.index, self.state.metadata
         if self._orphans[tier]:
             self._orphans[tier].difference_update([info.key for info in chain])
         rows = index.add_chain(tier, chain)
@@ -325,7 +324,7 @@ class Catalog:
 
     def _readable(self, known: Rows, least: Fidelity, now_s: float) -> Rows:
         """Return the prefix of *known* rows that may be a hit."""
-        return self.state.index.readable(self.metadata.hints.unexpired(known, now_s), least)
+        return self.state.index.readable(self.state.metadata.hints.unexpired(known, now_s), least)
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
         """Return how many chunks after the known ones are being written, or are there already
@@ -337,7 +336,7 @@ class Catalog:
                 is_any = True
             else:
                 row = self.state.index.row(keys[at])
-                if not row or self.metadata.hints.is_expired(row, now_s):
+                if not row or self.state.metadata.hints.is_expired(row, now_s):
                     break
             at += 1
         return at - known if is_any else 0
@@ -448,7 +447,7 @@ class Catalog:
             now = self.state.clock()
             self.state.access_log.apply_all()
             rows = [row for key in keys if (row := self.state.index.row(key))]
-            self.metadata.hinted(np.array(rows, np.intp), hints, now)
+            self.state.metadata.hinted(np.array(rows, np.intp), hints, now)
             return sum(
                 not table.extend(
                     self.state.index.key(row), self.state.any_size(row), now + ms / 1000
@@ -463,7 +462,7 @@ class Catalog:
     def expired_keys(self) -> list[ChunkKey]:
         """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
         with self.state.lock:
-            rows = self.metadata.hints.expired(self.state.clock(), EXPIRED_AT_ONCE)
+            rows = self.state.metadata.hints.expired(self.state.clock(), EXPIRED_AT_ONCE)
             return [self.state.index.key(row) for row in rows]
 
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
@@ -505,7 +504,7 @@ class Catalog:
     def gave_up(self, key: ChunkKey) -> None:
         """A lower tier is about to evict a chunk: it tells how long they stay there."""
         with self.state.lock:
-            forecast, row = self.metadata.forecast, self.state.index.row(key)
+            forecast, row = self.state.metadata.forecast, self.state.index.row(key)
             if forecast is not None and row:
                 forecast.gave_up(row, self.state.clock())
 
@@ -544,7 +543,7 @@ class Catalog:
 
     def save(self) -> SavedHistory:
         """Return what is remembered of chunks, here or evicted, those that left first first."""
-        known = self.metadata
+        known = self.state.metadata
         with self.state.lock:
             self.state.access_log.apply_all()
             now = self.state.clock()
@@ -560,7 +559,7 @@ class Catalog:
 
         What engines said of chunks counts from ``note_sealed`` on. Raises InvalidRequestError.
         """
-        known = self.metadata
+        known = self.state.metadata
         with self.state.lock:
             for names in saved.groups:
                 known.groups.number(*names)

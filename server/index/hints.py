@@ -1,17 +1,25 @@
-"""The HintTable: what engines said of chunks that are here: priority, lifetime, partition."""
+"""What is known of chunks beyond their bytes: what engines said of them, and whose they are."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.key_table import spare_rows
-from kvstore.proto.plans import MAX_PRIORITY, NO_PRIORITY
+from kvstore.proto.plans import MAX_PRIORITY, NO_HINTS, NO_PRIORITY, Hints
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
+from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import Rows
+from kvstore.server.eviction.quotas import MissRatioCurve, PartitionTable
+from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.tiers.base import DEFAULT_TENANT
 
 LOOK_AHEAD = 32
 LOOK_AHEAD_SHARE = 16
@@ -143,7 +151,7 @@ class HintTable:
     # --- over a restart
 
     def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
-        """Write what is known of *rows* into *chunks*, of ``history_state.CHUNK``."""
+        """Write what is known of *rows* into *chunks*, of ``saved_history.CHUNK``."""
         if not self._expiring and not self._prioritized:
             return
         known = np.flatnonzero(rows < len(self._priorities))
@@ -193,3 +201,118 @@ class HintTable:
     def expiring_count(self) -> int:
         """Chunks that expire some time."""
         return self._expiring
+
+
+MAX_GROUPS = 15
+"""Those that came first; statistics of all others are kept together, as group 0."""
+
+
+class GroupTable:
+    """Numbers of (tenant, category), in the order in which they came. Not thread-safe."""
+
+    def __init__(self, limit: int = MAX_GROUPS) -> None:
+        self._limit = limit
+        self._numbers: dict[tuple[str, str], int] = {}
+
+    def names(self) -> list[tuple[str, str]]:
+        """Return the groups, in the order of their numbers, the first of which is 1."""
+        return list(self._numbers)
+
+    def number(self, tenant: str, category: str) -> int:
+        """Return the group's number, 1 to the limit; 0 for those that came after."""
+        name = (tenant, category)
+        known = self._numbers.get(name)
+        if known is None:
+            if len(self._numbers) >= self._limit:
+                return 0
+            known = self._numbers[name] = len(self._numbers) + 1
+        return known
+
+
+EVICTED_LIMIT = 1 << 18
+"""Chunks without a copy that are remembered at least, if there were so many."""
+
+_SPACES_KEPT = 4096
+
+UNKNOWN_CONTENT = bytes(DIGEST_BYTES)
+"""Content digest of a chunk whose frame names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutInfo:
+    """Whose chunk it is, what was said when it was put, and what its frame says of its tokens."""
+
+    tenant: str = DEFAULT_TENANT
+    hints: Hints = NO_HINTS
+    content: bytes = UNKNOWN_CONTENT
+    position: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ChunkMetadata:
+    """By row of the ChunkIndex. Not thread-safe: the catalog's lock guards it.
+
+    ``category_ttls_s`` is how long chunks of a category live when no hint says so, ``what_ifs``
+    the tiers whose size is wondered about, ``policy_names`` what each tier's policy is called.
+    Times are seconds on the caller's clock.
+    """
+
+    history: AccessHistory = field(default_factory=AccessHistory)
+    hints: HintTable = field(default_factory=HintTable)
+    partitions: PartitionTable = field(default_factory=PartitionTable)
+    category_ttls_s: Mapping[str, float] = field(default_factory=dict)
+    evicted_limit: int = EVICTED_LIMIT
+    what_ifs: Mapping[str, MissRatioCurve] = field(default_factory=dict)
+    policy_names: Mapping[str, str] = field(default_factory=dict)
+    groups: GroupTable = field(default_factory=GroupTable)
+    forecast: ReuseForecast | None = None
+    """Of the same history; None where no tier's admission asks for chances."""
+    _full_tokens: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
+    """By namespace, the most tokens that a chunk of it had: shorter ones end a prompt."""
+
+    def facts(self, row: int, info: ChunkInfo, put_info: PutInfo) -> InsertInfo:
+        """A chunk came that no tier had; return what the history is to be told of it."""
+        tokens = info.layout.tokens
+        full = self._full(info, tokens)
+        hints = put_info.hints
+        group = self.groups.number(put_info.tenant, hints.category)
+        prompt_chunks = -(-hints.prompt_tokens // full)
+        flops = info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0
+        self.hints.assign_partition(row, self.partitions.number(put_info.tenant, hints.category))
+        return InsertInfo(tokens >= full, flops, group, hints.reuse, prompt_chunks)
+
+    def facts_of_chain(
+        self, rows: Sequence[int], chain: Sequence[ChunkInfo], put_info: PutInfo
+    ) -> tuple[InsertInfo, list[float]]:
+        """Do the same for a *chain* of one layout; return the facts of each and their FLOPs."""
+        facts = self.facts(rows[0], chain[0], put_info)
+        partition = self.hints.partition(rows[0])
+        if partition:  # a new row is in partition 0
+            for row in rows:
+                self.hints.assign_partition(row, partition)
+        flops = [info.prefill_flops for info in chain]
+        return replace(facts, flops=0.0), [f if 0.0 <= f < math.inf else 0.0 for f in flops]
+
+    def _full(self, info: ChunkInfo, tokens: int) -> int:
+        space = info.key[:DIGEST_BYTES]
+        full = max(tokens, self._full_tokens.get(space, 0))
+        self._full_tokens[space] = full
+        if len(self._full_tokens) > _SPACES_KEPT:
+            self._full_tokens.popitem(last=False)
+        return full
+
+    def hinted(self, rows: Rows, hints: Hints, now_s: float) -> None:
+        """An engine spoke of chunks that are here; pins are not looked at."""
+        if hints.reuse:
+            self.history.hint(rows, hints.reuse)
+        ttl_s = hints.ttl_ms / 1000 or self.category_ttls_s.get(hints.category, 0.0)
+        for row in rows.tolist():
+            if hints.priority:
+                self.hints.set_priority(row, hints.priority)
+            if ttl_s:
+                self.hints.set_expiry(row, now_s + ttl_s)
+
+    def live_on(self, row: int, now_s: float) -> None:
+        """A chunk whose time was up was put again."""
+        if self.hints.is_expired(row, now_s):
+            self.hints.set_expiry(row, NEVER)

@@ -1,15 +1,71 @@
-"""The models that sessions were opened for: what lossy codecs are told of their chunks."""
+"""What sessions said of models: for codecs, and which model each namespace stands for."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import NamedTuple
 
-from kvstore.codecs.terms import EncodeTerms
+import numpy as np
+
+from kvstore.codecs.terms import EncodeTerms, Importance
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import Representation
-from kvstore.server.index.importance import ImportanceTable
+from kvstore.proto.types import ChunkKey, Namespace, Representation
 from kvstore.server.security.sessions import Session
+
+MAX_IMPORTANCE_BYTES = 16 << 20
+"""Of all chunks; those that were named longest ago are forgotten, and then coded evenly."""
+OVERHEAD_BYTES = 256
+"""What a chunk takes beside its bytes, so that very short ones are bounded, too."""
+
+
+class ImportanceTable:
+    """A byte for each token, by chunk. Thread-safe.
+
+    At most *limit_bytes* are kept, whatever became of the chunks: a chunk may be encoded again,
+    for another tier.
+    """
+
+    def __init__(self, limit_bytes: int = MAX_IMPORTANCE_BYTES) -> None:
+        self._limit_bytes = limit_bytes
+        self._weights: OrderedDict[ChunkKey, bytes] = OrderedDict()
+        self._size_bytes = 0
+        self._lock = threading.Lock()  # guards the two above
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes."""
+        return self._size_bytes
+
+    def note(self, key: ChunkKey, weights: bytes) -> None:
+        """Remember *weights* of the tokens of *key*; what was said before is forgotten."""
+        with self._lock:
+            self._drop(key)
+            self._weights[key] = weights
+            self._size_bytes += len(weights) + OVERHEAD_BYTES
+            while self._size_bytes > self._limit_bytes:
+                self._drop(next(iter(self._weights)))
+
+    def _drop(self, key: ChunkKey) -> None:
+        gone = self._weights.pop(key, None)
+        if gone is not None:
+            self._size_bytes -= len(gone) + OVERHEAD_BYTES
+
+    def of(self, header: FrameHeader) -> Importance | None:
+        """Return f32 (tokens,) for the chunk of *header*.
+
+        None when nobody said anything, or of another number of tokens.
+        """
+        with self._lock:
+            weights = self._weights.get(header.key)
+        if weights is None or len(weights) != header.layout.tokens:
+            return None
+        found: Importance = np.frombuffer(weights, np.uint8).astype(np.float32)
+        return found
+
 
 MAX_KNOWN_MODELS = 256
 """Beyond them the one seen longest ago is forgotten: its chunks are encoded without terms."""
@@ -47,3 +103,123 @@ class KnownModels:
             return None
         terms = EncodeTerms.of(model, self.importance.of(header), header.layout)
         return terms if len(terms.layer_ids) == header.layout.segment_count else None
+
+
+MAX_SPACES = 256
+"""Namespaces that are remembered. Of the tenant with the most the one goes first whose last session
+opened longest ago."""
+
+ABSENT = "none"
+MAX_TEXT_CHARS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNamespace:
+    """A namespace, and what the last session that opened in it said of itself."""
+
+    namespace: Namespace
+    tenant: str
+    client: str
+    representation: Representation
+
+
+class FieldDifference(NamedTuple):
+    """A field in which two Representations differ, and what each has there."""
+
+    field: str
+    stored: str
+    asked: str
+
+
+class ModelRegistry:
+    """The Representations of the latest sessions, by namespace. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._spaces: OrderedDict[bytes, ModelNamespace] = OrderedDict()
+        self._lock = threading.Lock()  # guards the dictionary
+
+    def note(self, session: Session) -> None:
+        """Take note of a session that was opened."""
+        space = ModelNamespace(
+            session.namespace, session.tenant, session.client, session.representation
+        )
+        with self._lock:
+            self._spaces.pop(session.namespace, None)
+            if len(self._spaces) >= MAX_SPACES:
+                self._forget_one()
+            self._spaces[session.namespace] = space
+
+    def _forget_one(self) -> None:
+        """No tenant's models push out those of a tenant that has fewer."""
+        counts = Counter(space.tenant for space in self._spaces.values())
+        most = max(counts.values())
+        oldest = next(n for n, space in self._spaces.items() if counts[space.tenant] == most)
+        del self._spaces[oldest]
+
+    def restore(self, spaces: Sequence[ModelNamespace]) -> None:
+        """Take note of what an earlier run knew, before any session is opened."""
+        with self._lock:
+            self._spaces = OrderedDict((space.namespace, space) for space in spaces[-MAX_SPACES:])
+
+    def of(self, namespace: Namespace) -> ModelNamespace | None:
+        """Return what is known of a namespace."""
+        with self._lock:
+            return self._spaces.get(namespace)
+
+    def all(self) -> list[ModelNamespace]:
+        """Return all that are known, the latest first."""
+        with self._lock:
+            return list(reversed(self._spaces.values()))
+
+    def others(self, asked: ModelNamespace) -> list[ModelNamespace]:
+        """Return the other spaces of the tenant of *asked*, the latest first."""
+        return [
+            space
+            for space in self.all()
+            if space.tenant == asked.tenant and space.namespace != asked.namespace
+        ]
+
+
+def nearest(
+    asked: ModelNamespace, others: Iterable[ModelNamespace]
+) -> list[tuple[ModelNamespace, list[FieldDifference]]]:
+    """Return in what *others* differ from *asked*, those that differ least first."""
+    compared = [
+        (space, differences(space.representation, asked.representation)) for space in others
+    ]
+    return sorted(compared, key=lambda pair: len(pair[1]))
+
+
+def differences(stored: Representation, asked: Representation) -> list[FieldDifference]:
+    """Return the fields in which two Representations differ, in the order of the class.
+
+    Fields of layer groups are named by the group's number: ``layer_groups[0].dtype``.
+    """
+    ones, others = dict(_leaves("", stored)), dict(_leaves("", asked))
+    names = dict.fromkeys([*ones, *others])
+    pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in names]
+    return [FieldDifference(*pair) for pair in pairs if pair[1] != pair[2]]
+
+
+def _leaves(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield the fields of *value*, of dataclasses within it too, by name as text."""
+    if is_dataclass(value):
+        for field in fields(value):
+            inner = f"{name}.{field.name}" if name else field.name
+            yield from _leaves(inner, getattr(value, field.name))
+    elif isinstance(value, tuple) and value and is_dataclass(value[0]):
+        for number, part in enumerate(value):
+            yield from _leaves(f"{name}[{number}]", part)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, tuple) and value and all(isinstance(part, int) for part in value):
+        first, last = int(value[0]), int(value[-1])
+        text = f"{first} to {last}" if value == tuple(range(first, last + 1)) else str(value)
+    else:
+        text = str(value) if value != () else ABSENT
+    return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."

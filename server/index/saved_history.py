@@ -9,17 +9,112 @@ from pathlib import Path
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.messages import representation_from_message, representation_to_message
-from kvstore.proto.types import DIGEST_BYTES, Namespace
-from kvstore.server.eviction.access_history import OWNS
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, Namespace
+from kvstore.server.eviction.access_history import OWNS, AccessHistory
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
-from kvstore.server.index.history_state import CHUNK, CLASS, HistoryState
-from kvstore.server.index.model_registry import MAX_SPACES, ModelNamespace
+from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace
 from kvstore.tiers.disk_io import write_durably
+
+CHUNK = np.dtype(
+    [
+        ("key", f"V{KEY_BYTES}"),
+        ("age_s", "<f8"),
+        ("flops", "<f8"),
+        ("left_s", "<f8"),
+        ("chunks", "<u2"),
+        ("hits", "u1"),
+        ("turns", "u1"),
+        ("own", "u1"),
+        ("priority", "u1"),
+        ("zeros", "V2"),
+    ]
+)
+"""What is kept of a chunk. ``age_s``: since it was asked for; ``left_s``: to live, 0 for ever."""
+
+CLASS = np.dtype([("code", "<u4"), ("asked", "<f4", AGE_BINS), ("forgotten", "<f4", AGE_BINS)])
+"""What is kept of a class: how many of its chunks were asked for, or forgotten, by bin of age."""
+
+COARSER = 1 << 31
+"""Set in the code of a coarser class; the rest is its number."""
+
+_MERGED_AT = 512
+"""Chunks that waited are counted at so many times, not each at its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryState:
+    """``chunks`` are of dtype CHUNK, ``classes`` of CLASS, ``groups`` in the order of numbers.
+
+    ``fill`` may be called for an AccessHistory that was told of nothing yet.
+    """
+
+    groups: tuple[int, ...]
+    classes: NDArray[np.void]
+    chunks: NDArray[np.void]
+
+    @classmethod
+    def of(cls, history: AccessHistory, rows: Rows, now_s: float) -> HistoryState:
+        """Return what *history* knows; the chunks are those of *rows*, without their keys."""
+        time_s = history.time_s(now_s)
+        history.table.settle(time_s)
+        rows = rows[rows < len(history.hits)]
+        seen = history.columns()
+        chunks = np.zeros(len(rows), CHUNK)
+        chunks["age_s"] = np.maximum(time_s - seen.last_s[rows], 0.0)
+        chunks["flops"] = seen.flops[rows]
+        for name in ("chunks", "hits", "turns", "own"):
+            chunks[name] = getattr(seen, name)[rows]
+        count = history.kinds.count
+        classes = np.zeros(count, CLASS)
+        codes = history.kinds.codes()
+        classes["code"] = np.where(codes < 0, COARSER | np.arange(count), codes)
+        classes["asked"], classes["forgotten"] = history.table.ended(count)
+        return cls(history.kinds.groups, classes, chunks)
+
+    def fill(self, history: AccessHistory, rows: Rows, now_s: float) -> None:
+        """Let *history* know it, the chunks under *rows*. Raises InvalidRequestError."""
+        time_s = history.time_s(now_s)
+        for group in self.groups:
+            history.kinds.group(group)
+        self._fill_table(history)
+        if not len(rows):
+            return
+        history.reach(int(rows.max()))
+        seen = history.columns()
+        order = np.argsort(-self.chunks["age_s"], kind="stable")
+        for part in np.array_split(order, min(_MERGED_AT, len(order))):
+            mine, last_s = rows[part], time_s - float(self.chunks["age_s"][part[0]])
+            seen.last_s[mine] = last_s
+            seen.flops[mine] = self.chunks["flops"][part]
+            for name in ("chunks", "hits", "turns", "own"):
+                getattr(seen, name)[mine] = self.chunks[name][part]
+            contexts = history.kinds.contexts(seen.turns[mine], seen.chunks[mine])
+            classes = history.kinds.of(seen.own[mine], seen.hits[mine], contexts)
+            seen.classes[mine] = classes
+            history.table.wait(classes, last_s)
+        history.table.refresh(time_s, history.kinds.count)
+
+    def _fill_table(self, history: AccessHistory) -> None:
+        first = self.classes["code"]
+        numbers = [
+            int(code) & ~COARSER if code & COARSER else history.kinds.number(int(code))
+            for code in first.tolist()
+        ]
+        count = len(history.kinds.coarse)
+        asked, forgotten = np.zeros((2, count, AGE_BINS))
+        fits = np.array([number < count for number in numbers], bool)
+        at = np.array(numbers, np.intp)[fits]
+        np.add.at(asked, at, self.classes["asked"][fits])
+        np.add.at(forgotten, at, self.classes["forgotten"][fits])
+        history.table.learned(asked, forgotten)
+
 
 MAX_SPACE_BYTES = 1 << 14
 """Of one record; a Representation that takes more is not kept."""

@@ -10,9 +10,8 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import AccessLog
 from kvstore.server.index.chunk_index import ChunkIndex
-from kvstore.server.index.chunk_metadata import ChunkMetadata, PutInfo
-from kvstore.server.index.holds import Holds
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.hints import ChunkMetadata, PutInfo
+from kvstore.server.index.holds import Holds, Leases
 
 
 class CatalogListener(Protocol):

@@ -14,7 +14,7 @@ from kvstore.proto.errors import printable
 from kvstore.proto.messages import REFUSED
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Match, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.model_registry import (
+from kvstore.server.index.known_models import (
     FieldDifference,
     ModelNamespace,
     ModelRegistry,
@@ -23,7 +23,7 @@ from kvstore.server.index.model_registry import (
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
-from kvstore.server.tiering.state_admission import StateAdmission
+from kvstore.server.tiering.admission import StateAdmission
 from kvstore.server.tiering.tier_slot import TierSlot
 
 MAX_SIMILAR = 3

@@ -18,10 +18,9 @@ from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
 from kvstore.server.index.results import LeaseTerms, Leasing, PrefixMatch
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import PlanQuestion, plan_loads
-from kvstore.server.tiering.admission import Trigger
+from kvstore.server.tiering.admission import StateAdmission, Trigger
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
-from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 

@@ -28,8 +28,8 @@ from kvstore.proto.errors import (
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
 from kvstore.server.security.sessions import Session
+from kvstore.server.tiering.admission import PromoteOnSecondHit
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.promotion import PromoteOnSecondHit
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket, Work
 from kvstore.tiers.allocator import SlabPlace

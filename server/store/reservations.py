@@ -13,12 +13,11 @@ from kvstore.proto.errors import KVStoreError, TierFullError
 from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
-from kvstore.server.index.chunk_metadata import PutInfo
+from kvstore.server.index.hints import PutInfo
 from kvstore.server.security.sessions import Session
 from kvstore.server.telemetry.outcomes import Fate
-from kvstore.server.tiering.admission import Trigger
+from kvstore.server.tiering.admission import StateAdmission, Trigger
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.tiers.base import Reservation
 

@@ -10,7 +10,7 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.model_registry import ModelRegistry
+from kvstore.server.index.known_models import ModelRegistry
 from kvstore.server.index.saved_history import FILE_NAME, SavedHistory, read_history, write_history
 from kvstore.server.telemetry.metrics import Counters
 

@@ -14,11 +14,11 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
 from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
+from kvstore.server.blending.content_index import CONTENT_LIMIT
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
-from kvstore.server.index.chunk_metadata import PutInfo
-from kvstore.server.index.importance import ImportanceTable
-from kvstore.server.index.model_registry import ModelRegistry
+from kvstore.server.index.hints import PutInfo
+from kvstore.server.index.known_models import ImportanceTable, ModelRegistry
 from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
@@ -31,10 +31,9 @@ from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
 from kvstore.server.store.writes import Writes
 from kvstore.server.telemetry.outcomes import Fate
-from kvstore.server.tiering.admission import WriteBack, WriteThrough
+from kvstore.server.tiering.admission import StateAdmission, WriteBack, WriteThrough
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
-from kvstore.server.tiering.state_admission import StateAdmission
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import TierStats
@@ -55,6 +54,7 @@ class StoreLimits:
     """What slots do that have no admission of their own."""
     prefetch_bytes: int = 0
     blend: GateTerms = field(default_factory=GateTerms)
+    blend_contents: int = CONTENT_LIMIT
     unfinished_s: float = UNFINISHED_S
     waiting_lookups: int = 8
     state_admission: StateRule = "all"
@@ -121,7 +121,9 @@ class Store:
         self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch)
         self._lookup.states = self.states
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
-        self.blends = Blending(moves, self._lookup.ready, limits.lease_ttl_ms, gates)
+        self.blends = Blending(
+            moves, self._lookup.ready, limits.lease_ttl_ms, gates, limits.blend_contents
+        )
 
     @property
     def can_be_durable(self) -> bool:

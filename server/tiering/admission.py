@@ -1,13 +1,16 @@
-"""Tier admission: which chunks a slower tier is given a copy of, and when.
+"""Admission: which chunks a tier is given a copy of, and when.
 
 Writes wear media out and take their time from reads, so a copy is made on evidence only. What
-the published stores do is here by name, beside the rule that weighs what a copy is worth.
+the published stores do is here by name, beside the rule that weighs what a copy is worth; and
+what is worth promoting, and which recurrent states are kept.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
@@ -15,6 +18,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import ChunkKey
 
 LEAST_CHANCE = 0.1
 """The price of an idle tier. On the Mooncake conversation trace it writes a sixth to a fifth
@@ -177,3 +181,192 @@ class Pressure:
         """Return the pressure now; *queued_share* is how full its queue of writes is."""
         busy_share = (self._faded(now_s) - _BUSY_FROM) / (_BUSY_TO - _BUSY_FROM)
         return min(1.0, max(0.0, queued_share, busy_share))
+
+
+DAY_S = 86_400.0
+BURSTS_A_DAY = 24
+"""An hour's share may be written at once."""
+FIRST_PRICE = 0.5
+"""The least value of a copy once the budget is spent; it rises to 1 with an hour's share owed."""
+MAX_AWAITED = 4096
+"""Copies that were admitted and not written yet; of more the oldest are taken for given up."""
+
+
+class WriteBudget:
+    """The writes of one tier, at most *bytes_a_day* over time and an hour's share at once.
+
+    Copies are paid for when they are admitted, so that a full queue of them cannot overrun it.
+    Those that nobody asked about (durable puts) are paid for as they are written, into debt if
+    need be. Not thread-safe: the owner locks. Times are seconds on the caller's clock; one that
+    goes back earns nothing, one that leaps ahead an hour's share at most.
+
+    Raises InvalidRequestError.
+    """
+
+    def __init__(self, bytes_a_day: int, now_s: float) -> None:
+        if bytes_a_day <= 0:
+            raise InvalidRequestError("bytes_a_day", bytes_a_day, "above 0")
+        self.bytes_a_day = bytes_a_day
+        self._burst_bytes = bytes_a_day / BURSTS_A_DAY
+        self._left_bytes = self._burst_bytes
+        self._at_s = now_s
+        self._awaited: OrderedDict[ChunkKey, int] = OrderedDict()
+
+    def left_bytes(self, now_s: float) -> float:
+        """Return what may be written now; below 0 for what was written beyond that."""
+        earned = max(0.0, now_s - self._at_s) * self.bytes_a_day / DAY_S
+        self._left_bytes = min(self._burst_bytes, self._left_bytes + earned)
+        self._at_s = now_s
+        return self._left_bytes
+
+    def price(self, now_s: float) -> float:
+        """Return the least value of a copy that leaves memory: 0 within the budget.
+
+        Of a chance times the share of computing that a load spares. Above 1, so that nothing is
+        worth it, with more than an hour's share of debt.
+        """
+        debt = -self.left_bytes(now_s)
+        if debt < 0:
+            return 0.0
+        share = debt / self._burst_bytes
+        return FIRST_PRICE + (1.0 - FIRST_PRICE) * share if share <= 1 else 2.0
+
+    def admitted(self, key: ChunkKey, size_bytes: int) -> None:
+        """A copy of about *size_bytes* will be written: it is paid for."""
+        self._left_bytes -= size_bytes - self._awaited.pop(key, 0)
+        self._awaited[key] = size_bytes
+        if len(self._awaited) > MAX_AWAITED:
+            self._awaited.popitem(last=False)
+
+    def cancelled(self, key: ChunkKey) -> None:
+        """A copy that was paid for is not written after all."""
+        self._left_bytes += self._awaited.pop(key, 0)
+
+    def note_write(self, key: ChunkKey, size_bytes: int) -> None:
+        """A copy was written, whoever asked for it."""
+        self._left_bytes -= size_bytes - self._awaited.pop(key, 0)
+
+
+class PromoteOnSecondHit:
+    """Names a chunk at its second read, and then forgets it, so that it may come again later.
+
+    Most prompts are read once; what is read twice tends to be read on (the reasoning of 2Q,
+    Johnson and Shasha, VLDB 1994, with its first queue only). At most *limit* chunks are
+    remembered, the latest. Not thread-safe: the owner locks.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._once: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def is_due(self, key: ChunkKey) -> bool:
+        """Take note of a read; return whether the chunk should be promoted now."""
+        if self._once.pop(key, self) is None:
+            return True
+        self._once[key] = None
+        if len(self._once) > self._limit:
+            self._once.popitem(last=False)
+        return False
+
+    def forget(self, key: ChunkKey) -> None:
+        """It was read by nobody."""
+        self._once.pop(key, None)
+
+    def __len__(self) -> int:
+        return len(self._once)
+
+
+PRICE_WEIGHT = 1 / 64
+"""What one victim adds to the price."""
+
+LEAST_SHARE = 0.25
+"""Of the price, what a chunk must be worth: a second read says more than the mean of its kind."""
+
+
+class EvictionValue:
+    """What a byte of a tier is worth to it: the mean value of those that it gave up of late.
+
+    The value of a chunk on a tier is the chance that it is asked for before it would go, times
+    the seconds that a hit there saves, over its bytes. A tier that gave up nothing yet has room,
+    and takes everything: its price is 0. Not thread-safe: the owner locks.
+    """
+
+    def __init__(self, weight: float = PRICE_WEIGHT) -> None:
+        if not 0 < weight <= 1:
+            raise InvalidRequestError("weight", weight, "above 0, 1 at most")
+        self._weight = weight
+        self._price = 0.0
+        self._is_known = False
+
+    @property
+    def per_byte(self) -> float:
+        """The price, in seconds a byte."""
+        return self._price
+
+    def note_eviction(self, value_per_byte: float) -> None:
+        """The tier evicts a chunk of this value."""
+        step = value_per_byte - self._price
+        self._price += step * self._weight if self._is_known else step
+        self._is_known = True
+
+    def takes(self, value_per_byte: float) -> bool:
+        """Whether a chunk of this value, read a second time, is worth what has to go for it."""
+        return value_per_byte >= LEAST_SHARE * self._price
+
+
+def value_per_byte(chance: float, saved_s: float, size_bytes: int) -> float:
+    """Return the seconds that a byte of a chunk is expected to save; 0 where nothing is saved."""
+    return chance * max(0.0, saved_s) / max(1, size_bytes)
+
+
+MAX_REMEMBERED = 1 << 14
+"""Partings, and as many states turned away, the latest. About 6 MB of each."""
+
+
+class StateAdmission:
+    """Says of a chunk that is put with a state whether the state is worth its bytes. Thread-safe.
+
+    As Marconi admits (Pan et al., MLSys 2025, section 4.2): at the last token of a put, for who
+    goes on from there, and where a lookup left what is known, for who goes another way. A state
+    that was turned away is remembered, and admitted when it comes again.
+    """
+
+    def __init__(self, limit: int = MAX_REMEMBERED) -> None:
+        self._limit = limit
+        # Ordered: a plain dictionary looks for its first entry among those that were deleted.
+        self._partings: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._turned_away: OrderedDict[ChunkKey, None] = OrderedDict()
+        # Guards both.
+        self._lock = threading.Lock()
+
+    def parted(self, key: ChunkKey) -> None:
+        """A lookup went no further than *key* in what is known."""
+        with self._lock:
+            self._remember(self._partings, key)
+
+    def _remember(self, table: OrderedDict[ChunkKey, None], key: ChunkKey) -> None:
+        table[key] = None
+        table.move_to_end(key)
+        if len(table) > self._limit:
+            table.popitem(last=False)
+
+    def admits(self, key: ChunkKey, *, is_end: bool) -> bool:
+        """Whether to keep the state of *key*; one that is not kept is remembered."""
+        with self._lock:
+            if self._turned_away.pop(key, self) is None or is_end or key in self._partings:
+                return True
+            self._remember(self._turned_away, key)
+            return False
+
+    def forget(self, key: ChunkKey) -> None:
+        """A state was not turned away after all: it is kept, or never came."""
+        with self._lock:
+            self._turned_away.pop(key, None)
+
+    def has_turned_away(self, key: ChunkKey) -> bool:
+        """Whether the state of *key* was turned away, and did not come again."""
+        with self._lock:
+            return key in self._turned_away
+
+    def __len__(self) -> int:
+        return len(self._partings) + len(self._turned_away)

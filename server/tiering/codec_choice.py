@@ -17,8 +17,7 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.settings.rules import auto_fidelity, is_auto
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec, lossless_codec
-from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.tiering.tier_slot import NamedCodec, TierCodec, TierSlot, lossless_codec
 from kvstore.tiers.base import DEFAULT_TENANT
 
 

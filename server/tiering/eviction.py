@@ -185,12 +185,12 @@ class Eviction:
         victims = claim(slot.name, need_bytes, VICTIMS_PER_ROUND, wanted=wanted)
         victims = self._enough(slot, victims, need_bytes)
         if victims and request is not None:
-            near = tier.in_the_way(victims[0], request.info.size_bytes, request.tenant)
+            near = tier.eviction_run(victims[0], request.info.size_bytes, request.tenant)
             if near:
                 self._catalog.eviction.unclaim(victims[1:])
                 return [victims[0], *claim(slot.name, 0, 0, near)]
         if victims and attempt % 4 == 3:
-            victims += claim(slot.name, 0, 0, tier.residents(victims[0]))
+            victims += claim(slot.name, 0, 0, tier.chunks_sharing_block(victims[0]))
         return victims
 
     def _evict(

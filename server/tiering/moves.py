@@ -31,9 +31,9 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.outcomes import Fate
+from kvstore.server.tiering.admission import PromoteOnSecondHit
 from kvstore.server.tiering.eviction import Eviction
 from kvstore.server.tiering.placement import Placement
-from kvstore.server.tiering.promotion import PromoteOnSecondHit
 from kvstore.server.tiering.tier_slot import SpaceRequest, Tiers, TierSlot, verify
 from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation

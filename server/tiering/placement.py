@@ -16,16 +16,17 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import (
     AdmitOnSecondAccess,
     CopyRequest,
+    EvictionValue,
     Pressure,
     TierAdmission,
     Trigger,
     ValueBasedAdmission,
     WriteBack,
+    WriteBudget,
+    value_per_byte,
 )
-from kvstore.server.tiering.promotion_value import EvictionValue, value_per_byte
 from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
-from kvstore.server.tiering.write_budget import WriteBudget
 
 MAX_ENGINES = 1024
 """Models whose speed of prefill is remembered, the latest that told."""

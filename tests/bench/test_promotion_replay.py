@@ -12,9 +12,13 @@ from kvstore.proto.types import KEY_BYTES, ChunkKey
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.tiering.admission import Trigger, ValueBasedAdmission
-from kvstore.server.tiering.promotion import PromoteOnSecondHit
-from kvstore.server.tiering.promotion_value import EvictionValue, value_per_byte
+from kvstore.server.tiering.admission import (
+    EvictionValue,
+    PromoteOnSecondHit,
+    Trigger,
+    ValueBasedAdmission,
+    value_per_byte,
+)
 
 MODEL = LoadModel()
 

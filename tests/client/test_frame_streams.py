@@ -27,7 +27,7 @@ from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
 from kvstore.proto import bulk
-from kvstore.proto.bulk_reader import BulkReading
+from kvstore.proto.bulk_reader import FrameAssembler
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -37,7 +37,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import StreamWire
+from kvstore.proto.framing import FramedSocket
 from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
@@ -360,8 +360,8 @@ class Answerer:
 
     def _run(self) -> None:
         link, _ = self._listener.accept()
-        with closing(StreamWire(link, "reader", time.monotonic, is_encrypted=False)) as wire:
-            wire.patience(SOON_S)
+        with closing(FramedSocket(link, "reader", time.monotonic, is_encrypted=False)) as wire:
+            wire.set_timeout(SOON_S)
             wire.receive()
             wire.send(bulk.Attached(0))
             try:
@@ -396,7 +396,7 @@ def read(stream: FrameStream, within_s: float) -> int:
     """Ask for a frame; return how many came whole."""
     deadline = time.monotonic() + within_s
     rooms = Rooms()
-    reading = BulkReading(stream.next_request(), 1 << 20, rooms)
+    reading = FrameAssembler(stream.next_request(), 1 << 20, rooms)
     stream.send(bulk.Get(1, 7, 0, 1000, 0), deadline, bytes(16))
     frames = 0
     while not reading.is_over:

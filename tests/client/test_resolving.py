@@ -230,10 +230,12 @@ def test_a_variant_that_gave_way_goes_early(server: LocalServer) -> None:
     client = server.connect()
     heads = [tokens(300 + number, 16) for number in range(MAX_VARIANTS + 1)]
     keys = [keys_of(client, put_prompt(client, *prompt_of(head, DOCUMENT))[1])[0] for head in heads]
-    catalog = server.node.store.catalog
+    catalog, contents = server.node.store.catalog, server.node.store.blends.contents.content_index
     with catalog.state.lock:
-        known = [key in catalog.metadata.contents for key in keys]
-        ranks = [catalog.metadata.hints.priority(catalog.state.index.row(key)) for key in keys]
+        known = [key in contents for key in keys]
+        ranks = [
+            catalog.state.metadata.hints.priority(catalog.state.index.row(key)) for key in keys
+        ]
     assert known.count(False) == 1
     assert ranks == [NO_PRIORITY if one else GAVE_WAY_PRIORITY for one in known]
 

@@ -169,10 +169,10 @@ class TierReads:
         infos = [make_info(seed, size) for seed in range(8)]
         for info in infos:
             put(tier, info, bytes_of(info))
-        keys = tier.in_the_way(infos[3].key, 2 * size, "default")
+        keys = tier.eviction_run(infos[3].key, 2 * size, "default")
         assert not keys or infos[3].key in keys
         assert set(keys) <= {info.key for info in infos}
-        assert tier.in_the_way(make_info(99, 1).key, size, "default") == []
+        assert tier.eviction_run(make_info(99, 1).key, size, "default") == []
         for key in keys:
             assert tier.delete(key)
         if keys:

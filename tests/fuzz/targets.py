@@ -28,7 +28,7 @@ from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
 from kvstore.proto.messages import representation_to_message, unpack_info
 from kvstore.proto.types import Namespace
-from kvstore.server.index.model_registry import ModelNamespace
+from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.saved_history import pack_spaces, unpack_spaces
 from kvstore.server.settings.settings import load_config
 from kvstore.tiers.disk_index import (

@@ -9,9 +9,8 @@ from contracts.chunks import make_representation
 from golden.samples import FOLDER
 
 from kvstore.proto.types import Namespace
-from kvstore.server.index.history_state import CHUNK, CLASS, COARSER, HistoryState
-from kvstore.server.index.model_registry import ModelNamespace
-from kvstore.server.index.saved_history import SavedHistory
+from kvstore.server.index.known_models import ModelNamespace
+from kvstore.server.index.saved_history import CHUNK, CLASS, COARSER, HistoryState, SavedHistory
 
 PATH = FOLDER / "history-v1.kvh"
 PATH_V2 = FOLDER / "history-v2.kvh"

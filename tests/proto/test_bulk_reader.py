@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.bulk_reader import BulkReading, Landed
+from kvstore.proto.bulk_reader import FrameAssembler, ReceivedFrame
 from kvstore.proto.errors import InvalidFrameError, LeaseExpiredError
 
 LIMIT_BYTES = 100
@@ -19,11 +19,11 @@ def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes:
     return np.empty(size_bytes, np.uint8)
 
 
-def reading() -> BulkReading:
-    return BulkReading(7, LIMIT_BYTES, room)
+def reading() -> FrameAssembler:
+    return FrameAssembler(7, LIMIT_BYTES, room)
 
 
-def bytes_of(landed: Landed) -> bytes:
+def bytes_of(landed: ReceivedFrame) -> bytes:
     assert isinstance(landed.frame, np.ndarray)
     return landed.frame.tobytes()
 
@@ -40,12 +40,12 @@ def part(chunk: int, frame_bytes: int, offset: int, request: int = 7) -> bulk.Pa
 def test_frames_are_what_their_parts_add_up_to(
     frames: list[bytes], cut: int, passed_by: set[int]
 ) -> None:
-    one = BulkReading(
+    one = FrameAssembler(
         7,
         LIMIT_BYTES,
         lambda chunk, size, start: None if chunk in passed_by else room(chunk, size, start),
     )
-    landed: list[Landed] = []
+    landed: list[ReceivedFrame] = []
     for number, frame in enumerate(frames):
         for start in range(0, len(frame), cut):
             data = as_bytes(frame[start : start + cut])

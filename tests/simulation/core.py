@@ -17,8 +17,8 @@ from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.chunk_metadata import ChunkMetadata
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.hints import ChunkMetadata
+from kvstore.server.index.holds import Leases
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store, StoreLimits

@@ -15,8 +15,7 @@ from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.holds import Holds
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.holds import Holds, Leases
 from kvstore.server.store import writes
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutTicket, Reservations

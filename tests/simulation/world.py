@@ -19,8 +19,8 @@ from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.chunk_metadata import ChunkMetadata
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.hints import ChunkMetadata
+from kvstore.server.index.holds import Leases
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters

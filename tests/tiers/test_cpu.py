@@ -110,7 +110,7 @@ def test_absent_chunks_have_no_place(tier: CpuTier) -> None:
     reservation = tier.reserve(info)
     assert tier.locate(info.key) is None
     assert tier.peek(info.key) is None
-    assert tier.residents(info.key) == []
+    assert tier.chunks_sharing_block(info.key) == []
     tier.abort(reservation)
 
 

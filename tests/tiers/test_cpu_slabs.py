@@ -299,10 +299,10 @@ def test_residents_are_the_sealed_chunks_of_one_slab_in_order_of_sealing(tier: C
             for other, there in zip(infos, places, strict=True)
             if there.slab_id == place.slab_id
         ]
-        assert tier.residents(info.key) == together
-    gone = tier.residents(infos[1].key)
+        assert tier.chunks_sharing_block(info.key) == together
+    gone = tier.chunks_sharing_block(infos[1].key)
     tier.delete(infos[1].key)
-    assert tier.residents(infos[0].key) == [key for key in gone if key != infos[1].key]
+    assert tier.chunks_sharing_block(infos[0].key) == [key for key in gone if key != infos[1].key]
     tier.abort(pending)
 
 
@@ -311,7 +311,7 @@ def test_evicting_the_residents_of_a_slab_lets_another_tenant_in() -> None:
     sealed, _ = fill_up(tier, [make_info(seed, 9_000) for seed in range(40)])
     with pytest.raises(TierFullError):
         tier.reserve(make_info(99, 40_000), "b")
-    for key in tier.residents(sealed[0].key):
+    for key in tier.chunks_sharing_block(sealed[0].key):
         assert tier.delete(key)
     _put(tier, make_info(99, 40_000), "b")
     assert_holds(tier, make_info(99, 40_000), bytes_of(make_info(99, 40_000)))
@@ -331,7 +331,7 @@ def test_threads_of_several_tenants_never_see_each_others_bytes() -> None:
                 continue
             client = Client(tier, place, tenant)
             assert client.read(place) == bytes(bytes_of(info))
-            assert tier.residents(info.key)
+            assert tier.chunks_sharing_block(info.key)
             client.close()
             assert tier.delete(info.key)
             done += 1

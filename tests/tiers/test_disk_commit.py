@@ -233,11 +233,11 @@ def test_row_of_a_commit_in_doubt_is_deleted_before_its_region_is_used(
         with pytest.raises(TierUnavailableError, match="the commit was lost"):
             put(tier, lost, bytes_of(lost), durable=True)
     assert_absent(tier, lost)
-    assert "the commit was lost" in tier.trouble
+    assert "the commit was lost" in tier.write_error
     with pytest.raises(TierUnavailableError, match="the commit was lost"):
         tier.reserve(heir)
     tier.flush()
-    assert tier.trouble == ""
+    assert tier.write_error == ""
     assert put(tier, heir, bytes_of(heir), durable=True)
     tier.close()
     tier = open_disk(tmp_path / "disk", 1 << 20)

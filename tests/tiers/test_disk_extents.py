@@ -100,9 +100,9 @@ def test_tenants_share_no_extent(tier: DiskTier) -> None:
     theirs = [put_for(tier, "b", seed) for seed in range(10, 13)]
     assert {place_of(tier, info).extent for info in ours} == {0}
     assert {place_of(tier, info).extent for info in theirs} == {1}
-    assert tier.residents(ours[1].key) == [info.key for info in ours]
-    assert tier.residents(theirs[0].key) == [info.key for info in theirs]
-    assert tier.residents(make_info(99, 1).key) == []
+    assert tier.chunks_sharing_block(ours[1].key) == [info.key for info in ours]
+    assert tier.chunks_sharing_block(theirs[0].key) == [info.key for info in theirs]
+    assert tier.chunks_sharing_block(make_info(99, 1).key) == []
     assert [tier.tenant_of(info.key) for info in (ours[0], theirs[0])] == ["a", "b"]
 
 
@@ -123,7 +123,7 @@ def test_freed_residents_make_room_for_another_tenant_in_a_new_file(
     old = place_of(tier, gone[0]).extent
     descriptor = tier.extent_file(old, "a")
     before = read_file(descriptor)
-    for key in tier.residents(gone[2].key):
+    for key in tier.chunks_sharing_block(gone[2].key):
         assert tier.delete(key)
     news = [put_for(tier, "c", seed) for seed in range(20, 24)]
     new = place_of(tier, news[0]).extent

@@ -141,7 +141,7 @@ def test_neighbours_in_the_way_make_room_when_they_go(tier: DiskTier) -> None:
     with pytest.raises(TierFullError) as caught:
         tier.reserve(wanted)
     assert caught.value.free_bytes > wanted.size_bytes
-    keys = tier.in_the_way(infos[5].key, wanted.size_bytes, "default")
+    keys = tier.eviction_run(infos[5].key, wanted.size_bytes, "default")
     assert infos[5].key in keys
     assert len(keys) == 2
     for key in keys:
@@ -152,9 +152,9 @@ def test_neighbours_in_the_way_make_room_when_they_go(tier: DiskTier) -> None:
 def test_what_cannot_be_in_the_way_is_not_named(tier: DiskTier) -> None:
     info = make_info(1, 64 << 10)
     put(tier, info, bytes_of(info))
-    assert tier.in_the_way(info.key, 1 << 10, "default") == [info.key]
-    assert tier.in_the_way(info.key, 1 << 10, "another") == []
-    assert tier.in_the_way(make_info(2, 1).key, 1 << 10, "default") == []
+    assert tier.eviction_run(info.key, 1 << 10, "default") == [info.key]
+    assert tier.eviction_run(info.key, 1 << 10, "another") == []
+    assert tier.eviction_run(make_info(2, 1).key, 1 << 10, "default") == []
 
 
 def test_a_run_ends_at_reservations_and_at_the_end(tier: DiskTier) -> None:
@@ -162,7 +162,7 @@ def test_a_run_ends_at_reservations_and_at_the_end(tier: DiskTier) -> None:
     put(tier, first, bytes_of(first))
     reservation = tier.reserve(make_info(2, 64 << 10))
     put(tier, second, bytes_of(second))
-    assert tier.in_the_way(first.key, EXTENT_BYTES, "default") == [first.key]
-    assert tier.in_the_way(second.key, EXTENT_BYTES, "default") == [second.key]
+    assert tier.eviction_run(first.key, EXTENT_BYTES, "default") == [first.key]
+    assert tier.eviction_run(second.key, EXTENT_BYTES, "default") == [second.key]
     tier.abort(reservation)
-    assert tier.in_the_way(first.key, EXTENT_BYTES, "default") == [first.key, second.key]
+    assert tier.eviction_run(first.key, EXTENT_BYTES, "default") == [first.key, second.key]

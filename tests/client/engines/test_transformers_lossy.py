@@ -24,7 +24,7 @@ from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, Representation
 from kvstore.server.blending import gate_table
-from kvstore.server.tiering.tier_codec import NamedCodec
+from kvstore.server.tiering.tier_slot import NamedCodec
 
 PROMPT = random_ids(300)
 """Four chunks of 64 tokens and some; three are stored, of the second a lossy copy only."""

@@ -32,9 +32,9 @@ from kvstore.proto.types import KVLayout
 from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_server import DataPlane, PlaneLimits, SlabFile
+from kvstore.server.api.written_pages import WrittenPages
 from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.tiering.written_pages import WrittenPages
 
 ServerMaker = Callable[..., LocalServer]
 

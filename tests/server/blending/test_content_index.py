@@ -12,13 +12,13 @@ from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, Namespace
 from kvstore.server.blending.content_index import (
     MAX_CONTEXT,
     MAX_VARIANTS,
-    UNKNOWN_CONTENT,
     ContentIndex,
     Learned,
     Measured,
     Named,
 )
 from kvstore.server.blending.scores import NO_IMPACT, UNKNOWN_IMPACT, Context
+from kvstore.server.index.hints import UNKNOWN_CONTENT
 
 SPACE, OTHER_SPACE = Namespace(b"s" * 16), Namespace(b"t" * 16)
 UNMEASURED = -1.0

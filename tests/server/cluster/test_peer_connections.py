@@ -32,7 +32,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
-from kvstore.proto.framing import MAX_HEADER_BYTES, StreamWire
+from kvstore.proto.framing import MAX_HEADER_BYTES, FramedSocket
 from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
@@ -101,7 +101,7 @@ def find(
     return link.end_find(keys, deadline)
 
 
-def wire_of(link: StreamLink) -> StreamWire:
+def wire_of(link: StreamLink) -> FramedSocket:
     assert link._wire is not None
     return link._wire
 
@@ -439,7 +439,7 @@ def test_a_first_word_may_come_in_pieces(terms: PeerTerms, server: LocalServer) 
         for at in range(len(message)):
             link.sendall(message[at : at + 1])
             time.sleep(0.002)
-        attached = StreamWire(link, "server", time.monotonic, is_encrypted=False).receive()
+        attached = FramedSocket(link, "server", time.monotonic, is_encrypted=False).receive()
     assert attached == (bulk.Attached(1), 0)
 
 

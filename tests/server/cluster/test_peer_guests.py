@@ -23,7 +23,7 @@ from kvstore.client.shm import ShmTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import GUEST_S, guest_token, pack_wanted
-from kvstore.proto.bulk_reader import BulkReading
+from kvstore.proto.bulk_reader import FrameAssembler
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -366,7 +366,7 @@ def frames_of(
 ) -> list[bytes]:
     """Return what is sent of *keys*. Raises the server's errors."""
     deadline = time.monotonic() + SOON_S
-    reading = BulkReading(
+    reading = FrameAssembler(
         stream.next_request(), 1 << 30, lambda _, size, __: np.empty(size, np.uint8)
     )
     ask = bulk.Get(reading.request, lent.guest.session_id, 0, 20_000, flags)

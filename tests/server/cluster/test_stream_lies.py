@@ -19,7 +19,7 @@ from prompts import MEDIUM, store
 from kvstore.client import ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
-from kvstore.proto.framing import StreamWire
+from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.bulk.tcp_server import StreamPlane, listen
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
@@ -52,8 +52,8 @@ class Liar:
 
     def _run(self) -> None:
         link, _ = self._listener.accept()
-        with closing(StreamWire(link, "reader", time.monotonic, is_encrypted=False)) as wire:
-            wire.patience(SILENCE_S)
+        with closing(FramedSocket(link, "reader", time.monotonic, is_encrypted=False)) as wire:
+            wire.set_timeout(SILENCE_S)
             wire.receive()
             wire.send(bulk.Attached(0))
             _, size_bytes = wire.receive()

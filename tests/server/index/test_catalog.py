@@ -16,7 +16,7 @@ from kvstore.proto.types import Fidelity, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.holds import Leases
 from kvstore.server.index.results import LeaseTerms
 
 SESSION = 7
@@ -283,7 +283,7 @@ def test_who_catches_up_tells_the_policies_and_the_history() -> None:
     for number in range(3):
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
     catalog.match(CHAIN, Fidelity.exact, TIERS)
-    history = catalog.metadata.history
+    history = catalog.state.metadata.history
     row = catalog.state.index.row(key(0))
     assert history.hits_of(row) == 0
     assert catalog.drain(0.0)
@@ -296,7 +296,7 @@ def test_who_has_answered_one_of_many_lookups_tells_of_an_earlier_one() -> None:
     for number in range(3):
         catalog.note_sealed("cpu", info(number, number - 1 if number else None))
     catalog.drain(0.0)
-    history, row = catalog.metadata.history, catalog.state.index.row(key(0))
+    history, row = catalog.state.metadata.history, catalog.state.index.row(key(0))
     before = history.hits_of(row)
     catalog.match(CHAIN, Fidelity.exact, TIERS)
     catalog.drain_some()

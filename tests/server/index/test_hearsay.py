@@ -16,7 +16,7 @@ from kvstore.proto.types import ChunkInfo, Fidelity, KVLayout
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import AT_ONCE, Catalog
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.holds import Leases
 
 PLACES = st.tuples(st.integers(0, 11), st.sampled_from([None, -1, -1, -1, -1, -2]))
 """A chunk, and how far before it the one is that it continues."""

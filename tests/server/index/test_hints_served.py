@@ -27,7 +27,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
 from kvstore.server.eviction.registry import make_policy
-from kvstore.server.index.chunk_metadata import ChunkMetadata
+from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.writes import RESERVED_S

@@ -16,7 +16,7 @@ from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
-from kvstore.server.index.importance import OVERHEAD_BYTES, ImportanceTable
+from kvstore.server.index.known_models import OVERHEAD_BYTES, ImportanceTable
 from kvstore.tiers.base import DEFAULT_TENANT
 
 ServerMaker = Callable[..., LocalServer]

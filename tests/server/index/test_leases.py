@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.holds import Leases
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from prompts import SMALL
 
 from kvstore.proto.keys import namespace, representation_digest
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation, RopeParameters
-from kvstore.server.index import model_registry
-from kvstore.server.index.model_registry import ModelNamespace, ModelRegistry, differences, nearest
+from kvstore.server.index import known_models
+from kvstore.server.index.known_models import ModelNamespace, ModelRegistry, differences, nearest
 from kvstore.server.security.sessions import Session
 
 (GROUP,) = SMALL.layer_groups
@@ -79,7 +79,7 @@ def test_the_nearest_come_first_and_other_tenants_not_at_all() -> None:
 def test_the_space_whose_last_session_opened_longest_ago_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_registry, "MAX_SPACES", 3)
+    monkeypatch.setattr(known_models, "MAX_SPACES", 3)
     spaces = ModelRegistry()
     for number in (1, 2, 3, 1, 4):
         spaces.note(session(revision(number), number=number))
@@ -91,7 +91,7 @@ def test_the_space_whose_last_session_opened_longest_ago_is_forgotten(
 def test_models_of_one_tenant_do_not_push_out_those_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_registry, "MAX_SPACES", 6)
+    monkeypatch.setattr(known_models, "MAX_SPACES", 6)
     spaces = ModelRegistry()
     for number in range(2):
         spaces.note(session(revision(number), "acme"))

@@ -15,7 +15,7 @@ from simulation.universe import Version, make_version
 
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey
-from kvstore.server.index.planned_uses import MAX_ANNOUNCED, MAX_BATCHES, PlannedUses
+from kvstore.server.index.holds import MAX_ANNOUNCED, MAX_BATCHES, PlannedUses
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import plan_batch
 

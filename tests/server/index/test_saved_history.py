@@ -28,12 +28,13 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import Fidelity
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.chunk_metadata import ChunkMetadata, PutInfo
-from kvstore.server.index.history_state import CHUNK, HistoryState
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.hints import ChunkMetadata, PutInfo
+from kvstore.server.index.holds import Leases
 from kvstore.server.index.saved_history import (
+    CHUNK,
     FILE_NAME,
     MAX_CHUNKS,
+    HistoryState,
     SavedHistory,
     read_history,
     write_history,
@@ -170,7 +171,7 @@ def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
     new.note_sealed("cpu", info(0))
     assert new.match(CHAIN, Fidelity.exact, ["cpu"]).evicted == 7
     new.drain(0)
-    history, row = new.metadata.history, new.state.index.row(key(0))
+    history, row = new.state.metadata.history, new.state.index.row(key(0))
     assert history.hits_of(row) == 5
     assert new.evicted_count() == 7
 

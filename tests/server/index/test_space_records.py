@@ -16,7 +16,7 @@ from prompts import SMALL, other_revision, store
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
-from kvstore.server.index.model_registry import MAX_SPACES, ModelNamespace, ModelRegistry
+from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace, ModelRegistry
 from kvstore.server.index.saved_history import (
     MAX_SPACE_BYTES,
     SavedHistory,

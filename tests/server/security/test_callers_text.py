@@ -25,7 +25,7 @@ from kvstore.proto.types import (
     MAX_ROPE_FACTORS,
 )
 from kvstore.server.api.service import MAX_CLIENT_CHARS
-from kvstore.server.index.model_registry import MAX_SPACES
+from kvstore.server.index.known_models import MAX_SPACES
 
 SESSIONS = 1_000
 MOST_GROWTH_BYTES = 32 << 20

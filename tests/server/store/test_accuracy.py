@@ -22,7 +22,7 @@ from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reservations import PutResult, PutTicket
-from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec
+from kvstore.server.tiering.tier_slot import NamedCodec, TierCodec
 
 TIER_BYTES = 1 << 20
 

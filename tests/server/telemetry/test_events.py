@@ -15,7 +15,7 @@ from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkInfo, ChunkKey, Fidelit
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.leases import Leases
+from kvstore.server.index.holds import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
 from kvstore.server.telemetry.events import Event, EventLog, EventReader, EventRing, Page

@@ -18,7 +18,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_metadata import ChunkMetadata
+from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.placement import MAX_ENGINES
 from kvstore.tiers.base import Reservation

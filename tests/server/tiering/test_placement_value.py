@@ -11,7 +11,7 @@ from simulation.tiers import SimDisk, SimRedis, no_faults
 
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.index.chunk_metadata import ChunkMetadata
+from kvstore.server.index.hints import ChunkMetadata
 
 
 def make_core(rule: str) -> Core:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from contracts.chunks import make_info
 
 from kvstore.proto.types import ChunkKey
-from kvstore.server.tiering.promotion import PromoteOnSecondHit
+from kvstore.server.tiering.admission import PromoteOnSecondHit
 
 
 def key(seed: int) -> ChunkKey:

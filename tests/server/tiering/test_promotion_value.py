@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.tiering.promotion_value import LEAST_SHARE, EvictionValue, value_per_byte
+from kvstore.server.tiering.admission import LEAST_SHARE, EvictionValue, value_per_byte
 
 
 def test_a_tier_with_room_takes_everything_and_then_what_is_worth_more_than_its_victims() -> None:

@@ -23,7 +23,7 @@ from kvstore.proto.types import (
     PutOutcome,
 )
 from kvstore.server.store.reservations import WITHOUT_STATE, without_state
-from kvstore.server.tiering.state_admission import MAX_REMEMBERED, StateAdmission
+from kvstore.server.tiering.admission import MAX_REMEMBERED, StateAdmission
 
 stored, exists = PutOutcome.stored, PutOutcome.exists
 

@@ -32,7 +32,7 @@ from kvstore.proto.types import (
     Stated,
 )
 from kvstore.server.index.known_models import MAX_KNOWN_MODELS, KnownModels
-from kvstore.server.tiering.tier_codec import NamedCodec, TierCodec, lossless_codec, may_lose
+from kvstore.server.tiering.tier_slot import NamedCodec, TierCodec, lossless_codec, may_lose
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.tiering.write_budget import (
+from kvstore.server.tiering.admission import (
     BURSTS_A_DAY,
     DAY_S,
     FIRST_PRICE,

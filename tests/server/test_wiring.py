@@ -16,10 +16,10 @@ from kvstore.server.eviction.marconi import MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import PartitionedEviction
 from kvstore.server.eviction.registry import make_policy
-from kvstore.server.index.chunk_metadata import ChunkMetadata
+from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
-from kvstore.server.wiring_policies import Policies
+from kvstore.server.wiring import Policies
 from kvstore.tiers.base import Tier
 
 CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}

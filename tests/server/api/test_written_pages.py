@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.proto import unix_socket
-from kvstore.server.tiering.written_pages import MAX_HOLES, WrittenPages
+from kvstore.server.api.written_pages import MAX_HOLES, WrittenPages
 
 PAGE = mmap.PAGESIZE
 PAGES = 4096
