@@ -120,7 +120,6 @@ class Node:
         )
         if self.directory is not None:
             self._closers.append(self.directory.close)
-            self.store.directory = self.directory
             self.store.catalog.listeners.append(self.directory)
         me = Me(self.port, identity.boot_id)
         self._begin_peers = ready_peers(config, self.store, self.directory, me)
@@ -140,7 +139,7 @@ class Node:
         self.events = NodeEvents(self._config, self.store, identity.boot_id, self._closers)
         backend = Backend(
             self.store, self.sessions, checks, identity, self.trust, self.data_plane,
-            self.device_puts, self._scrub, self.events.log,
+            self.device_puts, self._scrub, self.events.log, self.directory,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
@@ -268,8 +267,9 @@ class Node:
         from kvstore.server.web.http_pages import HttpPort
 
         subject = Subject(
-            self.store, self.sessions, self.counters, kvstore.__version__, self._clock
-        )
+            self.store, self.sessions, self.counters, kvstore.__version__, self._clock,
+            self.directory,
+        )  # fmt: skip
         port = HttpPort(self._config, subject, self.trust)
         self._closers.append(port.close)
         return port

@@ -58,6 +58,7 @@ class AdminCalls:
         self._limits = trust.limits if trust else TenantLimits({}, self._clock)
         self._data_plane = backend.data_plane
         self._scrub = backend.scrub
+        self._directory = backend.directory
         self._stamp = backend.stamp
         self._explainer = explainer
         self._requests = requests
@@ -255,7 +256,7 @@ class AdminCalls:
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
             )
             return reply
-        catalog, directory = self._catalog, self._store.directory
+        catalog, directory = self._catalog, self._directory
         for tier in tiers:
             catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)

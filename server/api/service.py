@@ -40,7 +40,8 @@ from kvstore.server.store.writes import check_put
 from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.request_trace import RequestLog
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # their files load redis or torch
+    from kvstore.server.cluster.directory import Directory
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.store.device_puts import DevicePuts
 
@@ -79,6 +80,7 @@ class Backend:
     device_puts: DevicePuts | None = None
     scrub: Scrub | None = None
     events: EventLog | None = None
+    directory: Directory | None = None
 
     @property
     def stamp(self) -> pb.Server:

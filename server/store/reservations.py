@@ -63,6 +63,8 @@ class PutTicket:
     """Where its frame is written; None on a device."""
     kept_layout: KVLayout | None = None
     """What is kept of it, where its state was turned away; None: all of it."""
+    partition: int | None = None
+    """Whose its room counts as, until it is filled or given back; None: it is not counted."""
     ticket_id: int = 0
     until: float = math.inf
 
@@ -118,9 +120,9 @@ class Reservations:
         if isinstance(reserved, PutResult):
             return reserved
         partition = self._catalog.eviction.partition(info.key, session.tenant, hints.category)
-        moves.eviction.reserved.note(reserved, partition)
+        moves.eviction.reserved.add(partition, info.size_bytes, 1)
         view = moves.tiers.cpu_tier.view(reserved)
-        return PutTicket(session, moves.tiers.cpu, reserved, hints, view, bare)
+        return PutTicket(session, moves.tiers.cpu, reserved, hints, view, bare, partition)
 
     def reserve_on(
         self, slot: TierSlot, session: Session, info: ChunkInfo, deadline: float, hints: Hints
@@ -211,16 +213,22 @@ class Reservations:
     def discard(self, ticket: PutTicket) -> None:
         """Free room that nothing is written into any more."""
         self.keep_state(ticket)
-        self._moves.eviction.reserved.forget(ticket.reservation)
+        self._uncount(ticket)
         ticket.slot.tier.abort(ticket.reservation)
         self._catalog.in_flight.end(ticket.key)
+
+    def _uncount(self, ticket: PutTicket) -> None:
+        if ticket.partition is not None:
+            self._moves.eviction.reserved.add(ticket.partition, -ticket.frame_bytes, -1)
+            ticket.partition = None
 
     def commit(self, ticket: PutTicket, header: FrameHeader) -> PutResult:
         """Make a verified frame visible, and have it copied on."""
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
-        moves, slot, key = self._moves, ticket.slot, ticket.key
-        moves.eviction.reserved.forget(ticket.reservation)
+        moves, slot, info = self._moves, ticket.slot, ticket.reservation.info
+        key = info.key
+        self._uncount(ticket)
         try:
             sealed = slot.tier.seal(ticket.reservation)
             if sealed:
@@ -235,7 +243,7 @@ class Reservations:
             self._counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)
         self._counters.add("put_stored_chunks")
-        self._counters.add("put_bytes", ticket.frame_bytes)
+        self._counters.add("put_bytes", info.size_bytes)
         moves.eviction.settle_quota(slot, key)
         for lower in self._lower:
             if moves.placement.admits(lower, key, Trigger.stored) and (
@@ -250,7 +258,7 @@ class Reservations:
     ) -> PutResult:
         """The same of what is kept of a frame whose state was turned away."""
         ticket.kept_layout = None
-        self._moves.eviction.reserved.forget(ticket.reservation)
+        self._uncount(ticket)
         try:
             fresh = self._trim(ticket, header, layout)
         except KVStoreError as error:

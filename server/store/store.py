@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -37,9 +36,6 @@ from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import TierStats
-
-if TYPE_CHECKING:  # its file loads redis
-    from kvstore.server.cluster.directory import Directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +102,6 @@ class Store:
         otherwise = WriteThrough() if limits.write_through else WriteBack()
         moves.placement.set_terms(otherwise, limits.write_budgets)
         self._work_queue = moves.work_queue
-        self.directory: Directory | None = None
-        """Of the nodes and what they hold in memory, where there is one."""
         self.on_tick: list[Callable[[], None]] = []
         """What is called a few times a second."""
         self._lease_ttl_ms = limits.lease_ttl_ms
@@ -117,6 +111,8 @@ class Store:
         self._durable = [
             slot for slot in self._keepers if slot.encoder.is_exact and not slot.is_exclusive
         ]
+        self.can_be_durable = bool(self._durable)
+        """Whether a tier of this node survives a restart, and keeps chunks as they are."""
         self.announcements = PutAnnouncements(self.catalog, self.counters, limits.waiting_lookups)
         self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch)
         self._lookup.states = self.states
@@ -124,11 +120,6 @@ class Store:
         self.blends = Blending(
             moves, self._lookup.ready, limits.lease_ttl_ms, gates, limits.blend_contents
         )
-
-    @property
-    def can_be_durable(self) -> bool:
-        """Whether a tier of this node survives a restart, and keeps chunks as they are."""
-        return bool(self._durable)
 
     def harden(
         self, keys: Sequence[ChunkKey], results: Sequence[PutResult], deadline: float

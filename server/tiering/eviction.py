@@ -43,33 +43,20 @@ class ReservedRoom:
     """Room by partition, from its reservation until it is filled or given back. Thread-safe."""
 
     def __init__(self) -> None:
-        self._owners: dict[int, int] = {}
-        """Partitions by the id of a reservation."""
         self._waiting: dict[int, Waiting] = {}
-        self._lock = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # guards it
 
-    def note(self, reservation: Reservation, partition: int) -> None:
-        """Count a reservation as the partition's."""
+    def add(self, partition: int, size_bytes: int, chunks: int) -> None:
+        """Count room as the partition's; less than none: count it no longer."""
         with self._lock:
-            self._owners[id(reservation)] = partition
-            self._add(partition, reservation.info.size_bytes, 1)
-
-    def forget(self, reservation: Reservation) -> None:
-        """Count it no longer. Idempotent."""
-        with self._lock:
-            partition = self._owners.pop(id(reservation), None)
-            if partition is not None:
-                self._add(partition, -reservation.info.size_bytes, -1)
+            before = self._waiting.pop(partition, NOTHING)
+            after = Waiting(before.size_bytes + size_bytes, before.chunks + chunks)
+            if after != NOTHING:
+                self._waiting[partition] = after
 
     def of(self, partition: int) -> Waiting:
         """Return what is reserved for the partition."""
         return self._waiting.get(partition, NOTHING)
-
-    def _add(self, partition: int, size_bytes: int, chunks: int) -> None:
-        before = self._waiting.pop(partition, NOTHING)
-        after = Waiting(before.size_bytes + size_bytes, before.chunks + chunks)
-        if after != NOTHING:
-            self._waiting[partition] = after
 
 
 MAX_ROUNDS = 1000

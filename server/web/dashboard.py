@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES, Namespace
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters, Finds, Times
+
+if TYPE_CHECKING:  # its file loads redis
+    from kvstore.server.cluster.directory import Directory
 
 EVERY_S = 1.0
 """Between two looks while somebody reads; nobody reads: nothing is done."""
@@ -89,6 +92,8 @@ class Subject:
     counters: Counters
     version: str
     clock: Callable[[], float]
+    directory: Directory | None = None
+    """Of the nodes and what they hold in memory, where there is one."""
 
 
 class Viewer:
@@ -205,7 +210,7 @@ class Viewer:
         return self._prefixes
 
     def _nodes(self) -> list[list[str]]:
-        directory = self._subject.store.directory
+        directory = self._subject.directory
         if directory is None:
             return []
         report = directory.report()

@@ -21,6 +21,7 @@ from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import BOUNDS_S, COUNTERS, OTHERS, Counters, Gauge
 
 if TYPE_CHECKING:
+    from kvstore.server.cluster.directory import Directory
     from kvstore.server.cluster.peer_tier import PeerTier
 
 
@@ -68,8 +69,7 @@ def _peers(store: Store) -> list[Gauge]:
     ]
 
 
-def _directory(store: Store) -> list[Gauge]:
-    directory = store.directory
+def _directory(directory: Directory | None) -> list[Gauge]:
     if directory is None:
         levels = (0, 0, 0, 0)
     else:
@@ -84,7 +84,7 @@ def _directory(store: Store) -> list[Gauge]:
     ]
 
 
-def gauges(store: Store, session_count: int) -> list[Gauge]:
+def gauges(store: Store, session_count: int, directory: Directory | None = None) -> list[Gauge]:
     """Return every level as it is now: its name, what it is, its label and its value."""
     catalog = store.catalog
     rows: list[Gauge] = [
@@ -102,7 +102,7 @@ def gauges(store: Store, session_count: int) -> list[Gauge]:
         ("blend_priority_bytes", "what is known of their tokens", "", priority_bytes),
         ("blend_open_gates", "models and tags whose variants are given", "", gates),
         *_gates(store),
-        *_directory(store),
+        *_directory(directory),
         *_peers(store),
     ]
     for tier, (a_day, left) in store.moves.placement.budgets().items() or [("", (0, 0.0))]:

@@ -21,6 +21,7 @@ from kvstore.server.security.authenticator import SCHEME, Authenticator
 from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback
+from kvstore.server.telemetry.metrics import Gauge
 from kvstore.server.web.dashboard import MEDIA, Dashboard, Subject, Viewer
 from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
 from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
@@ -203,7 +204,11 @@ class HttpPort:
         assert config.http_address is not None
         store, sessions = subject.store, subject.sessions
         tiers = [slot.name for slot in store.tiers.slots.values()]
-        metrics = MetricsText(subject.counters, lambda: gauges(store, len(sessions)), tiers)
+
+        def levels() -> list[Gauge]:
+            return gauges(store, len(sessions), subject.directory)
+
+        metrics = MetricsText(subject.counters, levels, tiers)
         self._viewer = viewer = Viewer(subject)
         dashboard = Dashboard(viewer.data, time.monotonic)
 

@@ -72,7 +72,7 @@ def test_status_and_metrics_show_the_nodes_that_are_seen(pair: list[LocalServer]
     assert line == f"directory: a, 0 chunks named; sees b at 127.0.0.1:{second.node.port}"
     shown = json.loads(status_as_json("x", reply))["directory"]
     assert (shown["standing"], shown["nodes"][0]["node_id"]) == ("known", "b")
-    levels = {row[0]: row[3] for row in gauges(first.node.store, 0)}
+    levels = {row[0]: row[3] for row in gauges(first.node.store, 0, directory_of(first))}
     assert (levels["directory_up"], levels["directory_nodes"]) == (1, 1)
 
 

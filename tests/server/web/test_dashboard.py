@@ -495,21 +495,12 @@ def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
     me, other = (SimpleNamespace(node_id=n, grpc_address=f"{n}:7420") for n in ("a", "<b>"))
     viewer = Viewer(
         Subject(
-            SimpleNamespace(directory=_directory(me, other), **_of(served)),  # type: ignore[arg-type]
-            served.node.sessions, served.node.counters, "1", time.monotonic,
+            served.node.store, served.node.sessions, served.node.counters, "1", time.monotonic,
+            _directory(me, other),
         )
     )  # fmt: skip
     shown = viewer.data()["nodes"]
     assert shown == [["a", "a:7420", "this one"], ["<b>", "<b>:7420", "lives"]]
-
-
-def _of(served: LocalServer) -> dict[str, Any]:
-    core = served.node.store
-    return {
-        "catalog": core.catalog,
-        "slot_statuses": core.slot_statuses,
-        "spaces": core.spaces,
-    }
 
 
 def _directory(me: Any, other: Any) -> Any:
