@@ -31,9 +31,10 @@ from kvstore.client.blend.plan import BlendPlan, Segment
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.selectors import SELECTORS
 from kvstore.client.blend.source import LayerKV, MemorySource
-from kvstore.server.blending.gate_table import TRIALS, GateTable
-from kvstore.server.blending.gate_table import Shadow as Told
+from kvstore.server.blending.gates import TRIALS, Gates
+from kvstore.server.blending.gates import Shadow as Told
 from kvstore.server.settings.values import GateTerms
+from kvstore.server.telemetry.metrics import Counters
 
 MODEL_KEYS = ("worst_selector_vs_naive_no_prefix", "hybrid30_answers_vs_naive")
 WAYS = ("alone", "behind BOS", "behind the system prompt", "out of another prompt")
@@ -390,14 +391,14 @@ def _compare_bare(report: Report, bare: Tried) -> None:
 
 def _gate(way: str, tried: Sequence[Tried]) -> tuple[str, str]:
     """Return whether a gate opens on prompts whose documents were stored in one *way*, and why."""
-    gates, name = GateTable(GateTerms(), lambda: 1.0), (b"model", "")
+    gates, name = Gates(GateTerms(), lambda: 1.0, Counters()), (b"model", "")
     while True:
         ratio = gates.state(name).ratio
         found = [one.told for part in tried for one in part.judged(way, ("hybrid", ratio))]
         for number in range(TRIALS):
             one = found[number % len(found)]
             told = Told(one.divergence, one.agreement, one.tokens, ratio)
-            gate = gates.told(name, told)
+            gate = gates.record(name, told)
         if gate.is_open or gate.why.startswith("closed"):
             state = "open" if gate.is_open else "closed"
             figures = f"agreement {gate.agreement:.3f}, KL {gate.divergence:.4f}"

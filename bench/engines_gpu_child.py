@@ -59,7 +59,7 @@ class Store:
         if "gpu" in self.tiers.split(","):
             flags += ["--gpu", room]
         if self.is_disk:
-            flags += ["--disk", f"{room}:{disk}", "--disk-write", "through"]
+            flags += ["--disk", f"{room}:{disk}", "--write", "through"]
         self._stack.enter_context(serving(*flags, disk=disk))
 
     @property

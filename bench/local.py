@@ -170,7 +170,7 @@ def bench_disk(folder: Path, report: Report) -> None:
     disk = folder / "disk"
     flags = (
         "--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}",
-        "--disk-write", "evict",  # no copies of the flood while we measure
+        "--write", "evict",  # no copies of the flood while we measure
     )  # fmt: skip
     with serving(*flags, disk=disk) as (address, _), connect(address, MODEL) as client:
         keys, chunks = make_chunks(client, CHUNKS, 2)
@@ -210,7 +210,7 @@ def bench_redis(folder: Path, report: Report) -> None:
     with redis_server(folder) as port:
         url = f"redis://127.0.0.1:{port}/0"
         flags = (
-            "--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url, "--redis-codec", "raw",
+            "--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url, "--codec", "redis=raw",
             "--redis-timeout-ms", "5000",
         )  # fmt: skip
         disk = folder / "none"

@@ -159,7 +159,7 @@ class Bench:
         server = ServerProcess(
             folder,
             *("--cpu", "1GiB", "--tiers", "cpu,redis"),
-            *("--redis", f"redis://{HOST}:{PORT}/0", "--redis-codec", codec),
+            *("--redis", f"redis://{HOST}:{PORT}/0", "--codec", f"redis={codec}"),
         )
         server.start()
         try:

@@ -41,7 +41,7 @@ REPEATS = 15
 LOOKUPS = 400
 LOOKUP_CHUNKS = 32
 PART_BYTES = 1 << 20
-_FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--peer-timeout-ms", "2000")
+_FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--limits", "peer_timeout_ms=2000")
 _REACHED_WITHIN_S = 20.0
 _TOLD_WITHIN_S = 2.0
 """What a node holds is in the directory by then."""

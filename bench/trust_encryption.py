@@ -53,7 +53,7 @@ class _DiskGets:
     def __init__(self, folder: Path, transport: str, *flags: str) -> None:
         self._stack = ExitStack()
         folder.mkdir()
-        memory = ("--cpu", "88MiB", "--cpu-slab-bytes", "44MiB", "--policy", "lru")
+        memory = ("--cpu", "88MiB", "--limits", "cpu_slab_bytes=44MiB", "--policy", "lru")
         flags = (*memory, "--disk", f"1GiB:{folder / 'disk'}", *flags)
         address, _ = self._stack.enter_context(serving(*flags, disk=folder / "disk"))
         options = ClientOptions(transport, deadline_ms=20_000)  # type: ignore[arg-type]

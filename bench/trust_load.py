@@ -107,7 +107,7 @@ def measure(report: Report, folder: Path) -> None:
     """
     with ExitStack() as stack:
         flags = ["--tiers", "cpu", "--cpu", "256MiB", "--max-sessions", "2048"]
-        flags += ["--session-ttl-ms", "600000"]
+        flags += ["--limits", "session_ttl_ms=600000"]
         address, pid = stack.enter_context(serving(*flags, disk=folder / "d"))
         keys = _stored(address)
         with ThreadPoolExecutor(32) as threads:

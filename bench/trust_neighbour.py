@@ -25,7 +25,7 @@ def measure(report: Report, folder: Path) -> None:
     tenants = Tenants(folder, "victim", "noisy")
     with ExitStack() as stack:
         flags = (
-            *("--tiers", "cpu", "--cpu", "36MiB", "--cpu-slab-bytes", "6MiB"),
+            *("--tiers", "cpu", "--cpu", "36MiB", "--limits", "cpu_slab_bytes=6MiB"),
             *("--tenant-quotas", "victim=18MiB:18MiB", *tenants.flags),
         )
         address, _ = stack.enter_context(serving(*flags, disk=folder / "d"))

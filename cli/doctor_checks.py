@@ -70,7 +70,7 @@ def check_disk(config: Settings) -> Iterator[Finding]:
             continue
         rate = disk_bytes_per_s(place)
         slow = rate < MIN_DISK_BYTES_PER_S
-        fix = "use a faster disk, or --disk-write evict" if slow else ""
+        fix = "use a faster disk, or --write evict" if slow else ""
         saw = f"{kind}, {_size(room)} of room, {rate / 1e6:.0f} MB/s written and synced"
         yield Finding(name, "warn" if slow else "ok", saw, fix)
 

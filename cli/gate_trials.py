@@ -90,7 +90,7 @@ def _why(connector: TransformersConnector, trials: GateTrials) -> str:
     if not stats.hit_tokens:
         fix = "give the model, its revision and --chunk-tokens of the engine that stored them"
         return f"none of {stats.lookups} prompts is stored under this model's name: {fix}"
-    fix = f"a tier has them with --disk-codec {trials.codec} once memory has them no more"
+    fix = f"a tier has them with --codec disk={trials.codec} once memory has them no more"
     return f"no copy by {trials.codec} without a bound was read of {stats.lookups} prompts; {fix}"
 
 

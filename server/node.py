@@ -89,7 +89,11 @@ class Node:
         self.recovered_chunks = self.store.recover()
         self._blends = self._open_blends()
         self.sessions = SessionTable(
-            config.max_sessions, config.session_ttl_ms, tenant_salts(config), clock, os.urandom
+            config.max_sessions,
+            config.limits.session_ttl_ms,
+            tenant_salts(config),
+            clock,
+            os.urandom,
         )
         self.sessions.on_open += [models.note, self.store.begin_session]
         self.sessions.on_close.append(self.store.end_session)
@@ -108,7 +112,7 @@ class Node:
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
         limits = ServiceLimits(
-            config.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
+            config.limits.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
         checks = Checks(limits, clock)
         self.device_puts = self._open_device_puts()

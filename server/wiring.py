@@ -71,7 +71,7 @@ def open_tiers(config: Settings, closers: list[Callable[[], object]]) -> list[Ti
             config.redis_access(config.redis_url or ""),
             config.redis_size,
             timeout_ms=config.redis_timeout_ms,
-            connections=config.redis_connections,
+            connections=config.limits.redis_connections,
             prefix=config.redis_prefix,
         )
         tiers.append(hidden(tier))
@@ -159,11 +159,11 @@ class Policies:
         self.metadata = ChunkMetadata(
             partitions=partitions,
             category_ttls_s={rule.category: float(rule.ttl_s) for rule in terms if rule.ttl_s},
-            evicted_limit=config.ghost_limit,
+            evicted_limit=config.limits.ghost_limit,
             what_ifs={tier: MissRatioCurve(size) for tier, size in capacities.items() if size},
             policy_names={tier: self.name(tier) for tier in capacities},
         )
-        rules = config.write_rules
+        rules = config.write
         looks_ahead = any(make_admission(rule).looks_ahead for rule in rules.values())
         if looks_ahead or config.write_budgets:
             self.metadata.forecast = ReuseForecast(self.metadata.history)
@@ -246,20 +246,20 @@ def build_store(
         queues |= {f"load-{slot.name}": LOADS_AT_ONCE[slot.name], f"store-{slot.name}": 1}
         if slot.tier.shared:
             queues[f"ask-{slot.name}"] = QUESTIONS_AT_ONCE.get(slot.name, 1)
-    leases = Leases(config.max_leases_per_session, new_id)
+    leases = Leases(config.limits.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
     catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.metadata)
     expect = {f"load-{slot.name}": partial(_expect, slot.tier) for slot in slots}
-    work_queue = WorkQueue(queues, config.mover_queue, clock, batch_parallelism(), expect)
+    work_queue = WorkQueue(queues, config.limits.mover_queue, clock, batch_parallelism(), expect)
     closers.append(work_queue.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     moves = Moves(Tiers.of(slots), catalog, work_queue, counters, clock, move_timeout_ms)
     limits = StoreLimits(
         lease_ttl_ms=config.lease_ttl_ms,
-        max_reservations_per_session=config.max_reservations_per_session,
-        load_headroom_percent=config.load_headroom_percent,
+        max_reservations_per_session=config.limits.max_reservations_per_session,
+        load_headroom_percent=config.limits.load_headroom_percent,
         bypass_bytes=config.max_frame_bytes,
-        prefetch_bytes=config.prefetch_bytes,
+        prefetch_bytes=config.limits.prefetch_bytes,
         waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
         blend=config.blend_terms,
         blend_contents=config.blend_contents,
@@ -275,7 +275,9 @@ def build_store(
 def _slot(
     config: Settings, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
 ) -> TierSlot:
-    breaker = Breaker(f"tier {tier.name}", config.breaker_failures, config.breaker_retry_ms, clock)
+    breaker = Breaker(
+        f"tier {tier.name}", config.limits.breaker_failures, config.limits.breaker_retry_ms, clock
+    )
     name = config.codecs[tier.name]
     is_open = is_auto(name)  # until it is measured
     codec = NamedCodec(f"{name}, measuring", lossless_codec()) if is_open else NamedCodec.of(name)
@@ -283,7 +285,7 @@ def _slot(
     by_tenant = {rule.tenant: NamedCodec.of(rule.codec) for rule in others}
     encoder = TierCodec(codec, by_tenant, models.terms_of)
     policy = policies.by_tier[tier.name]
-    rule = config.write_rules.get(tier.name)
+    rule = config.write.get(tier.name)
     return TierSlot(
         tier, codec.codec, policy, breaker, clock, encoder,
         make_admission(rule) if rule else None,

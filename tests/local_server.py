@@ -72,7 +72,7 @@ class LocalServer:
         places = ("--listen", "127.0.0.1:0", "--socket", str(folder / "s.sock"))
         self.config = load_config([*sizes, *places, "--log-level", "error", *flags])
         for tier in {"disk", "redis"} & {*self.config.tiers}:
-            _compile(self.config.disk_codec if tier == "disk" else self.config.redis_codec)
+            _compile(self.config.codec[tier])
         self._ahead_s = 0.0
         self.node = Node(self.config, lambda: time.monotonic() + self._ahead_s)
         self.node.start()

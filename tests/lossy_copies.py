@@ -11,7 +11,7 @@ from kvstore.proto.types import ChunkKey, Fidelity
 
 def exact_on_redis(url: str) -> Sequence[str]:
     """Return the flags of a server with a lossy disk and, farther away, an exact Redis."""
-    tiers = ("--tiers", "cpu,disk,redis", "--disk-codec", "coarse", "--redis-codec", "raw")
+    tiers = ("--tiers", "cpu,disk,redis", "--codec", "disk=coarse", "--codec", "redis=raw")
     return (*tiers, "--redis", url, "--redis-timeout-ms", "20000")
 
 

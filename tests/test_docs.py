@@ -18,6 +18,7 @@ from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
 from kvstore.proto.messages import unpack_info
+from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.loading import REPLACED, as_written, flag_of
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import parse_size
@@ -104,7 +105,7 @@ OTHER_FLAGS = {
 """Flags in the documentation that are not kvstore-server's."""
 
 OWN_DEFAULTS = {
-    "cpu_slab_bytes": "from `--cpu`",
+    "limits": "[below](#limits-by-name)",
     "disk": "4GiB:~/.cache/kvstore/disk",
     "socket_path": "/tmp/kvstore-UID/{port}.sock",
     "events_keys": "~/.local/state/kvstore/events",
@@ -223,6 +224,12 @@ def test_the_table_of_settings_is_that_of_the_server() -> None:
     assert rows("docs/operations.md", "## Settings") == expected
 
 
+def test_the_table_of_limits_by_name_is_that_of_the_server() -> None:
+    texts = Limits().texts()
+    expected = [[f"`{n}`", texts[n], f.description] for n, f in Limits.model_fields.items()]
+    assert rows("docs/operations.md", "### Limits by name") == expected
+
+
 # --- counters and gauges
 
 
@@ -280,6 +287,7 @@ def test_every_constant_among_the_limits_has_the_value_of_the_code() -> None:
 
 def test_every_setting_among_the_limits_has_its_default() -> None:
     defaults = {flag_of(n): default_of(n, f) for n, f in Settings.model_fields.items()}
+    defaults |= {f"--limits {name}": text for name, text in Limits().texts().items()}
     defaults["--disk"] = defaults["--disk"].partition(":")[0]
     checked = 0
     for name_cell, value_cell, *_ in rows("docs/architecture.md", "## Limits"):

@@ -42,12 +42,9 @@ from kvstore.proto.types import (
     KVLayout,
     Namespace,
 )
-from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, Measured
-from kvstore.server.blending.contents import AskedChunk
-from kvstore.server.blending.resolver import Question, Report
-from kvstore.server.blending.scores import Context
-from kvstore.server.blending.token_priority import Scores
-from kvstore.server.blending.variant_choice import AskedSegment
+from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, AskedChunk, Measured
+from kvstore.server.blending.resolver import AskedSegment, Question, Report
+from kvstore.server.blending.scores import Context, Scores
 from kvstore.server.index.results import ChunkDetails
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart

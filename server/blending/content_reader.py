@@ -9,8 +9,7 @@ import numpy as np
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FIXED_BYTES, header_bytes, parse_header, stated_header_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.blending.content_index import Named
-from kvstore.server.blending.contents import Contents
+from kvstore.server.blending.content_index import Contents, Named
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.tiering.tier_slot import TierSlot
 

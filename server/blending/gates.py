@@ -1,30 +1,84 @@
-"""Gates: the gate table as calls use it, with the models' names, and over a restart."""
+"""The gate of blending: whether a model's KV of other prompts is given out, and how much of it
+is recomputed, decided by comparing with full prefills.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 from kvstore.codecs.base import boundless_codecs
 from kvstore.proto.blend import ACCURACY_TAG, GateView, accuracy_tag
 from kvstore.proto.types import Namespace
-from kvstore.server.blending.gate_table import (
-    MAX_GATES,
-    UNKNOWN,
-    GateName,
-    GateState,
-    GateTable,
-    Permit,
-    Shadow,
-)
-from kvstore.server.security.sessions import Session
-from kvstore.server.settings.values import GateTerms
+from kvstore.server.settings.values import MAX_RATIO, GateTerms
 from kvstore.server.telemetry.metrics import Counters
 
+MAX_GATES = 1024
+"""Models and tags that are told apart; of one more, one that is closed is forgotten, if any is."""
 
-class Asked(NamedTuple):
+TRIALS = 64
+"""Full prefills that are compared before a gate opens."""
+
+LEAST_TRIAL_TOKENS = 16
+"""Trials over fewer are not counted: the mean weighs all alike."""
+
+RAISE = 1.5
+SETTLED_SHADOWS = 4
+"""Comparisons at one ratio before anything follows from them."""
+
+EAGER_REQUESTS = 8
+"""After every change or bad comparison n more requests pass, and one is compared with the chance
+EAGER_REQUESTS / (EAGER_REQUESTS + n), until that is less than the usual share."""
+
+FULL_WEIGHT_TOKENS = 64
+_EWMA_WEIGHT = 0.25
+"""Of a comparison over FULL_WEIGHT_TOKENS tokens or more; of fewer, in proportion."""
+
+UNKNOWN = -1.0
+
+GateName: TypeAlias = tuple[bytes, str]
+"""Namespace, so tenant and model, and tag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """One comparison: KL(full || blended) a token in nats, the share of tokens whose most likely
+    one agrees, of those with a clear one, over how many tokens, and the share that was recomputed.
+    """
+
+    divergence: float
+    agreement: float
+    tokens: int
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """One gate as it is now. ``asked``: requests since the last change or bad comparison."""
+
+    is_open: bool
+    ratio: float
+    agreement: float = UNKNOWN
+    divergence: float = UNKNOWN
+    shadows: int = 0
+    why: str = "not calibrated; run kvstore blend calibrate"
+    is_calibrated: bool = False
+    speedup: float = UNKNOWN
+    asked: int = 0
+
+
+class Permit(NamedTuple):
+    """The answer to one request: the gate, whether it may pass, and whether it is compared."""
+
+    gate: GateState
+    may_pass: bool
+    is_shadow: bool
+
+
+class RequestCounts(NamedTuple):
     """Requests, trials left out, that a gate let through, and those for which it was closed."""
 
     let_through: int
@@ -32,109 +86,221 @@ class Asked(NamedTuple):
 
 
 class Gates:
-    """Thread-safe. *draw* returns numbers from 0 to below 1."""
+    """All gates, by name. Thread-safe. *draw* returns numbers from 0 to below 1.
+
+    Closed, a gate lets trials through only: requests answered from a full prefill beside which
+    the engine blends. TRIALS of them within bounds open it; else the ratio is raised, and past
+    MAX_RATIO it stays closed. Open, comparisons that come out of bounds raise the ratio, and past
+    MAX_RATIO close it. Comparisons at less than the gate's ratio are not counted, nor trials over
+    fewer than LEAST_TRIAL_TOKENS tokens.
+
+    Gates of lossy copies, those of ACCURACY_TAG, have a ratio of 0: nothing of them is recomputed,
+    and where they are too far from exact they close at once.
+    """
 
     def __init__(self, terms: GateTerms, draw: Callable[[], float], counters: Counters) -> None:
-        self._table = GateTable(terms, draw)
+        self.terms = terms
+        self._draw = draw
         self._counters = counters
+        self._gates: OrderedDict[GateName, GateState] = OrderedDict()
         self._models: OrderedDict[bytes, str] = OrderedDict()
-        self._asked: OrderedDict[GateName, Asked] = OrderedDict()
-        # Guards the three; held for dictionary operations only.
+        """What models are called, by namespace."""
+        self._requests: OrderedDict[GateName, RequestCounts] = OrderedDict()
+        self.changes = 0
+        """How often a gate opened, closed or changed its ratio."""
+        self.closed = 0
+        """How often one that was open closed."""
+        # Guards the five above; held for dictionary operations only.
         self._lock = threading.Lock()
 
-    def ask(self, session: Session, tag: str, *, trial: bool) -> Permit:
-        """May one request of *session* be blended, and is it to be compared?"""
+    def state(self, name: GateName) -> GateState:
+        """Return a gate; one that nobody knows is closed."""
         with self._lock:
-            permit = self._table.ask((session.namespace, tag), trial=trial)
-            if not trial:
-                self._note(session, tag, permit)
-        if not trial:
-            self._counters.add("blend_let_through" if permit.may_pass else "blend_kept_out")
+            return self._state(name)
+
+    def _state(self, name: GateName) -> GateState:
+        known = self._gates.get(name)
+        if known is not None:
+            return known
+        if name[1].startswith(ACCURACY_TAG):
+            why = "not calibrated; run kvstore calibrate gate"
+            return GateState(is_open=False, ratio=0.0, why=why)
+        return GateState(is_open=False, ratio=self.terms.ratio)
+
+    def admit(self, name: GateName, *, trial: bool, model: str = "") -> Permit:
+        """Return whether one request of *model* may be blended, and whether it is compared."""
+        with self._lock:
+            gate = self._state(name)
+            if trial:
+                return Permit(gate, may_pass=True, is_shadow=True)
+            permit = Permit(gate, may_pass=False, is_shadow=False)
+            if gate.is_open:
+                eager = EAGER_REQUESTS / (EAGER_REQUESTS + gate.asked)
+                self._keep(name, replace(gate, asked=gate.asked + 1))
+                is_shadow = self._draw() < max(self.terms.shadow_share, eager)
+                permit = Permit(gate, may_pass=True, is_shadow=is_shadow)
+            self._count(name, permit)
+            self._name_model(name, model)
+        self._counters.add("blend_let_through" if permit.may_pass else "blend_kept_out")
         return permit
 
-    def _note(self, session: Session, tag: str, permit: Permit) -> None:
-        name = (session.namespace, tag)
-        through, out = self._asked.pop(name, Asked(0, 0))
-        self._asked[name] = Asked(through + permit.may_pass, out + (not permit.may_pass))
-        self._know(session.namespace, session.representation.model_id)
-        if len(self._asked) > MAX_GATES:
-            self._asked.popitem(last=False)
+    def _count(self, name: GateName, permit: Permit) -> None:
+        through, out = self._requests.pop(name, RequestCounts(0, 0))
+        counts = RequestCounts(through + permit.may_pass, out + (not permit.may_pass))
+        self._requests[name] = counts
+        if len(self._requests) > MAX_GATES:
+            self._requests.popitem(last=False)
 
-    def told(
-        self, session: Session, tag: str, shadow: Shadow | None, speedup: float = UNKNOWN
-    ) -> GateView:
-        """Take in what one request turned out to be; return the gate as it is then."""
-        with self._lock:
-            table = self._table
-            changes, closed = table.changes, table.closed
-            name = (session.namespace, tag)
-            gate = table.told(name, shadow, speedup)
-            self._know(session.namespace, session.representation.model_id)
-            changes, closed = table.changes - changes, table.closed - closed
-            view = self._view(name, gate)
-        self._counters.add("blend_shadows", shadow is not None)
-        self._counters.add("blend_gate_changes", changes)
-        self._counters.add("blend_gates_closed", closed)
-        return view
-
-    def _know(self, space: Namespace, model: str) -> None:
-        self._models.pop(space, None)
-        self._models[space] = model
+    def _name_model(self, name: GateName, model: str) -> None:
+        self._models.pop(name[0], None)
+        self._models[name[0]] = model
         if len(self._models) > MAX_GATES:
             self._models.popitem(last=False)
 
-    def view(self, session: Session, tag: str) -> GateView:
-        """Return one gate."""
+    def record(
+        self, name: GateName, shadow: Shadow | None, speedup: float = UNKNOWN, model: str = ""
+    ) -> GateState:
+        """Take in what one request turned out to be; return the gate as it is then."""
         with self._lock:
-            name = (session.namespace, tag)
-            return self._view(name, self._table.state(name))
+            changes, closed = self.changes, self.closed
+            gate = self._state(name)
+            is_counted = shadow is not None and self._counts(gate, shadow)
+            if speedup >= 0:
+                before = gate.speedup if gate.speedup >= 0 else speedup
+                gate = replace(gate, speedup=before + _EWMA_WEIGHT * (speedup - before))
+            if shadow is not None and is_counted:
+                gate = self._watched(gate, shadow) if gate.is_open else self._tried(gate, shadow)
+            if is_counted or name in self._gates:
+                self._keep(name, gate)
+            self._name_model(name, model)
+            changes, closed = self.changes - changes, self.closed - closed
+        self._counters.add("blend_shadows", shadow is not None)
+        self._counters.add("blend_gate_changes", changes)
+        self._counters.add("blend_gates_closed", closed)
+        return gate
 
-    def of_codecs(self, session: Session) -> GateView:
-        """Return whether lossy copies without a bound are read of any codec, and of which."""
-        names = {one: (session.namespace, accuracy_tag(one)) for one in boundless_codecs()}
+    def _counts(self, gate: GateState, shadow: Shadow) -> bool:
+        is_long = gate.is_open or shadow.tokens >= LEAST_TRIAL_TOKENS
+        return is_long and shadow.ratio >= gate.ratio - 1e-3
+
+    def _mixed(self, gate: GateState, shadow: Shadow) -> GateState:
+        """Return the gate with one more comparison in its means."""
+        terms = self.terms
+        agreement, divergence = gate.agreement, gate.divergence
+        if not gate.shadows:  # begun in the middle of the bounds, so that no single one decides
+            agreement, divergence = (1 + terms.min_agreement) / 2, terms.max_divergence / 2
+        weight = _EWMA_WEIGHT * min(1.0, shadow.tokens / FULL_WEIGHT_TOKENS)
+        return replace(
+            gate,
+            agreement=agreement + weight * (shadow.agreement - agreement),
+            divergence=divergence + weight * (shadow.divergence - divergence),
+            shadows=gate.shadows + 1,
+        )
+
+    def _watched(self, gate: GateState, shadow: Shadow) -> GateState:
+        gate = self._mixed(gate, shadow)
+        if not self._is_good(shadow.agreement, shadow.divergence):
+            gate = replace(gate, asked=0)
+        if gate.shadows < SETTLED_SHADOWS or self._is_good(gate.agreement, gate.divergence):
+            return gate
+        return self._raised(gate)
+
+    def _tried(self, gate: GateState, shadow: Shadow) -> GateState:
+        """Take in a trial: plain means, as all of them are at one ratio."""
+        count = gate.shadows
+        agreement, divergence = (gate.agreement, gate.divergence) if count else (0.0, 0.0)
+        gate = replace(
+            gate,
+            agreement=agreement + (shadow.agreement - agreement) / (count + 1),
+            divergence=divergence + (shadow.divergence - divergence) / (count + 1),
+            shadows=count + 1,
+            why=f"calibrating: {count + 1} of {TRIALS} trials",
+        )
+        if gate.shadows < TRIALS:
+            return gate
+        if not self._is_good(gate.agreement, gate.divergence):
+            return self._raised(gate)
+        self.changes += 1
+        return replace(gate, is_open=True, shadows=0, asked=0, is_calibrated=True, why="calibrated")
+
+    def _raised(self, gate: GateState) -> GateState:
+        """Recompute more, or close when that were too much."""
+        found = f"agreement {gate.agreement:.3f}, divergence {gate.divergence:.3g}"
+        ratio = gate.ratio * RAISE
+        self.changes += 1
+        if 0 < ratio <= MAX_RATIO:
+            why = f"raised from {gate.ratio:.3g}: {found}"
+            return replace(gate, ratio=ratio, shadows=0, asked=0, why=why)
+        self.closed += gate.is_open
+        why = f"closed at {gate.ratio:.3g}: {found}"
+        ratio = min(gate.ratio, self.terms.ratio)
+        return replace(
+            gate, is_open=False, ratio=ratio, shadows=0, asked=0, why=why, is_calibrated=False
+        )
+
+    def _is_good(self, agreement: float, divergence: float) -> bool:
+        terms = self.terms
+        return agreement >= terms.min_agreement and divergence <= terms.max_divergence
+
+    def _keep(self, name: GateName, gate: GateState) -> None:
+        self._gates[name] = gate
+        self._gates.move_to_end(name)
+        if len(self._gates) > MAX_GATES:
+            names = iter(self._gates)
+            shut = (one for one in names if not self._gates[one].is_open and one != name)
+            del self._gates[next(shut, next(iter(self._gates)))]
+
+    # --- what is shown
+
+    def view(self, name: GateName) -> GateView:
+        """Return one gate as clients and operators see it."""
         with self._lock:
-            states = {one: self._table.state(name) for one, name in names.items()}
-        codecs = tuple(codec for codec, gate in states.items() if gate.is_open)
+            return self._view(name, self._state(name))
+
+    def of_codecs(self, space: Namespace) -> GateView:
+        """Return whether lossy copies without a bound are read of any codec, and of which."""
+        names = {one: (space, accuracy_tag(one)) for one in boundless_codecs()}
+        with self._lock:
+            codecs = tuple(one for one, name in names.items() if self._state(name).is_open)
         return GateView(bool(codecs), 0.0, tag=ACCURACY_TAG, codecs=codecs)
 
     def views(self) -> list[GateView]:
-        """Return all that were heard of, those that were used last last."""
+        """Return all that were used, those that were used last last."""
         with self._lock:
-            known = dict(self._table)
-            unknown = {name: self._table.state(name) for name in self._asked if name not in known}
+            known = dict(self._gates)
+            unknown = {name: self._state(name) for name in self._requests if name not in known}
             return [self._view(*one) for one in (*unknown.items(), *known.items())]
 
     def _view(self, name: GateName, gate: GateState) -> GateView:
         return GateView(
             gate.is_open, gate.ratio, gate.agreement, gate.divergence, gate.shadows, gate.why,
             gate.is_calibrated, gate.speedup, name[1], self._models.get(name[0], ""),
-            *self._asked.get(name, (0, 0)),
+            *self._requests.get(name, (0, 0)),
         )  # fmt: skip
 
     def open_count(self) -> int:
         """Gates that are open."""
         with self._lock:
-            return sum(gate.is_open for _, gate in self._table)
+            return sum(gate.is_open for gate in self._gates.values())
 
     # --- over a restart
-
-    @property
-    def changes(self) -> int:
-        """How often any gate opened, closed or changed its ratio."""
-        return self._table.changes
 
     def save(self) -> list[tuple[GateName, str, GateState]]:
         """Return the gates that are open, with their models' names."""
         with self._lock:
             return [
                 (name, self._models.get(name[0], ""), gate)
-                for name, gate in self._table.calibrated()
+                for name, gate in self._gates.items()
+                if gate.is_open
             ]
 
     def restore(self, saved: Sequence[tuple[GateName, str, GateState]]) -> int:
-        """Open gates that an earlier run had open; return how many."""
+        """Open gates that an earlier run had open, watched as if just opened; return how many."""
         with self._lock:
-            for name, model, _ in saved:
-                self._know(Namespace(name[0]), model)
-            self._table.restore([(name, gate) for name, _, gate in saved])
-            return len(self._table)
+            for name, model, gate in saved[:MAX_GATES]:
+                self._name_model(name, model)
+                self._keep(name, replace(gate, asked=0, shadows=0))
+            return len(self._gates)
+
+    def __len__(self) -> int:
+        return len(self._gates)

@@ -32,7 +32,8 @@ class PeerLimits:
     @classmethod
     def of(cls, config: Settings) -> PeerLimits:
         """Return what other servers may have of this one."""
-        return cls(config.peer_requests, config.peer_bytes, config.max_batch_chunks)
+        limits = config.limits
+        return cls(limits.peer_requests, limits.peer_bytes, limits.max_batch_chunks)
 
 
 class PeerServer:

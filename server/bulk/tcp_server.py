@@ -416,7 +416,7 @@ def open_streams(
         if service.is_busy:
             time.sleep(YIELD_S)
 
-    threads = config.peer_requests + 1
+    threads = config.limits.peer_requests + 1
     terms = StreamTerms(
         sessions, auth, service, threads, config.workers, clock, pause, most_streams
     )

@@ -49,9 +49,9 @@ def with_peers(
         access.check(address)
     terms = PeersTerms(
         config.peer_addresses,
-        config.peer_timeout_ms,
-        config.breaker_failures,
-        config.breaker_retry_ms,
+        config.limits.peer_timeout_ms,
+        config.limits.breaker_failures,
+        config.limits.breaker_retry_ms,
     )
     tier = PeerTier(Peers(terms, access.dial, counters, clock), counters, clock)
     first_shared = next((at for at, one in enumerate(tiers) if one.shared), len(tiers))
@@ -95,10 +95,14 @@ def open_directory(
     from kvstore.tiers.redis_client import RedisClient
 
     url = config.redis_access(config.redis_url)
-    link = RedisClient("redis", url, config.redis_timeout_ms, config.redis_connections)
+    link = RedisClient("redis", url, config.redis_timeout_ms, config.limits.redis_connections)
     me = _address(config, incarnation, grpc_port, bulk_address)
-    breaker = Breaker("node directory", config.breaker_failures, config.breaker_retry_ms, clock)
-    terms = DirectoryTerms(config.redis_prefix, config.directory_ttl_ms, config.directory_chunks)
+    breaker = Breaker(
+        "node directory", config.limits.breaker_failures, config.limits.breaker_retry_ms, clock
+    )
+    terms = DirectoryTerms(
+        config.redis_prefix, config.limits.directory_ttl_ms, config.limits.directory_chunks
+    )
     return Directory(link, me, terms, counters, breaker, clock)
 
 

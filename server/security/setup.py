@@ -53,7 +53,9 @@ class Trust:
         self.limits = TenantLimits(limits, clock)
         self.standings = Standings(config.shared_pools)
         path = config.audit_log
-        self.audit = AuditLog(path, config.audit_bytes, time.time) if path is not None else None
+        self.audit = (
+            AuditLog(path, config.limits.audit_bytes, time.time) if path is not None else None
+        )
         self.authorizer = Authorizer(
             sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
         )

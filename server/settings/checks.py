@@ -44,7 +44,8 @@ def check_together(settings: Settings) -> None:
 
 def _tiers(settings: Settings) -> Iterator[tuple[str, str]]:
     if settings.cpu_slab_bytes > settings.cpu_size:
-        yield "cpu_slab_bytes", f"a slab must fit the cpu tier of {format_size(settings.cpu_size)}"
+        fix = f"a slab must fit the cpu tier of {format_size(settings.cpu_size)}"
+        yield "limits", f"cpu_slab_bytes: {fix}"
     if settings.redis_url is None:
         if "redis" in settings.tiers or settings.directory:
             fix = f"the redis tier and the directory need to know their Redis: {REDIS_FIX}"
@@ -120,8 +121,8 @@ def _events(settings: Settings) -> Iterator[tuple[str, str]]:
         address = getattr(settings, name)
         if address == "off":
             continue
-        if not settings.events_kept:
-            yield name, "with --events-kept 0 there is nothing to publish"
+        if not settings.limits.events_kept:
+            yield name, "with --limits events_kept=0 there is nothing to publish"
         elif address.startswith("ipc:") or settings.events_readers or settings.insecure:
             continue
         elif not is_loopback(parse_endpoint(address)[0]):

@@ -17,21 +17,30 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from typing_extensions import override
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.checks import ConflictError, Problem
+from kvstore.server.settings.limits import Limits, parse_limits
 from kvstore.server.settings.values import format_size, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
 
 REPLACED = {
+    "cpu_codec": "frames in memory are raw",
+    "disk_codec": "give --codec disk=CODEC",
+    "redis_codec": "give --codec redis=CODEC",
+    "disk_write": "give --write RULE, or --write disk=RULE for the disk alone",
+    "redis_write": "give --write redis=RULE",
+    "disk_write_budget": "give --write-budget disk=SIZE",
+    "redis_write_budget": "give --write-budget redis=SIZE",
     "adapt_tenants": "use --policy hit_density",
     "zmq": "give bulk: the HOST:PORT of the bulk channel",
     "peer_port": "the port is that of bulk: HOST:PORT",
     "zmq_keys": "give events_keys for published events; the bulk channel keeps no key",
-}
+} | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
 """Settings that are gone, and what to give instead."""
 
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
@@ -42,7 +51,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _GROUPS = {
     "tiers": "the ten that matter first",
     "gpu": "tiers",
-    "cpu_codec": "what is stored, and how",
+    "codec": "what is stored, and how",
     "tenant_quotas": "tenants",
     "socket_path": "addresses",
     "peers": "other servers",
@@ -98,6 +107,21 @@ def _by_full_name(given: dict[str, object]) -> dict[str, object]:
     return given
 
 
+class _Join(argparse.Action):
+    """A flag of rules that is given again adds to those before."""
+
+    @override
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InvalidRequestError("flags", message, f"see {self.prog} --help")
@@ -140,7 +164,8 @@ def _parser(fields: Mapping[str, FieldInfo]) -> _Parser:
         "kvstore-server",
         description="Keep the KV cache of the engines on this node.",
         epilog="Each setting can also come from the environment (KVSTORE_CPU_SIZE=8GiB) or the"
-        " YAML file (cpu_size: 8GiB). Flags win over the environment, which wins over the file.",
+        " YAML file (cpu_size: 8GiB). Flags win over the environment, which wins over the file."
+        f" Limits are {', '.join(f'{k} ({v})' for k, v in Limits().texts().items())}.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -157,7 +182,10 @@ def _parser(fields: Mapping[str, FieldInfo]) -> _Parser:
         if field.annotation is bool:
             group.add_argument(*names, dest=name, action="store_true", help=help_text)
         else:
-            group.add_argument(*names, dest=name, metavar=_value_name(field), help=help_text)
+            action = _Join if "=" in _value_name(field) else "store"
+            group.add_argument(
+                *names, dest=name, metavar=_value_name(field), help=help_text, action=action
+            )
     return parser
 
 
@@ -167,7 +195,7 @@ def _value_name(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default_factory is not None or isinstance(field.default, bool):
+    if field.default_factory is not None or isinstance(field.default, bool | Limits):
         return ""
     value = as_written(field.default, field)
     return "" if value is None else f" (default {value})"
@@ -189,7 +217,7 @@ def refusal(
         reason = item.get("ctx", {}).get("error")
         if isinstance(reason, ConflictError):
             found += [(name, values.get(name, value), fix) for name, value, fix in reason.problems]
-        elif item["type"] != "default_factory_not_called":  # what it derives from is refused
+        else:
             found.append(_problem(item, values, names))
     problems = []
     for field, value, fix in found:
@@ -208,6 +236,9 @@ def _problem(item: ErrorDetails, values: Mapping[str, object], names: Collection
     value = item["input"] if len(item["loc"]) > 1 else values.get(name, item["input"])
     if item["type"] == "extra_forbidden" and value is not None:
         value = "***"
+    elif name == "limits" and len(item["loc"]) > 1:  # as it was written, not as it was read
+        given = parse_limits(values[name])
+        value = given.get(item["loc"][1], value) if isinstance(given, Mapping) else value
     return ".".join(map(str, item["loc"])), value, _instead(item, names)
 
 
@@ -219,9 +250,11 @@ def _instead(item: ErrorDetails, names: Collection[str]) -> str:
         name = str(item["loc"][0])
         if name in REPLACED:
             return f"there is no such setting any more; {REPLACED[name]}"
-        close = get_close_matches(name, names, n=1)
+        kind = "limit" if name == "limits" else "setting"
+        known = Limits.model_fields if name == "limits" else names
+        close = get_close_matches(str(item["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]}?" if close else "kvstore-server --help lists them"
-        return f"there is no such setting; {hint}"
+        return f"there is no such {kind}; {hint}"
     if kind.startswith("int_"):
         return "give a whole number"
     if kind.startswith("bool_"):

@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     model_validator,
 )
 
@@ -29,6 +30,7 @@ from kvstore.server.settings.values import (
     EVERY_OTHER,
     GIB,
     MAX_LIMIT,
+    MIB,
     TIER_NAMES,
     OwnPath,
     Size,
@@ -48,6 +50,9 @@ MAX_TTL_S = 30 * 24 * 3600
 MAX_POOLS = 256
 MAX_DISKS = 64
 
+WRITE_RULES = ("through", "evict", "selective", "auto")
+
+_SIZE: TypeAdapter[int] = TypeAdapter(Size)
 _STRICT = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
@@ -162,6 +167,34 @@ POLICY_FORM = ByTier(
 TierPolicies = Annotated[dict[str, str], BeforeValidator(POLICY_FORM.parse), "NAME"]
 
 
+# --- what is written below memory
+
+
+def _write_rule(rule: object) -> object:
+    if rule not in WRITE_RULES:
+        raise ValueError(f"use one of {', '.join(WRITE_RULES)}")
+    return rule
+
+
+def _daily_bytes(value: object) -> int:
+    size_bytes = _SIZE.validate_python(value)
+    if 0 < size_bytes < MIB:
+        raise ValueError("give at least 1MiB a day, or 0 for no limit")
+    return size_bytes
+
+
+WRITE_FORM = ByTier(
+    "RULE, or RULE,TIER=RULE, such as through,redis=selective",
+    dict.fromkeys(CODED_TIERS, "through"),
+    _write_rule,
+)
+BUDGET_FORM = ByTier(
+    "SIZE, or TIER=SIZE, such as disk=500GiB", dict.fromkeys(CODED_TIERS, 0), _daily_bytes
+)
+TierWrites = Annotated[dict[str, str], BeforeValidator(WRITE_FORM.parse), "RULE,TIER=RULE"]
+TierBudgets = Annotated[dict[str, int], BeforeValidator(BUDGET_FORM.parse), "TIER=SIZE"]
+
+
 # --- codecs
 
 
@@ -200,6 +233,15 @@ def checked_codec(name: str) -> str:
 
 
 CodecName = Annotated[str, AfterValidator(checked_codec), "CODEC"]
+
+
+CODEC_FORM = ByTier(
+    "CODEC, or TIER=CODEC, such as disk=raw,redis=kvq:2",
+    {"disk": "raw", "redis": "zplane"},
+    lambda name: checked_codec(str(name)),
+    f",(?=(?:{'|'.join(TIER_NAMES)})=)",  # a codec's terms may have commas: kvq:2,sinks=4
+)
+TierCodecs = Annotated[dict[str, str], BeforeValidator(CODEC_FORM.parse), "TIER=CODEC"]
 
 
 class TenantCodec(BaseModel):

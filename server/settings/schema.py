@@ -8,6 +8,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from kvstore.server.settings.limits import Limits
+
 _SIZE_PATTERN = "^[0-9]{1,18}\\s*([KkMmGgTt][Ii]?)?[Bb]?$"
 _BOUNDS = {Ge: "minimum", Le: "maximum", Gt: "exclusiveMinimum", Lt: "exclusiveMaximum"}
 
@@ -52,6 +54,13 @@ def _scalar(kind: Any, metadata: list[Any]) -> dict[str, Any]:
     if kind in (int, float):
         bounds = {_BOUNDS[type(one)]: _bound(one) for one in _flat(metadata)}
         return {"type": "integer" if kind is int else "number"} | bounds
+    if isinstance(kind, type) and issubclass(kind, Limits):
+        limits = {name: _property(field) for name, field in kind.model_fields.items()}
+        return {
+            "type": ["string", "object"],
+            "additionalProperties": False,
+            "properties": limits,
+        }
     if get_origin(kind) is dict:
         return {"type": ["string", "object"]}
     if get_origin(kind) is tuple:

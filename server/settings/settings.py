@@ -27,30 +27,33 @@ from pydantic import (
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.settings.checks import REDIS_FIX, TLS_FILES, check_together
+from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.loading import given_settings, refusal, user_folder
 from kvstore.server.settings.rules import (
+    BUDGET_FORM,
+    CODEC_FORM,
     POLICY_FORM,
+    WRITE_FORM,
     CategoryTerms,
-    CodecName,
     DiskFolders,
     GpuConfig,
     SharedPools,
     TenantCodecs,
     TenantLimits,
     TenantQuotas,
+    TierBudgets,
+    TierCodecs,
     TierPolicies,
+    TierWrites,
 )
 from kvstore.server.settings.values import (
     DIRECTORY,
-    GET_BYTES,
     GIB,
     KIB,
-    MAX_RATIO,
     MIB,
     TIER_NAMES,
     Collector,
     Count,
-    DailyBytes,
     Endpoint,
     EventEndpoint,
     Folder,
@@ -61,18 +64,15 @@ from kvstore.server.settings.values import (
     OwnPath,
     PasswordFile,
     Peers,
-    RedisConnections,
     ScrubTiers,
     SecretFile,
     Share,
     Size,
-    SlabSize,
     SocketPath,
     StateRule,
     Text,
     TierSize,
     Workers,
-    WriteRule,
     is_redis_url,
     parse_endpoint,
     read_password,
@@ -101,12 +101,6 @@ def _known_tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
     if "cpu" not in tiers:
         raise ValueError("add cpu: frames are served from CPU memory, whatever lies below it")
     return tuple(name for name in TIER_NAMES if name in tiers)
-
-
-def _raw_only(name: str) -> str:
-    if name != "raw":
-        raise ValueError("use raw: frames are read in place from CPU memory")
-    return name
 
 
 def _redis_url(url: str | None) -> str | None:
@@ -169,10 +163,6 @@ class Settings(BaseModel):
     gpu: Annotated[GpuConfig, "SIZE:DEVICE"] = Field(
         default=GpuConfig(), description="size of the gpu tier and number of its CUDA device"
     )
-    cpu_slab_bytes: SlabSize = Field(
-        default_factory=lambda values: slab_bytes(values["cpu_size"]),
-        description="memory is shared in slabs of this size; default: from --cpu",
-    )
     disk_direct: bool = Field(
         default=False, description="read and write the disk past the page cache"
     )
@@ -199,19 +189,12 @@ class Settings(BaseModel):
     redis_timeout_ms: Millis = Field(
         default=500, description="longest wait for one answer of Redis"
     )
-    redis_connections: RedisConnections = Field(
-        default=16, description="connections to each Redis server; further calls wait"
-    )
 
     # --- what is stored, and how
-    cpu_codec: Annotated[CodecName, AfterValidator(_raw_only)] = Field(
-        default="raw", description="codec of frames in the cpu tier; only raw"
-    )
-    disk_codec: CodecName = Field(
-        default="raw", description="codec of frames on disk, as NAME or NAME:TERMS; or auto"
-    )
-    redis_codec: CodecName = Field(
-        default="zplane", description="codec of frames in Redis, as NAME or NAME:TERMS; or auto"
+    codec: TierCodecs = Field(
+        default=dict(CODEC_FORM.default),
+        description="codecs of frames, as CODEC for both tiers or TIER=CODEC, such as"
+        " disk=auto,redis=kvq:2; auto: whichever loads fastest",
     )
     tenant_codecs: TenantCodecs = Field(
         default=(),
@@ -221,36 +204,25 @@ class Settings(BaseModel):
         default=None,
         description="folder of model assets, for codecs that need one; see kvstore calibrate",
     )
-    disk_write: WriteRule = Field(
-        default="through",
-        description="copy to disk when a chunk is stored, when it is evicted, when it is asked for"
-        " a second time, or when it is evicted and likely to be asked for again",
+    write: TierWrites = Field(
+        default=dict(WRITE_FORM.default),
+        description="copy to disk and Redis when a chunk is stored (through), when it is evicted"
+        " (evict), when it is asked for a second time (selective), or when it is evicted and likely"
+        " to be asked for again (auto); RULE,TIER=RULE for tiers that differ",
     )
-    redis_write: Annotated[WriteRule | None, "RULE"] = Field(
-        default=None, description="the same for Redis; default: as --disk-write"
+    write_budget: TierBudgets = Field(
+        default=dict(BUDGET_FORM.default),
+        description="bytes a day to write to disk and to Redis; beyond them only durable puts and"
+        " what leaves memory and is likely to be asked for again; 0: no limit",
     )
-    disk_write_budget: DailyBytes = Field(
-        default=0,
-        description="bytes a day to write to disk; beyond them only durable puts and what leaves"
-        " memory and is likely to be asked for again; 0: no limit",
-    )
-    redis_write_budget: DailyBytes = Field(default=0, description="the same for Redis")
     disk_copies: Literal["inclusive", "exclusive"] = Field(
         default="inclusive",
         description="whether the copy on disk stays when a chunk comes up to memory; exclusive"
         " holds more and writes more, and takes no durable puts",
     )
-    prefetch_bytes: Size = Field(
-        default=64 * MIB,
-        description="most that is loaded ahead of gets at once, for chains that were just found;"
-        " 0: nothing",
-    )
     policy: TierPolicies = Field(
         default=dict(POLICY_FORM.default),
         description="whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ",
-    )
-    ghost_limit: Count = Field(
-        default=1 << 18, description="evicted chunks that the policies remember, at least"
     )
     state_admission: StateRule = Field(
         default="all",
@@ -307,12 +279,6 @@ class Settings(BaseModel):
         description="folder of the key of published events, made at the first start with"
         " --events-readers",
     )
-    events_kept: Annotated[int, "N"] = Field(
-        default=1 << 16,
-        ge=0,
-        le=1 << 20,
-        description="latest events that readers may have missed; 0: no events at all",
-    )
 
     # --- other servers
     peers: Peers = Field(
@@ -331,17 +297,6 @@ class Settings(BaseModel):
         description="name that peers' certificates have, where it is not that of their address;"
         " with --peer-ca",
     )
-    peer_requests: Count = Field(
-        default=8, description="requests of peers that are answered at once; more are misses"
-    )
-    peer_bytes: Size = Field(
-        default=8 * GET_BYTES,
-        ge=GET_BYTES,
-        description="bytes that may be under way to peers at once",
-    )
-    peer_timeout_ms: Millis = Field(
-        default=200, description="longest wait for one answer of a peer"
-    )
     directory: bool = Field(
         default=False,
         description="say in Redis what this node holds in memory, and learn what others do",
@@ -351,12 +306,6 @@ class Settings(BaseModel):
     )
     advertise: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,100}$"), "HOST"] = Field(
         default=None, description="host that other nodes reach this one by; default: of --listen"
-    )
-    directory_ttl_ms: Annotated[Millis, Field(ge=500)] = Field(
-        default=10_000, description="a node that is silent in the directory for so long is gone"
-    )
-    directory_chunks: Count = Field(
-        default=1 << 18, description="chunks that this node names in the directory, at most"
     )
 
     # --- who may call
@@ -381,11 +330,6 @@ class Settings(BaseModel):
     )
     audit_log: Annotated[OwnPath | None, "PATH"] = Field(
         default=None, description="file that says who did what; default: none"
-    )
-    audit_bytes: Size = Field(
-        default=64 * MIB,
-        ge=64 * KIB,
-        description="a file of it is set aside at this size; 8 are kept",
     )
     audit_reads: bool = Field(
         default=False, description="write down lookups and gets that went well, too"
@@ -414,12 +358,6 @@ class Settings(BaseModel):
     blend_contents: Annotated[int, "N"] = Field(
         default=1 << 18, ge=0, description="contents that blending finds chunks by; 0: none"
     )
-    blend_ratio: Annotated[float, "SHARE"] = Field(
-        default=_GATES.ratio,
-        ge=0.0,
-        le=MAX_RATIO,
-        description="share of tokens to recompute that a gate of blending begins with",
-    )
     blend_agreement: Share = Field(
         default=_GATES.min_agreement,
         description="share of tokens that full prefill would choose too, where its choice is "
@@ -431,10 +369,6 @@ class Settings(BaseModel):
         lt=100.0,
         description="KL a token from full prefill, at most, for a gate to be open",
     )
-    blend_shadows: Share = Field(
-        default=_GATES.shadow_share,
-        description="share of blended requests that are compared with a full prefill",
-    )
 
     # --- limits
     max_frame_bytes: Size = Field(
@@ -443,29 +377,16 @@ class Settings(BaseModel):
         le=MAX_FRAME_BYTES,
         description="largest chunk that is taken",
     )
-    max_batch_chunks: Count = Field(default=4096, description="chunks in one request")
     max_sessions: Count = Field(default=1024, description="sessions open at once")
-    max_leases_per_session: Count = Field(default=1024, description="leases one session may hold")
-    max_reservations_per_session: Count = Field(
-        default=4096, description="unfinished puts one session may hold"
-    )
-    session_ttl_ms: Millis = Field(
-        default=15_000, description="a silent session is closed after this"
-    )
     lease_ttl_ms: Millis = Field(default=30_000, description="a lease ends after this")
     default_deadline_ms: Millis = Field(
         default=2000, description="deadline of calls that name none"
     )
-    mover_queue: Count = Field(default=1024, description="background moves waiting in each lane")
-    load_headroom_percent: Annotated[int, "N"] = Field(
-        default=5, ge=0, lt=50, description="share of the cpu tier kept for loads"
-    )
     workers: Workers = Field(default=32, description="threads that answer requests")
-    breaker_failures: Count = Field(
-        default=3, description="failures in a row that put a tier aside"
-    )
-    breaker_retry_ms: Millis = Field(
-        default=1000, description="a tier put aside is tried again after"
+
+    limits: Annotated[Limits, "NAME=VALUE"] = Field(
+        default=Limits(),
+        description="limits that hardly anybody has to change, with commas between them",
     )
 
     # --- logs
@@ -511,27 +432,26 @@ class Settings(BaseModel):
         return any((self.auth_keys, self.jwt_key, self.tls_client_ca))
 
     @property
-    def codecs(self) -> dict[str, str]:
-        """The codec of each tier, by name; GPU memory and peers have raw frames."""
-        raw = dict.fromkeys(("gpu", "cpu", "peer"), "raw")
-        return raw | {"disk": self.disk_codec, "redis": self.redis_codec}
+    def cpu_slab_bytes(self) -> int:
+        """Memory is shared in slabs of this size."""
+        return self.limits.cpu_slab_bytes or slab_bytes(self.cpu_size)
 
     @property
-    def write_rules(self) -> dict[str, str]:
-        """The name of the admission of each lower tier."""
-        return {"disk": self.disk_write, "redis": self.redis_write or self.disk_write}
+    def codecs(self) -> dict[str, str]:
+        """The codec of each tier, by name; memory and peers have raw frames."""
+        return dict.fromkeys(("gpu", "cpu", "peer"), "raw") | self.codec
 
     @property
     def write_budgets(self) -> dict[str, int]:
         """The bytes a day of each tier that has a budget."""
-        budgets = {"disk": self.disk_write_budget, "redis": self.redis_write_budget}
-        return {tier: size for tier, size in budgets.items() if size}
+        return {tier: size for tier, size in self.write_budget.items() if size}
 
     @property
     def blend_terms(self) -> GateTerms:
         """What gates are held to."""
+        limits = self.limits
         return GateTerms(
-            self.blend_ratio, self.blend_agreement, self.blend_divergence, self.blend_shadows
+            limits.blend_ratio, self.blend_agreement, self.blend_divergence, limits.blend_shadows
         )
 
     @property

@@ -45,12 +45,12 @@ MAX_RATIO = 0.75
 """A gate of blending that would have to recompute more closes: full prefill is then as good."""
 
 TierName = Literal["gpu", "cpu", "disk", "redis"]
-WriteRule = Literal["through", "evict", "selective", "auto"]
 StateRule = Literal["all", "judicious"]
 
 _BINARY = {"kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
 _DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
+_UNITS |= {name.removesuffix("b"): size for name, size in _UNITS.items()}  # 8G, 8Gi
 _SIZE = re.compile(r"([0-9]{1,18})\s*([a-zA-Z]*)")
 
 
@@ -230,18 +230,6 @@ def _tier_size(size_bytes: int) -> int:
     return size_bytes
 
 
-def _daily_bytes(size_bytes: int) -> int:
-    if 0 < size_bytes < MIB:
-        raise ValueError("give at least 1MiB a day, or 0 for no limit")
-    return size_bytes
-
-
-def _whole_pages(size_bytes: int) -> int:
-    if size_bytes % (4 * KIB):
-        raise ValueError("give a multiple of 4KiB, the size of a page")
-    return size_bytes
-
-
 def _readable(path: Path | None) -> Path | None:
     if path is None:
         return None
@@ -297,8 +285,6 @@ def _peers(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
 # The text at the end of each is what --help calls the value.
 Size = Annotated[int, BeforeValidator(parse_size), AfterValidator(_bound_size), "SIZE"]
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
-DailyBytes = Annotated[Size, AfterValidator(_daily_bytes), "SIZE"]
-SlabSize = Annotated[Size, Field(ge=64 * KIB), AfterValidator(_whole_pages), "SIZE"]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Workers = Annotated[int, Field(ge=1, le=1024), "N"]
 RedisConnections = Annotated[int, Field(ge=1, le=64), "N"]

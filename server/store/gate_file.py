@@ -13,8 +13,7 @@ import structlog
 from kvstore.proto.blend import MAX_TAG_CHARS, check_number, check_tag
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
-from kvstore.server.blending.gate_table import MAX_GATES, GateName, GateState
-from kvstore.server.blending.gates import Gates
+from kvstore.server.blending.gates import MAX_GATES, GateName, Gates, GateState
 from kvstore.server.settings.values import MAX_RATIO
 from kvstore.tiers.disk_io import write_durably
 

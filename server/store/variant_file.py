@@ -12,8 +12,7 @@ from kvstore.proto.blend import ContextMass, check_number
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.proto.types import KEY_BYTES, ChunkKey
-from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_LEARNED, Learned
-from kvstore.server.blending.contents import Contents
+from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_LEARNED, Contents, Learned
 from kvstore.server.blending.scores import Context
 from kvstore.tiers.disk_io import write_durably
 

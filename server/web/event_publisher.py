@@ -336,13 +336,13 @@ class NodeEvents:
         self.publisher: EventPublisher | None = None
         self.addresses: list[str] = []
         self._readers: WatchedFile[frozenset[bytes]] | None = None
-        if not config.events_kept:
+        if not config.limits.events_kept:
             return
         slots = store.tiers.slots.values()
         tiers = [one.name for one in slots if not one.tier.shared]
         restarted = partial(store.counters.add, "event_restarts")
         held = store.catalog.queries.held_from
-        self.log = EventLog(tiers, config.events_kept, held, restarted)
+        self.log = EventLog(tiers, config.limits.events_kept, held, restarted)
         store.catalog.listeners.append(self.log)
         if (config.events, config.events_replay) != ("off", "off"):
             self._publish(config, store, boot_id, self.log)

@@ -11,7 +11,7 @@ from local_server import LocalServer
 
 from kvstore.cli.main import main
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.server.blending.gate_table import TRIALS
+from kvstore.server.blending.gates import TRIALS
 
 
 @pytest.fixture

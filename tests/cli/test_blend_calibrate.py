@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvstore.cli.main import main
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.server.blending.gate_table import TRIALS
+from kvstore.server.blending.gates import TRIALS
 
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
 SMALL_PROMPTS = ("--documents", "2", "--document-tokens", "16", "--question-tokens", "8")
@@ -95,7 +95,7 @@ def test_a_model_that_blends_well_has_its_gate_opened(
 def test_a_model_that_blends_badly_stays_closed(
     make_server: Callable[..., LocalServer], tmp_path: Path, text: Path
 ) -> None:
-    server = make_server("--blend-ratio", "0.6")
+    server = make_server("--limits", "blend_ratio=0.6")
     model = make_model(tmp_path / "model", looks_around=True)
     assert calibrate(server, model, text, *SMALL_PROMPTS) == 1
     gate = gate_of(server)

@@ -18,7 +18,7 @@ from kvstore.client.engines.transformers import TransformersConnector, represent
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.types import Fidelity
-from kvstore.server.blending import gate_table
+from kvstore.server.blending import gates
 
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
 
@@ -33,7 +33,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ``rough`` is a codec that states no bound.
     """
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-    monkeypatch.setattr(gate_table, "TRIALS", 4)
+    monkeypatch.setattr(gates, "TRIALS", 4)
     monkeypatch.setattr(RoughCodec, "fidelity", Fidelity.none)
     with coarse_codec():
         yield
@@ -78,7 +78,7 @@ def test_a_codec_that_is_near_enough_has_its_gate_opened_and_later_closed_again(
     make_server: MakeServer, prompts: Path, run: Run
 ) -> None:
     server = make_server(
-        "--disk-codec", "rough", "--blend-divergence", "1", "--blend-agreement", "0"
+        "--codec", "disk=rough", "--blend-divergence", "1", "--blend-agreement", "0"
     )
     connector = store(server, prompts)
     lossy = [json.loads(prompts.read_text().splitlines()[1])["tokens"]]
@@ -99,7 +99,7 @@ def test_a_codec_that_is_near_enough_has_its_gate_opened_and_later_closed_again(
 def test_a_codec_that_is_too_far_off_stays_closed_and_its_figures_are_shown(
     make_server: MakeServer, prompts: Path, run: Run
 ) -> None:
-    server = make_server("--disk-codec", "rough", "--blend-divergence", "1e-9")
+    server = make_server("--codec", "disk=rough", "--blend-divergence", "1e-9")
     store(server, prompts)
     status, shown = run(server)
     assert status == 1, shown
@@ -110,7 +110,7 @@ def test_a_codec_that_is_too_far_off_stays_closed_and_its_figures_are_shown(
 def test_prompts_that_cannot_be_compared_are_said_to_be_so(
     make_server: MakeServer, prompts: Path, run: Run
 ) -> None:
-    server = make_server("--disk-codec", "rough")
+    server = make_server("--codec", "disk=rough")
     assert "none of 5 prompts is stored under this model's name" in run(server)[1]
     store(server, prompts, lossy=False)
     status, shown = run(server)
@@ -121,7 +121,7 @@ def test_prompts_that_cannot_be_compared_are_said_to_be_so(
 def test_prompts_that_did_not_count_are_named_and_a_gate_that_closed_is_tried_again(
     make_server: MakeServer, prompts: Path, run: Run
 ) -> None:
-    server = make_server("--disk-codec", "rough", "--blend-divergence", "1e-9")
+    server = make_server("--codec", "disk=rough", "--blend-divergence", "1e-9")
     connector = store(server, prompts)
     assert run(server)[0] == 1
     ids = random_ids(148, seed=9)

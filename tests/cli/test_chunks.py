@@ -275,7 +275,7 @@ def test_a_lossy_copy_is_got_on_request_only_and_never_put(
     kvstore: Kvstore, make_server: ServerMaker, tmp_path: Path
 ) -> None:
     with coarse_codec():
-        server = make_server("--disk-codec", "coarse")
+        server = make_server("--codec", "disk=coarse")
         keys = store(server.connect("grpc"), 1, 1)
         server.settled()
         assert kvstore("clear", "--tier", "cpu", "--yes", "--address", server.address)[0] == 0

@@ -24,7 +24,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.messages import representation_to_message
 from kvstore.proto.types import DIGEST_BYTES, DType, Representation
-from kvstore.server.blending.gate_table import TRIALS
+from kvstore.server.blending.gates import TRIALS
 
 Explain = Callable[..., tuple[int, str, str]]
 (GROUP,) = SMALL.layer_groups

@@ -157,13 +157,13 @@ def test_config_show_prints_yaml_with_origins(kvstore: Kvstore) -> None:
     settings = yaml.safe_load(run.out)
     assert (settings["cpu_size"], settings["listen"]) == ("8MiB", "127.0.0.1:7")
     assert "cpu_size: 8MiB  # --cpu" in run.out
-    assert "disk_codec: raw  # default" in run.out
+    assert "codec: raw,redis=zplane  # default" in run.out
 
 
 def test_what_config_show_prints_is_read_back_as_the_same_settings(
     kvstore: Kvstore, tmp_path: Path
 ) -> None:
-    flags = ["--cpu", "8MiB", "--disk", f"16MiB:{tmp_path / 'disk'}", "--redis-codec", "raw"]
+    flags = ["--cpu", "8MiB", "--disk", f"16MiB:{tmp_path / 'disk'}", "--codec", "redis=raw"]
     path = tmp_path / "kvstore.yaml"
     path.write_text(kvstore("config", "show", *flags).out)
     assert show(load_config(["--config", str(path)])) == show(load_config(flags))

@@ -48,7 +48,7 @@ def found(run: Run, tmp_path: Path) -> Callable[..., tuple[int, dict[str, dict[s
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--disk-wirte", "evict"], ["--disk-wirte", "--disk-write"]),
+        (["--wirte", "evict"], ["--wirte", "--write"]),
         (["--policy", "hit_densit"], ["policy", "hit_densit'", "one of lru", "hit_density"]),
         (["--policy", "adaptive"], ["policy", "use hit_density, which replaces adaptive"]),
         (["--adapt-tenants", "acme"], ["--adapt-tenants", "use --policy hit_density"]),
@@ -71,11 +71,11 @@ def test_a_misspelt_key_of_the_file_is_refused_and_the_right_one_named(
     run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / "kvstore.yaml"
-    path.write_text("disk_wirte: evict\n")
+    path.write_text("write_budgte: 0\n")
     status, _, err = run("config", "validate", "--config", str(path))
     assert status == 2
-    assert "disk_wirte" in err
-    assert "disk_write" in err.replace("disk_wirte", "")
+    assert "write_budgte" in err
+    assert "did you mean write_budget?" in err
 
 
 def test_a_disk_that_is_too_small_is_told_with_the_size_that_fits(

@@ -29,7 +29,7 @@ LIMIT, CHUNKS = 4, 11
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
-    return make_server("--bulk", "127.0.0.1:0", "--max-batch-chunks", str(LIMIT))
+    return make_server("--bulk", "127.0.0.1:0", "--limits", f"max_batch_chunks={LIMIT}")
 
 
 @pytest.fixture

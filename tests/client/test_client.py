@@ -171,7 +171,7 @@ def test_number_that_no_message_could_carry_is_refused(client: Client, value: in
 def test_puts_and_gets_are_cut_into_batches_that_the_server_takes(
     make_server: ServerMaker, transport: TransportName
 ) -> None:
-    client = make_server("--max-batch-chunks", "4").connect(transport)
+    client = make_server("--limits", "max_batch_chunks=4").connect(transport)
     assert_reads(client, store(client, 1, 10))
 
 
@@ -201,7 +201,7 @@ def test_status_tells_what_the_server_is_and_holds(server: LocalServer, client: 
 
 
 def test_drain_saves_what_only_memory_holds(make_server: ServerMaker) -> None:
-    server = make_server("--disk-write", "evict")
+    server = make_server("--write", "evict")
     client = server.connect()
     keys = store(client, 1, 4)
     assert [[copy.tier for copy in chunk.copies] for chunk in client.stat(keys)] == [["cpu"]] * 4
@@ -289,7 +289,7 @@ def test_a_lease_ends_with_the_server_that_gave_it_and_holds_nothing_in_the_next
 def test_heartbeats_keep_an_idle_session_alive(
     make_server: ServerMaker, transport: TransportName
 ) -> None:
-    server = make_server("--session-ttl-ms", "3000")
+    server = make_server("--limits", "session_ttl_ms=3000")
     client = server.connect(transport)
     client.keys([])
     (session,) = server.node.sessions._sessions.values()

@@ -62,7 +62,7 @@ def start(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """Starts a server with a gpu tier, whose disk keeps frames by the codec given."""
     use_device(monkeypatch, tmp_path, HostDevice())
     return lambda codec: make_server(
-        "--tiers", "gpu,cpu,disk", "--gpu", "8MiB", "--disk-codec", codec
+        "--tiers", "gpu,cpu,disk", "--gpu", "8MiB", "--codec", f"disk={codec}"
     )
 
 

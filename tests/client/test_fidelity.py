@@ -31,7 +31,7 @@ def registered() -> Iterator[None]:
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
     """A server whose disk keeps the half of each element."""
-    return make_server("--disk-codec", "coarse", "--bulk", "127.0.0.1:0")
+    return make_server("--codec", "disk=coarse", "--bulk", "127.0.0.1:0")
 
 
 @pytest.fixture(params=["shm", "grpc", "tcp"])
@@ -92,7 +92,7 @@ def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
     make_server: ServerMaker,
 ) -> None:
     """A rule for what steers every answer, such as a system prompt: see docs/engines.md."""
-    server = make_server("--disk-codec", "coarse", "--cpu", "4MiB")
+    server = make_server("--codec", "disk=coarse", "--cpu", "4MiB")
     client = server.connect("auto", MEDIUM)
     system = store(client, 1, CHUNKS)
     assert client.pin(system, ttl_ms=600_000) == CHUNKS
@@ -107,7 +107,7 @@ def test_pinned_chunks_stay_exact_while_others_are_left_as_lossy_copies(
 def test_what_several_prompts_begin_with_stays_exact_once_it_left_memory(
     make_server: ServerMaker,
 ) -> None:
-    server = make_server("--disk-codec", "coarse", "--cpu", "4MiB")
+    server = make_server("--codec", "disk=coarse", "--cpu", "4MiB")
     client, catalog = server.connect("auto", MEDIUM), server.node.store.catalog
     size = client.options.chunk_tokens
     system = tokens(1, CHUNKS * size)

@@ -58,7 +58,7 @@ def largest_error(one: ChunkTensors, other: ChunkTensors) -> float:
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> LocalServer:
-    return make_server("--disk-codec", "kvq:layered", "--bulk", "127.0.0.1:0")
+    return make_server("--codec", "disk=kvq:layered", "--bulk", "127.0.0.1:0")
 
 
 @pytest.fixture(params=["shm", "tcp", "grpc"])
@@ -351,7 +351,7 @@ def test_a_levelled_get_for_who_computes_nothing_brings_all_that_there_is_time_f
 def test_over_a_slow_link_a_coarser_prefix_is_in_time_where_the_whole_one_is_not(
     make_server: ServerMaker, transport: TransportName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server("--disk-codec", "kvq:layered", "--bulk", "127.0.0.1:0")
+    server = make_server("--codec", "disk=kvq:layered", "--bulk", "127.0.0.1:0")
     control = SlowLink(server.node.port)
     bulk = SlowLink(int(open_session(server.dial()).bulk_address.rpartition(":")[2]))
     try:

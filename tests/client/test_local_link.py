@@ -681,7 +681,7 @@ def test_threads_whose_session_is_replaced_under_their_calls_notice_nothing(
 def test_chunk_larger_than_a_packet_comes_past_a_memory_full_of_leases(
     make_server: ServerMaker,
 ) -> None:
-    server = make_server("--load-headroom-percent", "0")
+    server = make_server("--limits", "load_headroom_percent=0")
     options = ClientOptions("shm", chunk_tokens=128, deadline_ms=DEADLINE_MS)
     client = server.connect("shm", LARGE, options)
     keys = store(client, 1, 2)

@@ -102,7 +102,7 @@ def smooth() -> ChunkTensors:
 
 @pytest.mark.parametrize("codec", ["raw", "zplane"])
 def test_a_stage_is_sent_its_own_layers_where_chunks_lie_raw(tmp_path: Path, codec: str) -> None:
-    server = LocalServer(tmp_path, "--disk-codec", codec)
+    server = LocalServer(tmp_path, "--codec", f"disk={codec}")
     try:
         writer, reader = (server.connect("grpc", WIDE) for _ in range(2))
         keys = keys_of(writer, 1, 3)

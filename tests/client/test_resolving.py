@@ -33,9 +33,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.plans import NO_PRIORITY, PrefillModel
 from kvstore.proto.types import LayerKind
-from kvstore.server.blending.content_index import MAX_VARIANTS
-from kvstore.server.blending.contents import GAVE_WAY_PRIORITY
-from kvstore.server.blending.gate_table import TRIALS
+from kvstore.server.blending.content_index import GAVE_WAY_PRIORITY, MAX_VARIANTS
+from kvstore.server.blending.gates import TRIALS
 
 ServerMaker = Callable[..., LocalServer]
 

@@ -21,7 +21,7 @@ HUNG_S = 0.5
 def paced(make_server: ServerMaker) -> Iterator[tuple[Session, list[float]]]:
     """A session, and what its server takes, in seconds, to answer each time it is asked."""
     now_s, answers_s = [0.0], [0.02, 0.03, 0.04]
-    server = make_server("--session-ttl-ms", "600000")  # no heartbeat meanwhile
+    server = make_server("--limits", "session_ttl_ms=600000")  # no heartbeat meanwhile
     connection = Connection(server.address, 1_000, lambda: now_s[0])
 
     def answers(within_s: float) -> bool:

@@ -29,8 +29,8 @@ TTL_MS = 1500
 _PORT = 7420
 _COMMON = (
     *("--tiers", "cpu,redis", "--cpu", "16MiB", "--socket", "off", "--insecure"),
-    *("--directory", "--directory-ttl-ms", str(TTL_MS), "--redis-prefix", PREFIX),
-    *("--redis-timeout-ms", "500", "--breaker-retry-ms", "200", "--log-level", "warning"),
+    *("--directory", "--limits", f"directory_ttl_ms={TTL_MS}", "--redis-prefix", PREFIX),
+    *("--redis-timeout-ms", "500", "--limits", "breaker_retry_ms=200", "--log-level", "warning"),
 )
 
 

@@ -19,7 +19,7 @@ SEEDS = count(1)
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A fleet that writes to Redis what is evicted, and nothing before."""
-    flags = ("--peers", "directory", "--redis-write", "evict")
+    flags = ("--peers", "directory", "--write", "redis=evict")
     with running(tmp_path_factory.mktemp("fleet"), *flags) as fleet:
         yield fleet
 

@@ -16,7 +16,7 @@ from kvstore.client.options import TransportName
 
 ROOT = Path(__file__).resolve().parents[2]
 SILENT_S = 61
-SILENT = ("--session-ttl-ms", "60000", "--lease-ttl-ms", "86400000")
+SILENT = ("--limits", "session_ttl_ms=60000", "--lease-ttl-ms", "86400000")
 """Leases that end with their session, which a busy machine keeps alive."""
 
 HOLD = """

@@ -61,7 +61,7 @@ def test_chunks_on_disk_are_read_and_files_show_nothing(
     transport: TransportName, tmp_path: Path, make_server: ServerMaker
 ) -> None:
     keys_path = key_file(tmp_path / "keys")
-    flags = ("--encryption-keys", str(keys_path), "--cpu", "4MiB", "--disk-write", "through")
+    flags = ("--encryption-keys", str(keys_path), "--cpu", "4MiB", "--write", "through")
     server = make_server(*flags)
     client = client_of(server, transport)
     keys = keys_of(client, 1, 32)  # 8 MiB: half of them only disk has in the end

@@ -26,7 +26,7 @@ def with_redis(
 ) -> LocalServer:
     return make_server(
         *("--tiers", "cpu,disk,redis", "--redis", redis.url, "--redis-size", "64MiB"),
-        *("--redis-timeout-ms", "1000", "--breaker-retry-ms", "100", *flags),
+        *("--redis-timeout-ms", "1000", "--limits", "breaker_retry_ms=100", *flags),
     )
 
 

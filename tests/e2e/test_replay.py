@@ -73,7 +73,8 @@ def simulated(path: Path, policy: str, blocks: int) -> tuple[int, int]:
 def test_a_real_server_hits_what_the_simulator_says(
     server_process: Callable[..., ServerProcess], tmp_path: Path, seed: int
 ) -> None:
-    flags = ("--tiers", "cpu", "--cpu", "8MiB", "--policy", "lru", "--load-headroom-percent", "0")
+    sizes = ("--tiers", "cpu", "--cpu", "8MiB", "--policy", "lru")
+    flags = (*sizes, "--limits", "load_headroom_percent=0")
     process = server_process(*flags)
     process.start()
     capacity = fill(process, tmp_path)

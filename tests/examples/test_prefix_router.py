@@ -193,7 +193,7 @@ def test_events_that_were_lost_are_made_up_for(
 ) -> None:
     """A router that is too slow for what the store keeps hears what is there once more."""
     monkeypatch.setattr("kvstore.server.api.event_calls.POLL_S", 0.3)
-    server = LocalServer(tmp_path, "--tiers", "cpu", "--events-kept", "2")
+    server = LocalServer(tmp_path, "--tiers", "cpu", "--limits", "events_kept=2")
     try:
         a = server.connect("grpc", options=OPTIONS)
 

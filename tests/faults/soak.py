@@ -48,7 +48,7 @@ CLIENTS = ("shm", "grpc", "grpc", "shm")
 BEHIND_PROXY = 2
 FLAGS = (
     *("--tiers", "cpu,disk,redis", "--cpu", "16MiB", "--disk", "64MiB:disk"),
-    *("--redis-size", "64MiB", "--redis-timeout-ms", "200", "--breaker-retry-ms", "200"),
+    *("--redis-size", "64MiB", "--redis-timeout-ms", "200", "--limits", "breaker_retry_ms=200"),
     *("--scrub-bytes-per-s", "2MiB", "--scrub-tiers", "cpu,disk,redis", "--log-level", "error"),
 )
 

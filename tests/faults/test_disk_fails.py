@@ -23,7 +23,7 @@ from kvstore.proto.types import PutOutcome
 
 CHUNKS = 4
 OPTIONS = ClientOptions("grpc", 16, DEADLINE_MS)
-FLAGS = ("--cpu", "16MiB", "--breaker-retry-ms", "100")
+FLAGS = ("--cpu", "16MiB", "--limits", "breaker_retry_ms=100")
 
 
 def fill(path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_clock_that_jumps_an_hour_ends_no_lease_early_and_no_lifetime_late(
 ) -> None:
     process = server_process(
         *("--cpu", "16MiB", "--disk", "32MiB:disk"),
-        *("--lease-ttl-ms", "60000", "--session-ttl-ms", "60000"),
+        *("--lease-ttl-ms", "60000", "--limits", "session_ttl_ms=60000"),
     )
     process.environment = faketime_environment(tmp_path)
     process.start()

@@ -46,7 +46,7 @@ def behind(server_of: ServerMaker, proxy: FaultProxy, *flags: str) -> LocalServe
     return server_of(
         *("--tiers", "cpu,redis", "--redis", f"redis://{proxy.address}/0"),
         # Longer than any deadline here: it is the deadline that ends a get. Copies have the time.
-        *("--redis-timeout-ms", "2000", "--breaker-retry-ms", "100", *flags),
+        *("--redis-timeout-ms", "2000", "--limits", "breaker_retry_ms=100", *flags),
     )
 
 
@@ -82,7 +82,8 @@ TROUBLES = {
 def test_what_a_slow_redis_has_is_a_miss_by_the_deadline_and_a_hit_once_it_is_well(
     make_server: ServerMaker, redis_proxy: FaultProxy, kind: str
 ) -> None:
-    server = behind(make_server, redis_proxy, "--breaker-failures", "1000")  # it is asked always
+    # It is asked always.
+    server = behind(make_server, redis_proxy, "--limits", "breaker_failures=1000")
     writer = server.connect("grpc")
     kept = kept_on_redis(writer)
     server.leave_memory(kept)

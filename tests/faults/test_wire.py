@@ -82,7 +82,7 @@ def put_half(client: Client, direct: Client, seed: int) -> None:
 def node_of(make_server: ServerMaker, proxy: FaultProxy, folder: Path) -> LocalServer:
     return make_server(
         *("--tiers", "cpu,redis", "--redis", f"redis://{proxy.address}/0"),
-        *("--redis-timeout-ms", "200", "--breaker-retry-ms", "100"),
+        *("--redis-timeout-ms", "200", "--limits", "breaker_retry_ms=100"),
         *("--socket", str(folder / f"{proxy.port}.sock")),
     )
 
@@ -132,7 +132,7 @@ def test_hosts_whose_network_parts_serve_what_they_have_and_share_again_after(
                 process = server_process(
                     *("--tiers", "cpu,redis", "--cpu", "16MiB", "--redis-timeout-ms", "200"),
                     *("--redis", f"redis://10.99.7.254:{redis.port}/0"),
-                    *("--breaker-retry-ms", "100"),
+                    *("--limits", "breaker_retry_ms=100"),
                 )
                 process.launcher = ["ip", "netns", "exec", name]
                 process.start()

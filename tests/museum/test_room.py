@@ -39,7 +39,7 @@ def test_lmcache_4817_puts_past_the_size_of_memory_all_find_room(
     Here whoever needs room makes it: a burst of many times the memory is stored whole.
     """
     server = make_server(
-        "--cpu", "16MiB", "--disk", f"64MiB:{tmp_path / 'disk'}", "--disk-write", "evict"
+        "--cpu", "16MiB", "--disk", f"64MiB:{tmp_path / 'disk'}", "--write", "evict"
     )
     client = server.connect("auto", MEDIUM, OPTIONS)
     prompts = [store(client, seed, CHUNKS) for seed in range(10)]
@@ -132,7 +132,7 @@ def test_mooncake_3452_prompts_that_never_return_cost_a_bounded_memory(
     Here chunks in tables are those on tiers, and twice as many ghosts or as many as the setting
     says: many times the prompts leave the tables as they were.
     """
-    server = make_server("--tiers", "cpu", "--cpu", "4MiB", "--ghost-limit", "200")
+    server = make_server("--tiers", "cpu", "--cpu", "4MiB", "--limits", "ghost_limit=200")
     kind = make_representation(layers=2, kv_heads=2, head_dim=64)
     client = server.connect("auto", kind)
     catalog = server.node.store.catalog
@@ -155,7 +155,7 @@ def test_mooncake_1753_idle_clients_leave_descriptors_for_a_put(
 
     Here slabs are counted first, and the Unix socket has a share of what is left.
     """
-    slabs = ("--cpu", "16MiB", "--cpu-slab-bytes", "512KiB")
+    slabs = ("--cpu", "16MiB", "--limits", "cpu_slab_bytes=512KiB")
     process = server_process(*slabs, "--tiers", "cpu", "--log-level", "warning")
     process.launcher = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
     process.start()

@@ -62,7 +62,7 @@ def test_lmcache_717_an_approximation_is_never_taken_for_the_original(
     what it is, and an original takes its place.
     """
     with coarse_codec():
-        server = make_server("--disk-codec", "coarse")
+        server = make_server("--codec", "disk=coarse")
         client = server.connect()
         keys = store(client, 1, CHUNKS)
         leave_on_disk(server, keys)
@@ -85,7 +85,7 @@ def test_lmcache_2787_a_codec_that_cannot_code_a_model_loses_nothing_in_silence(
     Here a codec whose tables of the model are missing keeps the chunks without loss, counts that,
     and they are read back exactly.
     """
-    server = make_server("--disk-codec", "cachegen")
+    server = make_server("--codec", "disk=cachegen")
     client = server.connect()
     keys = store(client, 1, CHUNKS)
     leave_on_disk(server, keys)

@@ -23,7 +23,7 @@ def lossy_store(home: Path) -> Iterator[ServerProcess]:
     """A server whose disk has a lossy codec: what memory lost by a restart is lossy."""
     folder = home / "lossy"
     folder.mkdir(mode=0o700)
-    flags = ("--cpu", "64MiB", "--disk", f"256MiB:{folder / 'disk'}", "--disk-codec", "kvq:2")
+    flags = ("--cpu", "64MiB", "--disk", f"256MiB:{folder / 'disk'}", "--codec", "disk=kvq:2")
     process = ServerProcess(folder, *flags, "--log-level", "error")
     process.start()
     yield process

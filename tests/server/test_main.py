@@ -41,14 +41,15 @@ UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
         ("--cpu", "1KiB"), "cpu_size='1KiB': a tier has at least 4MiB (from --cpu)",
     ),
     "a slab larger than its tier": (
-        ("--cpu", "64MiB", "--cpu-slab-bytes", "128MiB"), "a slab must fit the cpu tier of 64MiB",
+        ("--cpu", "64MiB", "--limits", "cpu_slab_bytes=128MiB"),
+        "a slab must fit the cpu tier of 64MiB",
     ),
     "a disk tier larger than the disk": (
         ("--disk", "900TiB:{folder}/disk"), "give the tier less capacity, or a larger disk",
     ),
     "a disk path below a file": (("--disk", "32MiB:{folder}/file/disk"), "tier 'disk': "),
     "an unknown codec": (
-        ("--disk-codec", "nope"), "disk_codec='nope': unknown codec; use auto or one of cachegen",
+        ("--codec", "disk=nope"), "codec='disk=nope': unknown codec; use auto or one of cachegen",
     ),
     "an unknown tier": (("--tiers", "cpu,tape"), "name tiers out of cpu, disk, redis, gpu"),
     "a redis tier without its address": (
@@ -240,7 +241,7 @@ def test_log_says_of_a_redis_that_it_is_down_at_start_left_alone_and_back(
 ) -> None:
     process = server_process(
         *("--tiers", "cpu,redis", "--cpu", "16MiB", "--redis", own_redis.url),
-        *("--log-level", "info", "--log-format", "json", "--breaker-retry-ms", "100"),
+        *("--log-level", "info", "--log-format", "json", "--limits", "breaker_retry_ms=100"),
     )
     process.start()
 

@@ -225,7 +225,7 @@ def test_namespaces_follow_from_the_secret_alone(make_server: ServerMaker, tmp_p
 def test_stopped_server_leaves_its_disk_to_the_next_one_with_all_it_held(
     make_server: ServerMaker,
 ) -> None:
-    first = make_server("--disk-write", "evict")
+    first = make_server("--write", "evict")
     client = first.connect()
     keys = keys_of(client, 1, 5)
     client.put(chunks_of(client, keys))

@@ -30,7 +30,7 @@ from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import SegmentRange
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
-from kvstore.server.blending.gate_table import TRIALS
+from kvstore.server.blending.gates import TRIALS
 
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "grpc", "tcp")
 TRIAL = ResolveTerms(is_trial=True)
@@ -179,8 +179,8 @@ def test_patience_is_what_loads_took_with_slack_and_no_more_than_half_a_full_pre
         for _ in range(TRIALS):
             client.report_reuse(pb.ReportReuseRequest(ratio=0.3, shadow=good))
         draws = iter([0.0, 1.0, 1.0])  # the first is compared
-        table = server.node.store.blends.gates._table
-        monkeypatch.setattr(table, "_draw", lambda: next(draws))
+        gates = server.node.store.blends.gates
+        monkeypatch.setattr(gates, "_draw", lambda: next(draws))
         gated = GatedBlender(client, blender)
         compared = gated.run(*ASKED)
         gated.run(*ASKED)

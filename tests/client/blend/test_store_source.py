@@ -28,7 +28,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import SegmentRange
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, PutOutcome, Representation
-from kvstore.server.blending.gate_table import TRIALS
+from kvstore.server.blending.gates import TRIALS
 
 TRIAL = ResolveTerms(is_trial=True)
 HEAD, SUFFIX = 20, 9

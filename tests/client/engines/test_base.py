@@ -97,7 +97,7 @@ def test_what_one_connector_stores_another_loads(connect: Connect) -> None:
 
 def test_a_prefix_says_how_far_it_is_exact(make_server: Callable[..., LocalServer]) -> None:
     with coarse_codec():
-        server = make_server("--disk-codec", "coarse")
+        server = make_server("--codec", "disk=coarse")
         prompt = tokens(1, 5 * CHUNK_TOKENS)
         Engine(Connector(server.connect())).store(prompt)
         strict, loose = (
@@ -119,7 +119,7 @@ def test_only_what_has_an_exact_copy_counts_as_stored(
     make_server: Callable[..., LocalServer],
 ) -> None:
     with coarse_codec():
-        server = make_server("--disk-codec", "coarse")
+        server = make_server("--codec", "disk=coarse")
         prompt = tokens(1, 5 * CHUNK_TOKENS)
         connector = Connector(server.connect(), accuracy="bounded")
         Engine(connector).store(prompt[: 4 * CHUNK_TOKENS])
@@ -394,7 +394,7 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
 
 def test_a_connector_is_not_given_lossy_copies(make_server: ServerMaker) -> None:
     with coarse_codec():
-        server = make_server("--disk-codec", "coarse")
+        server = make_server("--codec", "disk=coarse")
         engine = Engine(Connector(server.connect()))
         prompt = tokens(7, 3 * CHUNK_TOKENS)
         engine.store(prompt)

@@ -35,7 +35,7 @@ def connect(
     """Make a connector to a server whose disk has a codec."""
 
     def make(codec: str, model: PreTrainedModel = tinylm, **more: Any) -> TransformersConnector:
-        client = make_server("--disk-codec", codec).connect("auto", identity, OPTIONS)
+        client = make_server("--codec", f"disk={codec}").connect("auto", identity, OPTIONS)
         return TransformersConnector(client, model, **more)
 
     return make
@@ -102,7 +102,7 @@ def test_the_tokens_behind_a_hit_are_weighed_as_those_of_a_whole_prompt(
 def test_what_gets_attention_is_kept_more_exactly_on_the_disk(
     make_server: Server, identity: Representation, tinylm: PreTrainedModel
 ) -> None:
-    server = make_server("--disk-codec", "kvq:2,importance")
+    server = make_server("--codec", "disk=kvq:2,importance")
     connector = TransformersConnector(server.connect("auto", identity, OPTIONS), tinylm)
     connector.generate(PROMPT, greedy(1))
     connector.save(PROMPT, prefill(tinylm, PROMPT), extra=[b"silent"])

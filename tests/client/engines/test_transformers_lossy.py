@@ -23,7 +23,7 @@ from kvstore.proto.blend import ACCURACY_TAG, accuracy_tag
 from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, Representation
-from kvstore.server.blending import gate_table
+from kvstore.server.blending import gates
 from kvstore.server.tiering.tier_slot import NamedCodec
 
 PROMPT = random_ids(300)
@@ -37,7 +37,7 @@ Use = Callable[[TransformersConnector, TransformersConnector], object]
 @pytest.fixture
 def server(make_server: Callable[..., LocalServer]) -> Iterator[LocalServer]:
     with coarse_codec():
-        yield make_server("--disk-codec", "coarse")
+        yield make_server("--codec", "disk=coarse")
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_what_an_exact_call_computes_is_stored_in_the_lossy_copys_place(
 def boundless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the disk's codec state no bound, and a gate open after four comparisons."""
     monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
-    monkeypatch.setattr(gate_table, "TRIALS", 4)
+    monkeypatch.setattr(gates, "TRIALS", 4)
 
 
 @pytest.mark.usefixtures("boundless")

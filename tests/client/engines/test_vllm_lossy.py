@@ -26,7 +26,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import accuracy_tag
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.server.blending import gate_table
+from kvstore.server.blending import gates
 
 Start = Callable[..., Engine]
 
@@ -37,7 +37,7 @@ PROMPT = prompt_tokens(1, 330)
 @pytest.fixture
 def server(make_server: Callable[..., LocalServer]) -> Iterator[LocalServer]:
     with coarse_codec():
-        yield make_server("--disk-codec", "coarse")
+        yield make_server("--codec", "disk=coarse")
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def told(
 ) -> Callable[[float], None]:
     """Have copies state no bound; return what tells the gate of a comparison, of which four are
     enough."""
-    monkeypatch.setattr(gate_table, "TRIALS", 4)
+    monkeypatch.setattr(gates, "TRIALS", 4)
     client = start("exact").workers[0]._connector.client
 
     def tell(agreement: float) -> None:

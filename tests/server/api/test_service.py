@@ -80,7 +80,7 @@ def test_ragged_digests_are_refused(server: LocalServer, wire: Wire, method: str
 
 @pytest.mark.parametrize("method", CALLS_WITH_DIGESTS)
 def test_batch_over_the_limit_is_refused(make_server: ServerMaker, method: str) -> None:
-    server = make_server("--max-batch-chunks", "4")
+    server = make_server("--limits", "max_batch_chunks=4")
     wire = wire_to(server)
     with (
         server.unchanged(),
@@ -104,14 +104,14 @@ def test_batch_over_the_limit_is_refused(make_server: ServerMaker, method: str) 
 def test_list_of_ids_over_the_limit_is_refused(
     make_server: ServerMaker, method: str, request_: Any, message: str
 ) -> None:
-    server = make_server("--max-batch-chunks", "4")
+    server = make_server("--limits", "max_batch_chunks=4")
     request_.session_id = 0
     with pytest.raises(InvalidRequestError, match=message):
         wire_to(server).call(method, request_)
 
 
 def test_stream_of_more_frames_than_a_batch_ends_at_the_limit(make_server: ServerMaker) -> None:
-    server = make_server("--max-batch-chunks", "4")
+    server = make_server("--limits", "max_batch_chunks=4")
     wire = wire_to(server)
     frames = [frame_of(wire.key(seed), SMALL) for seed in range(1, 6)]
     messages = [pb.PutRequest(frame_bytes=len(f), data=f.tobytes()) for f in frames]
@@ -199,7 +199,7 @@ def test_session_beyond_the_limit_is_refused(make_server: ServerMaker) -> None:
 
 
 def test_lease_beyond_the_session_s_limit_is_refused(make_server: ServerMaker) -> None:
-    server = make_server("--max-leases-per-session", "2")
+    server = make_server("--limits", "max_leases_per_session=2")
     wire = wire_to(server)
     wire.put_frame(frame_of(wire.key(), SMALL))
     request = pb.LookupRequest(digests=wire.key()[16:], lease=True)

@@ -77,7 +77,7 @@ def test_bad_reserve_is_refused_whole(server: LocalServer, wire: Wire, what: str
 
 
 def test_reserve_beyond_the_session_s_quota_gives_all_of_it_back(make_server: ServerMaker) -> None:
-    server = make_server("--max-reservations-per-session", "2")
+    server = make_server("--limits", "max_reservations_per_session=2")
     wire = wire_to(server)
     with (
         server.unchanged(),

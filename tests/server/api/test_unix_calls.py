@@ -226,7 +226,7 @@ def test_join_before_attach_is_refused_and_does_not_keep_the_session_alive(
     terms = open_session(server.dial())
     with Peer(terms.socket_path) as peer:
         assert peer.join(terms) is Reply.invalid
-        server.skip(server.config.session_ttl_ms / 1000 + 1)
+        server.skip(server.config.limits.session_ttl_ms / 1000 + 1)
         assert eventually(lambda: server.counter("expired_sessions") == 1)
         assert peer.join(terms) is Reply.denied
 

@@ -358,7 +358,7 @@ def test_attached_session_does_not_expire_and_a_silent_one_does(
     peer = Peer(str(server.config.socket_path_for(server.node.port)))
     with staging() as descriptor:
         assert peer.attach(attached, descriptor) is Reply.ok
-    server.skip(server.config.session_ttl_ms / 1000 + 1)
+    server.skip(server.config.limits.session_ttl_ms / 1000 + 1)
     assert eventually(lambda: server.counter("expired_sessions") == 1)
     ids = set(server.node.sessions._sessions)
     assert silent.session_id not in ids

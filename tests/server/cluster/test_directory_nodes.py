@@ -37,7 +37,7 @@ def pair(make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path) -> l
     own_redis.start()
     common = (
         *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-prefix", "pair:"),
-        *("--directory", "--directory-ttl-ms", "4000", "--redis-timeout-ms", "20000"),
+        *("--directory", "--limits", "directory_ttl_ms=4000", "--redis-timeout-ms", "20000"),
     )
     nodes = [
         make_server(*common, "--node-id", name, "--socket", str(tmp_path / f"{name}.sock"))

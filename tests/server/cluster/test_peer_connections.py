@@ -54,7 +54,7 @@ NOWHERE = "tcp://127.0.0.1:9"
 
 @pytest.fixture(params=["plain", "tls"])
 def server(make_server: ServerMaker, request: pytest.FixtureRequest) -> LocalServer:
-    own = ("--cpu", "64MiB", "--peer-requests", "1")
+    own = ("--cpu", "64MiB", "--limits", "peer_requests=1")
     if request.param == "plain":
         return make_server("--bulk", "127.0.0.1:0", *own)
     return make_server("--bulk", "0.0.0.0:0", "--insecure", *own)
@@ -227,7 +227,7 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     make_server: ServerMaker,
 ) -> None:
     """One get may have 16 MiB under way, and is counted with as many."""
-    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--peer-bytes", "16MiB")
+    server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--limits", "peer_bytes=16MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     assert server.node.bulk is not None
@@ -552,7 +552,7 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
 def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMaker) -> None:
     own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
     first = make_server("--bulk", "127.0.0.1:0", *own)
-    second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
+    second = make_server(*own, "--peers", first.address, "--limits", "peer_timeout_ms=20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 8)
     slot = second.node.store.tiers.remote
@@ -574,7 +574,7 @@ def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
 ) -> None:
     own = ("--socket", "off", "--cpu", "64MiB", "--tiers", "cpu")
     first = make_server("--bulk", "127.0.0.1:0", *own)
-    second = make_server(*own, "--peers", first.address, "--peer-timeout-ms", "20000")
+    second = make_server(*own, "--peers", first.address, "--limits", "peer_timeout_ms=20000")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(first.connect("grpc", MEDIUM, options), 1, 2)
     slot = second.node.store.tiers.remote

@@ -105,7 +105,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(make_server: ServerMaker, request: pytest.FixtureRequest) -> Pair:
     """In plain text; where a test says so, over TLS."""
     is_encrypted = getattr(request, "param", "plain") == "tls"
-    own = ("--tiers", "cpu", "--cpu", "32MiB", "--peer-timeout-ms", "20000")
+    own = ("--tiers", "cpu", "--cpu", "32MiB", "--limits", "peer_timeout_ms=20000")
     channel = ("--bulk", "127.0.0.1:0") if not is_encrypted else ("--bulk", "0.0.0.0:0")
     first = make_server(*own, "--socket", "off", *channel, "--insecure")
     second = make_server(*own, "--peers", first.address)
@@ -192,7 +192,7 @@ def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
     make_server: ServerMaker,
 ) -> None:
     first = make_server("--tiers", "cpu", "--socket", "off", "--bulk", "127.0.0.1:0")
-    second = make_server("--peers", first.address, "--peer-timeout-ms", "20000")
+    second = make_server("--peers", first.address, "--limits", "peer_timeout_ms=20000")
     assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
     pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
     pair.acquaint()

@@ -24,7 +24,7 @@ CHUNKS = 4
 def started(server_process: ProcessMaker, *flags: str) -> ServerProcess:
     process = server_process(
         *("--tiers", "cpu", "--cpu", "32MiB", "--bulk", "127.0.0.1:0", "--workers", "4"),
-        *("--peer-timeout-ms", str(TIMEOUT_MS), *flags),
+        *("--limits", f"peer_timeout_ms={TIMEOUT_MS}", *flags),
     )
     process.start()
     return process

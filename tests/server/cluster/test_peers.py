@@ -44,7 +44,7 @@ SILENT_MS = 400
 
 def node(make_server: ServerMaker, *flags: str) -> LocalServer:
     sizes = ("--tiers", "cpu", "--cpu", "32MiB", "--socket", "off", "--bulk", "127.0.0.1:0")
-    return make_server(*sizes, "--peer-timeout-ms", "20000", *flags)
+    return make_server(*sizes, "--limits", "peer_timeout_ms=20000", *flags)
 
 
 def client_of(server: LocalServer) -> Client:
@@ -308,7 +308,7 @@ def frames_of(client: Client, keys: list[ChunkKey]) -> dict[ChunkKey, Bytes]:
 @pytest.fixture
 def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list[ChunkKey]]]:
     """A node whose only peer is a fake that has three chunks."""
-    flags = ("--peers", "127.0.0.1:9", "--peer-timeout-ms", str(SILENT_MS))
+    flags = ("--peers", "127.0.0.1:9", "--limits", f"peer_timeout_ms={SILENT_MS}")
     server = node(make_server, *flags)
     reader = client_of(server)
     keys = [keys_of(reader, seed, 1)[0] for seed in range(3)]

@@ -15,7 +15,7 @@ from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import PutOutcome
 
 STORED, REFUSED = PutOutcome.stored, PutOutcome.refused
-SMALL_CPU = ("--cpu", "4MiB", "--cpu-slab-bytes", "1MiB", "--disk-write", "evict")
+SMALL_CPU = ("--cpu", "4MiB", "--limits", "cpu_slab_bytes=1MiB", "--write", "evict")
 PROMPT = 4
 MEDIUM_CHUNKS = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
 LARGE_CHUNKS = ClientOptions("auto", chunk_tokens=1024, deadline_ms=DEADLINE_MS)
@@ -24,7 +24,7 @@ LARGE_CHUNKS = ClientOptions("auto", chunk_tokens=1024, deadline_ms=DEADLINE_MS)
 
 @pytest.fixture(params=["hit_density", "marconi", "discard_hint"])
 def server(request: pytest.FixtureRequest, make_server: ServerMaker) -> LocalServer:
-    return make_server(*SMALL_CPU, "--policy", request.param, "--disk-write-budget", "1MiB")
+    return make_server(*SMALL_CPU, "--policy", request.param, "--write-budget", "disk=1MiB")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_chunk_larger_than_the_disk_stays_in_memory(
     make_server: ServerMaker, tmp_path: Path
 ) -> None:
     server = make_server(
-        "--cpu", "64MiB", "--cpu-slab-bytes", "16MiB", "--disk", f"4MiB:{tmp_path / 'disk'}"
+        "--cpu", "64MiB", "--limits", "cpu_slab_bytes=16MiB", "--disk", f"4MiB:{tmp_path / 'disk'}"
     )
     client = server.connect("auto", LARGE, LARGE_CHUNKS)
     keys = keys_of(client, 1, 2)
@@ -110,7 +110,7 @@ def test_a_chunk_larger_than_the_disk_stays_in_memory(
 
 
 def test_clocks_that_jump_leave_a_server_that_works(make_server: ServerMaker) -> None:
-    server = make_server("--policy", "hit_density", "--disk-write-budget", "1GiB")
+    server = make_server("--policy", "hit_density", "--write-budget", "disk=1GiB")
     client = server.connect("grpc")
     for seed, jump_s in enumerate((0.0, 3600.0, -7200.0, 1e7, -2e7, 5.0), 1):
         server.settled()

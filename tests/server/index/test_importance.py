@@ -64,7 +64,7 @@ def left_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
 def test_tokens_that_were_said_to_matter_are_kept_more_exactly(
     make_server: ServerMaker, transport: TransportName
 ) -> None:
-    server = make_server("--disk-codec", "kvq:1,importance")
+    server = make_server("--codec", "disk=kvq:1,importance")
     options = ClientOptions(transport, chunk_tokens=TOKENS, deadline_ms=20_000)
     client = server.connect(representation=MEDIUM, options=options)
     told, silent = keys_of(client, 1, 1)[0], keys_of(client, 2, 1)[0]
@@ -85,8 +85,8 @@ def test_tokens_that_were_said_to_matter_are_kept_more_exactly(
 @pytest.mark.parametrize(
     ("flags", "is_told"),
     [
-        (("--disk-codec", "kvq:1"), False),
-        (("--disk-codec", "kvq:1,importance"), True),
+        (("--codec", "disk=kvq:1"), False),
+        (("--codec", "disk=kvq:1,importance"), True),
         (("--tenant-codecs", f"{DEFAULT_TENANT}/disk=kvq:1,importance"), True),
         (("--tenant-codecs", "acme/disk=kvq:1,importance"), False),
     ],

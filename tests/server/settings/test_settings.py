@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Fidelity
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
+from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.loading import show
 from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolders, auto_fidelity, is_auto
 from kvstore.server.settings.settings import (
@@ -66,16 +68,16 @@ def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) ->
 def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path / "c.yaml", "workers: 3\nmax_sessions: 3\nmover_queue: 3\n")
+    path = write(tmp_path / "c.yaml", "workers: 3\nmax_sessions: 3\nlimits: {mover_queue: 3}\n")
     monkeypatch.setenv("KVSTORE_WORKERS", "2")
     monkeypatch.setenv("KVSTORE_MAX_SESSIONS", "2")
     config, origins = load_with_origins(["--config", path, "--workers", "1"])
-    assert (config.workers, config.max_sessions, config.mover_queue) == (1, 2, 3)
-    assert config.breaker_failures == 3
+    assert (config.workers, config.max_sessions, config.limits.mover_queue) == (1, 2, 3)
+    assert config.limits.breaker_failures == 3
     assert origins == {
         "workers": "--workers",
         "max_sessions": "KVSTORE_MAX_SESSIONS",
-        "mover_queue": path,
+        "limits": path,
     }
 
 
@@ -92,16 +94,18 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
     values = {
         "tiers": "cpu", "disk": f"5GiB:{tmp_path}/elsewhere", "redis_url": "redis://h:1/0",
         "insecure": "true", "listen": "localhost:1", "http": "127.0.0.1:0", "socket_path": "off",
-        "secret_file": write(tmp_path / "secret", text), "disk_write": "evict",
-        "log_format": "json", "log_level": "debug", "cpu_codec": "raw", "disk_codec": "zplane",
-        "redis_codec": "raw", "load_headroom_percent": "7", "gpu": "9GiB:1",
+        "secret_file": write(tmp_path / "secret", text), "write": "evict,redis=auto",
+        "write_budget": "disk=1GiB", "codec": "disk=auto",
+        "limits": "mover_queue=7,peer_bytes=64MiB",
+        "log_format": "json", "log_level": "debug",
+        "gpu": "9GiB:1",
         "disk_direct": "true", "bulk": "127.0.0.1:7421", "events_keys": f"{tmp_path}/keys",
-        "redis_connections": "3", "tenant_codecs": "acme/redis=raw",
+        "tenant_codecs": "acme/redis=raw",
         "assets": str(tmp_path), "policy": "lru,disk=marconi", "tenant_quotas": "acme=1GiB:1MiB",
-        "category_terms": "batch=10min:1GiB", "redis_write": "auto", "disk_copies": "exclusive",
-        "blend_ratio": "0.4", "blend_agreement": "0.9", "blend_divergence": "0.1",
+        "category_terms": "batch=10min:1GiB", "disk_copies": "exclusive",
+        "blend_agreement": "0.9", "blend_divergence": "0.1",
         "state_admission": "judicious",
-        "blend_shadows": "0.1", "auth_keys": write(tmp_path / "api-keys", ""),
+        "auth_keys": write(tmp_path / "api-keys", ""),
         "jwt_algorithm": "RS256", "jwt_issuer": "https://issuer",
         "open_pages": "true", "http_tls": "true",
         "shared_pools": "library=*:curator", "tenant_limits": "acme=5:6:7,*=0:8:0",
@@ -111,9 +115,9 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         "events_readers": write(tmp_path / "readers", ""),
         "tracing_endpoint": "http://127.0.0.1:4317", "tracing_share": "0.5",
         "peers": "127.0.0.1:7420,directory", "peer_key": write(tmp_path / "peer-key", "kvs_"),
-        "peer_ca": write(tmp_path / "peer-ca", "..."), "peer_bytes": "64MiB",
+        "peer_ca": write(tmp_path / "peer-ca", "..."),
         "peer_name": "kv.svc",
-        "directory": "true", "directory_ttl_ms": "700", "node_id": "node-a",
+        "directory": "true", "node_id": "node-a",
         "advertise": "a.example", "redis_prefix": "team:a", "redis_username": "me",
         "redis_password_file": write(tmp_path / "password", "secret\n"),
         "redis_tls_ca": write(tmp_path / "ca.pem", "..."),
@@ -126,7 +130,7 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
         for other in ("CERT", "KEY"):
             monkeypatch.setenv(f"KVSTORE_TLS_{other}", write(tmp_path / "tls.pem", "..."))
     from_flag = load_config([flag] if value == "true" else [flag, value])
-    assert name == "cpu_codec" or getattr(from_flag, name) != getattr(load_config([]), name)
+    assert getattr(from_flag, name) != getattr(load_config([]), name)
     path = write(tmp_path / "c.yaml", f"{name}: {value}\n")
     assert getattr(load_config(["--config", path]), name) == getattr(from_flag, name)
     monkeypatch.setenv(f"KVSTORE_{name.upper()}", value)
@@ -231,9 +235,18 @@ BAD_VALUES = [
     (["--cpu", "1MiB"], ["cpu_size='1MiB'", "at least 4MiB"]),
     (["--cpu", "9999999TiB"], ["cpu_size", "at most 1024TiB"]),
     (["--cpu", "9" * 5000], ["cpu_size", "8GiB"]),
-    (["--cpu", "8MiB", "--cpu-slab-bytes", "16MiB"], ["cpu_slab_bytes='16MiB'", "of 8MiB"]),
-    (["--cpu-slab-bytes", "5000000"], ["cpu_slab_bytes", "multiple of 4KiB"]),
-    (["--cpu-slab-bytes", "1KiB"], ["cpu_slab_bytes='1KiB'", "greater than or equal to 65536"]),
+    (["--cpu", "8MiB", "--limits", "cpu_slab_bytes=16MiB"], ["limits='cpu_slab_", "of 8MiB"]),
+    (["--limits", "cpu_slab_bytes=5000000"], ["cpu_slab_bytes", "multiple of 4KiB"]),
+    (
+        ["--limits", "cpu_slab_bytes=1KiB"],
+        ["cpu_slab_bytes='1KiB'", "greater than or equal to 65536"],
+    ),
+    (["--limits", "mover_queue=0"], ["limits.mover_queue='0'", "greater than or equal to 1"]),
+    (["--limits", "mover_qeue=9"], ["limits.mover_qeue='***'", "did you mean mover_queue?"]),
+    (["--limits", "mover_queue"], ["limits='mover_queue'", "give NAME=VALUE"]),
+    (["--limits", "blend_ratio=0.8"], ["limits.blend_ratio='0.8'", "0.75"]),
+    (["--limits", "peer_bytes=1MiB"], ["limits.peer_bytes='1MiB'", "16777216"]),
+    (["--limits", "directory_ttl_ms=499"], ["limits.directory_ttl_ms='499'", "equal to 500"]),
     (["--gpu", "1MiB"], ["gpu.capacity_bytes='1MiB'", "at least 4MiB"]),
     (["--gpu", "8GiB:x"], ["gpu='8GiB:x'", "8GiB:1"]),
     (["--gpu", "8GiB:-1"], ["gpu='8GiB:-1'", "8GiB:1"]),
@@ -244,18 +257,20 @@ BAD_VALUES = [
     (["--disk", "10GiB:"], ["disk='10GiB:'", "100GiB:/var/lib/kvstore"]),
     (["--disk", ""], ["disk=''", "SIZE:PATH"]),
     (["--redis-size", "0"], ["redis_size='0'", "at least 4MiB"]),
-    (["--cpu-codec", "zplane"], ["cpu_codec='zplane'", "use raw"]),
-    (["--disk-codec", "gzip"], ["disk_codec='gzip'", "unknown codec", "auto or one of", "zplane"]),
-    (["--redis-codec", ""], ["redis_codec=''", "unknown codec", "raw"]),
+    (["--codec", "cpu=zplane"], ["codec='cpu=zplane'", "name tiers out of disk, redis"]),
+    (["--codec", "disk=raw,disk=zplane"], ["codec=", "name each tier once"]),
+    (["--write", "through,evict"], ["write='through,evict'", "RULE,TIER=RULE"]),
+    (["--write-budget", "disk=1KiB"], ["write_budget='disk=1KiB'", "at least 1MiB a day"]),
+    (["--codec", "disk=gzip"], ["codec='disk=gzip'", "unknown codec", "auto or one of", "zplane"]),
+    (["--codec", "redis="], ["codec='redis='", "unknown codec", "raw"]),
     (
-        ["--disk-codec", "zplane:9"],
-        ["disk_codec='zplane:9'", "zplane does not know '9'; use zplane"],
+        ["--codec", "disk=zplane:9"],
+        ["codec='disk=zplane:9'", "zplane does not know '9'; use zplane"],
     ),
-    (["--disk-codec", "zplane:"], ["disk_codec='zplane:'", "zplane does not know ''; use zplane"]),
-    (["--disk-codec", "mixed:1"], ["disk_codec='mixed:1'", "mixed is gone; use kvq:N,importance"]),
-    (["--disk-codec", "kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
-    (["--redis-codec", "auto:most"], ["redis_codec='auto:most'", "auto:bounded", "auto:none"]),
-    (["--cpu-codec", "auto"], ["cpu_codec='auto'", "use raw"]),
+    (["--codec", "disk=zplane:"], ["codec='disk=zplane:'", "zplane does not know ''; use zplane"]),
+    (["--codec", "disk=mixed:1"], ["codec='disk=mixed:1'", "mixed is gone; use kvq:N,importance"]),
+    (["--codec", "disk=kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
+    (["--codec", "redis=auto:most"], ["codec='redis=auto:most'", "auto:bounded", "auto:none"]),
     (["--tenant-codecs", "acme"], ["tenant_codecs='acme'", "acme/redis=kvq:2"]),
     (["--tenant-codecs", "acme/disk"], ["tenant_codecs='acme/disk'", "TENANT/TIER=CODEC"]),
     (["--tenant-codecs", "acme/cpu=zplane"], ["tenant_codecs", "disk, redis", "raw frames"]),
@@ -278,7 +293,7 @@ BAD_VALUES = [
     (["--category-terms", "a=1s,a=2s"], ["category_terms", "each category once"]),
     (["--category-terms", "x" * 65 + "=1s"], ["category_terms", "64 printable"]),
     (["--assets", "/nowhere"], ["assets='/nowhere'", "a folder that exists"]),
-    (["--disk-write", "sometimes"], ["disk_write='sometimes'", "'selective' or 'auto'"]),
+    (["--write", "sometimes"], ["write='sometimes'", "selective, auto"]),
     (["--listen", "7420"], ["listen='7420'", "127.0.0.1:7420"]),
     (["--listen", "127.0.0.1:70000"], ["listen", "at most 65535"]),
     (["--listen", "::1:7420"], ["listen='::1:7420'", "[::1]:7420"]),
@@ -307,8 +322,11 @@ BAD_VALUES = [
     (["--max-sessions", "0"], ["max_sessions='0'", "greater than or equal to 1"]),
     (["--workers", "many"], ["workers='many'", "whole number"]),
     (["--workers", "1025"], ["workers='1025'", "less than or equal to 1024"]),
-    (["--load-headroom-percent", "50"], ["load_headroom_percent='50'", "less than 50"]),
-    (["--session-ttl-ms", "1.5"], ["session_ttl_ms='1.5'", "whole number"]),
+    (
+        ["--limits", "load_headroom_percent=50"],
+        ["limits.load_headroom_percent='50'", "less than 50"],
+    ),
+    (["--limits", "session_ttl_ms=1.5"], ["limits.session_ttl_ms='1.5'", "whole number"]),
     (["--log-format", "xml"], ["log_format='xml'", "'console' or 'json'"]),
     (["--log-level", "loud"], ["log_level='loud'", "'debug'"]),
     (["--cpu-sise", "8GiB"], ["flags=", "--cpu-sise", "kvstore-server --help"]),
@@ -342,7 +360,14 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
 
 @pytest.mark.parametrize(
     ("name", "successor"),
-    [("zmq", "give bulk"), ("peer_port", "that of bulk"), ("zmq_keys", "give events_keys")],
+    [
+        ("zmq", "give bulk"),
+        ("peer_port", "that of bulk"),
+        ("zmq_keys", "give events_keys"),
+        ("disk_codec", "give --codec disk=CODEC"),
+        ("redis_write", "give --write redis=RULE"),
+        *((name, f"give --limits {name}=VALUE") for name in Limits.model_fields),
+    ],
 )
 def test_a_name_that_there_was_is_refused_and_its_successor_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, successor: str
@@ -545,7 +570,8 @@ def test_slabs_fill_the_cpu_tier_and_leave_room_for_headers(
 
 
 def test_a_slab_that_is_given_is_kept() -> None:
-    assert load_config(["--cpu", "64MiB", "--cpu-slab-bytes", "64MiB"]).cpu_slab_bytes == 64 * MIB
+    given = ["--cpu", "64MiB", "--limits", "cpu_slab_bytes=64MiB"]
+    assert load_config(given).cpu_slab_bytes == 64 * MIB
 
 
 def test_disk_takes_a_size_a_path_or_both(tmp_path: Path) -> None:
@@ -754,6 +780,58 @@ def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for
     ],
 )
 def test_auto_says_how_much_may_be_lost(name: str, least: Fidelity) -> None:
-    assert load_config(["--disk-codec", name]).disk_codec == name
+    assert load_config(["--codec", f"disk={name}"]).codec["disk"] == name
     assert is_auto(name)
     assert auto_fidelity(name) is least
+
+
+# --- limits, and values by tier
+
+
+def test_limits_are_given_by_name_and_a_flag_that_is_given_again_adds_to_them(
+    tmp_path: Path,
+) -> None:
+    one = load_config(["--limits", "mover_queue=7, peer_bytes=64MiB"])
+    again = load_config(["--limits", "mover_queue=9", "--limits=peer_bytes=64Mi,mover_queue=7"])
+    named = write(tmp_path / "c.yaml", "limits: {mover_queue: 7, peer_bytes: 64MiB}\n")
+    assert one == again == load_config(["--config", named])
+    assert (one.limits.mover_queue, one.limits.peer_bytes) == (7, 64 * MIB)
+    assert one.limits.breaker_failures == Limits().breaker_failures
+    assert load_config(["--limits", str(one.limits)]) == one
+
+
+def test_each_limit_takes_a_value_and_is_shown(tmp_path: Path) -> None:
+    for name, field in Limits.model_fields.items():
+        text = "16MiB" if "SIZE" in field.metadata else "0.5" if field.annotation is float else "9"
+        text = "777" if name.endswith("ttl_ms") else text
+        config = load_config(["--limits", f"{name}={text}"])
+        assert getattr(config.limits, name) != getattr(Limits(), name)
+        assert f"{name}={text}" in show(config)
+        path = write(tmp_path / "c.yaml", show(config))
+        assert load_config(["--config", path]) == config
+
+
+def test_what_is_given_for_no_tier_is_for_all_of_them() -> None:
+    rules = load_config(["--write", "evict", "--write", "redis=auto"]).write
+    assert rules == {"disk": "evict", "redis": "auto"}
+    assert load_config(["--write", "redis=auto"]).write == {"disk": "through", "redis": "auto"}
+    config = load_config(["--codec", "disk=kvq:2,sinks=4,importance,redis=auto"])
+    assert config.codec == {"disk": "kvq:2,sinks=4,importance", "redis": "auto"}
+    assert config.codecs["cpu"] == config.codecs["peer"] == "raw"
+    assert load_config(["--codec", "kvq:2,sinks=4"]).codec["redis"] == "kvq:2,sinks=4"
+    budget = load_config(["--write-budget", "disk=1TiB,redis=500G"])
+    assert budget.write_budgets == {"disk": 1 << 40, "redis": 500 * 10**9}
+    assert load_config([]).write_budgets == {}
+
+
+def test_the_ten_flags_that_matter_first_are_first_in_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        load_config(["--help"])
+    _, _, text = capsys.readouterr().out.partition("the ten that matter first:")
+    first = re.findall(r"^  (--[a-z-]+)", text.partition("\n\n")[0], re.M)
+    assert first == [
+        "--tiers", "--cpu", "--disk", "--redis", "--listen", "--bulk", "--http", "--tls-cert",
+        "--tls-key", "--auth-keys",
+    ]  # fmt: skip

@@ -29,6 +29,9 @@ from kvstore.server.settings.values import (
         ("1048576", MIB),
         (" 64 kib ", 64 * KIB),
         ("7b", 7),
+        ("8G", 8 * 10**9),
+        ("8Gi", 8 * GIB),
+        ("64k", 64_000),
         (5, 5),
     ],
 )
@@ -37,7 +40,7 @@ def test_sizes_are_read_as_written(text: object, size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "GiB", "1 G B", "8Gi", "1e9", "0x10", "٣MiB", True, 1.5, None]
+    "value", ["", "GiB", "1 G B", "8Gx", "1e9", "0x10", "٣MiB", True, 1.5, None]
 )
 def test_what_is_not_a_size_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="8GiB, 512MiB, 1GB or 1048576"):

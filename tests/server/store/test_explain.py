@@ -226,7 +226,7 @@ def test_deleted_and_expired_chunks_say_so(server: LocalServer) -> None:
 
 def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) -> None:
     with coarse_codec():
-        server = make_server("--disk-codec", "coarse")
+        server = make_server("--codec", "disk=coarse")
         keys = store(server.connect(), 1, 1)
         assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 1)
         evict_from_memory(server, keys)
@@ -238,7 +238,7 @@ def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) ->
 
 
 def test_a_tier_that_is_left_alone_is_named_with_the_reason(make_server: ServerMaker) -> None:
-    server = make_server("--breaker-retry-ms", "60000")
+    server = make_server("--limits", "breaker_retry_ms=60000")
     keys = store(server.connect(), 1, 2)
     assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 2)
     evict_from_memory(server, keys)
@@ -366,7 +366,7 @@ def test_a_miss_keeps_the_reason_that_it_had_when_its_engine_stored_the_prompt(
 
 
 def test_a_miss_of_an_evicted_chunk_names_the_tier_and_when(make_server: ServerMaker) -> None:
-    server = make_server("--tiers", "cpu", "--cpu", "4MiB", "--cpu-slab-bytes", "4MiB")
+    server = make_server("--tiers", "cpu", "--cpu", "4MiB", "--limits", "cpu_slab_bytes=4MiB")
     client = server.connect(options=BIG, representation=MEDIUM)
     keys = store(client, 1, 2)
     for seed in range(2, 40):
@@ -381,7 +381,7 @@ def test_a_miss_of_an_evicted_chunk_names_the_tier_and_when(make_server: ServerM
 def test_a_miss_while_a_tier_was_left_alone_says_so_once_it_is_back(
     make_server: ServerMaker,
 ) -> None:
-    server = make_server("--breaker-retry-ms", "60000")
+    server = make_server("--limits", "breaker_retry_ms=60000")
     client = server.connect()
     keys = store(client, 1, 1)
     assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == 1)

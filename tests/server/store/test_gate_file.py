@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.server.blending.gate_table import GateState
-from kvstore.server.blending.gates import Gates
+from kvstore.server.blending.gates import Gates, GateState
 from kvstore.server.settings.values import MAX_RATIO, GateTerms
 from kvstore.server.store.gate_file import (
     FILE_NAME,

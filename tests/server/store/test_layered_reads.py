@@ -204,6 +204,19 @@ def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
     assert core.get(session, keys_of(versions)) == frames_of(versions)
 
 
+def test_a_get_that_its_reader_drops_leaves_no_read_in_the_queue(
+    core: Core, session: Session
+) -> None:
+    versions = prompt(2)
+    put_low(core, session, versions)
+    parts = parts_of(core, session, versions)
+    for _ in range(len(versions) + 1):  # the headers, and a layer: others are read ahead
+        next(parts)
+    assert core.work_queue.depth()["load-disk"] > 0
+    parts.close()  # type: ignore[attr-defined]
+    assert core.work_queue.depth()["load-disk"] == 0
+
+
 @pytest.mark.parametrize("what", ["header", "last layer", "lost"])
 def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
     core: Core, session: Session, disk: CountingDisk, what: str

@@ -35,7 +35,7 @@ def test_what_is_loaded_together_comes_in_rows(
 
     own_redis.start()
     server = make_server(
-        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-codec", "raw"),
+        *("--tiers", "cpu,redis", "--redis", own_redis.url, "--codec", "redis=raw"),
         *("--cpu", "32MiB", "--redis-timeout-ms", "20000"),
     )
     client = server.connect(

@@ -132,7 +132,7 @@ def test_who_was_away_hears_only_what_was_missed(
 
 
 def test_who_was_away_for_too_long_begins_anew(make_server: ServerMaker) -> None:
-    server = make_server("--events-kept", "4")
+    server = make_server("--limits", "events_kept=4")
     client = server.connect("grpc")
     with following(client) as (_, heard):
         heard.until(keys := store(client, 1, 1), "cpu", "disk")
@@ -301,7 +301,7 @@ def test_a_revoked_admin_hears_no_more_without_a_session_either(
 
 
 def test_a_server_without_events_says_so(make_server: ServerMaker) -> None:
-    client = make_server("--events-kept", "0").connect("grpc")
+    client = make_server("--limits", "events_kept=0").connect("grpc")
     with client.events() as pages, pytest.raises(InvalidRequestError, match="keeps no events"):
         next(pages)
 

@@ -91,7 +91,7 @@ def parent(span: ReadableSpan) -> tuple[int, int] | None:
 def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
     traces: Traces, make_server: ServerMaker
 ) -> None:
-    server = make_server("--cpu", "4MiB", "--cpu-slab-bytes", "4MiB")
+    server = make_server("--cpu", "4MiB", "--limits", "cpu_slab_bytes=4MiB")
     client = server.connect("grpc")
     keys = store(client, 1, 2)
     put = traces.one(f"{SERVICE}/Put")
@@ -124,7 +124,9 @@ def test_calls_over_the_unix_socket_and_streams_have_spans_of_their_own(
     traces: Traces, make_server: ServerMaker
 ) -> None:
     """Neither carries a trace, so each is a first; what it asks of tiers is in it."""
-    server = make_server("--cpu", "4MiB", "--cpu-slab-bytes", "4MiB", "--bulk", "127.0.0.1:0")
+    server = make_server(
+        "--cpu", "4MiB", "--limits", "cpu_slab_bytes=4MiB", "--bulk", "127.0.0.1:0"
+    )
     far = server.connect("tcp")
     keys = store(far, 1, 2)
     put = traces.one("tcp/Put")

@@ -135,7 +135,7 @@ def test_only_codecs_within_the_allowed_loss_are_candidates() -> None:
 
 
 def test_a_server_chooses_after_its_start_and_serves_meanwhile(make_server: ServerMaker) -> None:
-    server = make_server("--disk-codec", "auto")
+    server = make_server("--codec", "disk=auto")
     client = server.connect()
     keys = store(client, 1, 4)
     assert_reads(client, keys)

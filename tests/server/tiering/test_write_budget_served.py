@@ -118,7 +118,7 @@ def test_a_clock_that_goes_back_earns_nothing() -> None:
 
 
 def test_a_server_keeps_to_its_budget_and_shows_it(make_server: ServerMaker) -> None:
-    server = make_server("--disk-write-budget", "24MiB", "--http", "127.0.0.1:0")
+    server = make_server("--write-budget", "disk=24MiB", "--http", "127.0.0.1:0")
     options = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
     client = server.connect("auto", MEDIUM, options)
     chunks = chunks_of(client, keys_of(client, 1, 12))
@@ -137,5 +137,5 @@ def test_a_server_keeps_to_its_budget_and_shows_it(make_server: ServerMaker) -> 
 
 @pytest.mark.parametrize("text", ["1KiB", "-1", "much"])
 def test_a_budget_that_makes_no_sense_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match=r"disk.write.budget"):
-        load_config([f"--disk-write-budget={text}"])
+    with pytest.raises(InvalidRequestError, match=r"write.budget"):
+        load_config([f"--write-budget=disk={text}"])

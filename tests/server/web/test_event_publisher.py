@@ -258,7 +258,7 @@ def test_who_asks_for_what_is_not_kept_any_more_begins_anew(
 def test_a_publisher_that_falls_behind_tells_readers_to_begin_anew(
     make_server: ServerMaker, context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu", "--events-kept", "1")
+    server = make_server(*published(tmp_path / "p"), "--tiers", "cpu", "--limits", "events_kept=1")
     client, subscriber = server.connect("grpc"), connected(context, server)
     with monkeypatch.context() as patch:  # else it may take up one event as each comes
         patch.setattr(server.node.events.publisher, "_publish", lambda: False)
@@ -429,7 +429,7 @@ def test_a_deleted_file_of_readers_lets_nobody_in_a_second_later(
         (["--events", "127.0.0.1:0", "--auth-keys", "{keys}"], "every process of this host"),
         (["--events", "ipc:relative"], "an absolute path"),
         (["--events", "nonsense"], "host:port"),
-        (["--events", "127.0.0.1:0", "--events-kept", "0"], "nothing to publish"),
+        (["--events", "127.0.0.1:0", "--limits", "events_kept=0"], "nothing to publish"),
         (["--events-readers", "{missing}"], "can read"),
     ],
 )

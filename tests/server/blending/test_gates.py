@@ -8,16 +8,17 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.blending.gate_table import (
+from kvstore.server.blending.gates import (
     EAGER_REQUESTS,
     MAX_GATES,
     TRIALS,
     GateName,
+    Gates,
     GateState,
-    GateTable,
     Shadow,
 )
 from kvstore.server.settings.values import MAX_RATIO, GateTerms
+from kvstore.server.telemetry.metrics import Counters
 
 NAME: GateName = (b"s" * 16, "rag")
 GOOD_TOKENS = 64
@@ -32,56 +33,56 @@ def bad(ratio: float, tokens: int = GOOD_TOKENS) -> Shadow:
     return Shadow(2.0, 0.5, tokens, ratio)
 
 
-def table(draw: Callable[[], float] | None = None, terms: GateTerms = TERMS) -> GateTable:
-    return GateTable(terms, draw or random.Random(7).random)
+def table(draw: Callable[[], float] | None = None, terms: GateTerms = TERMS) -> Gates:
+    return Gates(terms, draw or random.Random(7).random, Counters())
 
 
-def calibrate(gates: GateTable, name: GateName = NAME) -> GateState:
+def calibrate(gates: Gates, name: GateName = NAME) -> GateState:
     for _ in range(TRIALS):
-        gate = gates.told(name, good(gates.state(name).ratio))
+        gate = gates.record(name, good(gates.state(name).ratio))
     return gate
 
 
-def serve(gates: GateTable, outcome: Callable[[float], Shadow], requests: int) -> int:
+def serve(gates: Gates, outcome: Callable[[float], Shadow], requests: int) -> int:
     """Ask for so many requests and report those that are compared; return when it closed."""
     for number in range(requests):
-        permit = gates.ask(NAME, trial=False)
+        permit = gates.admit(NAME, trial=False)
         if not permit.may_pass:
             return number
         if permit.is_shadow:
-            gates.told(NAME, outcome(permit.gate.ratio))
+            gates.record(NAME, outcome(permit.gate.ratio))
     return requests
 
 
 def test_trials_over_a_few_tokens_are_not_counted_but_what_is_open_is_watched_by_all() -> None:
     gates = table()
     for _ in range(TRIALS):
-        assert gates.told(NAME, Shadow(0.0, 1.0, 15, 0.3)).shadows == 0
-    assert gates.told(NAME, Shadow(0.0, 1.0, 16, 0.3)).shadows == 1
+        assert gates.record(NAME, Shadow(0.0, 1.0, 15, 0.3)).shadows == 0
+    assert gates.record(NAME, Shadow(0.0, 1.0, 16, 0.3)).shadows == 1
     calibrate(gates)
     assert gates.state(NAME).is_open
     before = gates.state(NAME).shadows
-    assert gates.told(NAME, Shadow(0.0, 1.0, 1, 0.3)).shadows == before + 1
+    assert gates.record(NAME, Shadow(0.0, 1.0, 1, 0.3)).shadows == before + 1
 
 
 def test_a_gate_that_nobody_calibrated_is_closed_and_asking_leaves_no_trace() -> None:
     gates = table()
-    permit = gates.ask(NAME, trial=False)
+    permit = gates.admit(NAME, trial=False)
     assert (permit.may_pass, permit.is_shadow) == (False, False)
     assert "calibrate" in permit.gate.why
     assert len(gates) == 0
 
 
 def test_trials_pass_a_closed_gate_and_all_are_compared() -> None:
-    permit = table().ask(NAME, trial=True)
+    permit = table().admit(NAME, trial=True)
     assert (permit.may_pass, permit.is_shadow) == (True, True)
 
 
 def test_enough_good_trials_open_it() -> None:
     gates = table()
     for _ in range(TRIALS - 1):
-        assert not gates.told(NAME, good(0.3)).is_open
-    gate = gates.told(NAME, good(0.3))
+        assert not gates.record(NAME, good(0.3)).is_open
+    gate = gates.record(NAME, good(0.3))
     assert (gate.is_open, gate.is_calibrated, gate.ratio) == (True, True, 0.3)
 
 
@@ -90,7 +91,7 @@ def test_bad_trials_raise_the_ratio_until_it_is_too_much() -> None:
     ratios = []
     for _ in range(5 * TRIALS):
         ratios.append(gates.state(NAME).ratio)
-        gate = gates.told(NAME, bad(ratios[-1]))
+        gate = gates.record(NAME, bad(ratios[-1]))
     assert sorted(set(ratios)) == pytest.approx([0.3, 0.45, 0.675])
     assert not gate.is_open
     assert max(ratios) <= MAX_RATIO
@@ -100,7 +101,7 @@ def test_trials_that_are_good_at_a_higher_ratio_open_it_there() -> None:
     gates = table()
     for _ in range(3 * TRIALS):
         ratio = gates.state(NAME).ratio
-        gate = gates.told(NAME, good(ratio) if ratio > 0.5 else bad(ratio))
+        gate = gates.record(NAME, good(ratio) if ratio > 0.5 else bad(ratio))
         if gate.is_open:
             break
     assert gate.is_open
@@ -144,14 +145,14 @@ def test_one_bad_comparison_among_good_ones_changes_nothing() -> None:
     calibrate(gates)
     for number in range(40):
         outcome = Shadow(0.06, 0.94, GOOD_TOKENS, 0.3) if number % 10 == 9 else good(0.3)
-        assert gates.told(NAME, outcome).is_open
+        assert gates.record(NAME, outcome).is_open
     assert gates.state(NAME).ratio == 0.3
 
 
 def test_comparisons_are_frequent_after_a_change_and_rare_later() -> None:
     gates = table()
     calibrate(gates)
-    compared = [gates.ask(NAME, trial=False).is_shadow for _ in range(20_000)]
+    compared = [gates.admit(NAME, trial=False).is_shadow for _ in range(20_000)]
     assert compared[0]
     assert sum(compared[:EAGER_REQUESTS]) > EAGER_REQUESTS // 3
     late = sum(compared[10_000:]) / 10_000
@@ -162,7 +163,7 @@ def test_comparisons_at_less_than_its_ratio_are_not_counted() -> None:
     gates = table()
     calibrate(gates)
     for _ in range(50):
-        gates.told(NAME, bad(0.05))
+        gates.record(NAME, bad(0.05))
     assert gates.state(NAME).is_open
     assert gates.state(NAME).shadows == 0
 
@@ -170,16 +171,16 @@ def test_comparisons_at_less_than_its_ratio_are_not_counted() -> None:
 def test_models_and_tags_have_gates_of_their_own() -> None:
     gates = table()
     calibrate(gates)
-    assert not gates.ask((NAME[0], "chat"), trial=False).may_pass
-    assert not gates.ask((b"t" * 16, "rag"), trial=False).may_pass
-    assert gates.ask(NAME, trial=False).may_pass
+    assert not gates.admit((NAME[0], "chat"), trial=False).may_pass
+    assert not gates.admit((b"t" * 16, "rag"), trial=False).may_pass
+    assert gates.admit(NAME, trial=False).may_pass
 
 
 def test_strangers_cannot_push_an_open_gate_out() -> None:
     gates = table()
     calibrate(gates)
     for number in range(2 * MAX_GATES):
-        gates.told((number.to_bytes(16, "big"), ""), bad(0.3))
+        gates.record((number.to_bytes(16, "big"), ""), bad(0.3))
     assert len(gates) == MAX_GATES
     assert gates.state(NAME).is_open
 
@@ -187,18 +188,18 @@ def test_strangers_cannot_push_an_open_gate_out() -> None:
 def test_open_gates_are_open_after_a_restart_and_closed_ones_closed() -> None:
     gates = table()
     calibrate(gates)
-    gates.told((b"t" * 16, ""), good(0.3))
+    gates.record((b"t" * 16, ""), good(0.3))
     after = table()
-    after.restore(gates.calibrated())
-    assert after.ask(NAME, trial=False).is_shadow  # watched as if it had just opened
-    assert not after.ask((b"t" * 16, ""), trial=False).may_pass
+    after.restore(gates.save())
+    assert after.admit(NAME, trial=False).is_shadow  # watched as if it had just opened
+    assert not after.admit((b"t" * 16, ""), trial=False).may_pass
 
 
 def test_speed_is_told_and_kept_as_a_mean() -> None:
     gates = table()
     calibrate(gates)
-    gates.told(NAME, None, 2.0)
-    assert gates.told(NAME, None, 4.0).speedup == pytest.approx(2.5)
+    gates.record(NAME, None, 2.0)
+    assert gates.record(NAME, None, 4.0).speedup == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize(
