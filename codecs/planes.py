@@ -27,9 +27,6 @@ Planes: TypeAlias = "Sequence[Bytes] | NDArray[np.uint8]"
 
 Split: TypeAlias = Callable[[Words, Planes], None]
 
-_PIECE_ITEMS = 1 << 15
-"""Words that numpy takes at a time: their scratch stays in cache."""
-
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
@@ -40,79 +37,25 @@ class Splitter:
     join: Split = field(repr=False)
 
 
-class _Numpy:
-    """The reference."""
-
-    @staticmethod
-    def split_bfloat16(words: Words, planes: Planes) -> None:
-        exponent, rest = planes
-        for at in range(0, len(words), _PIECE_ITEMS):
-            piece = slice(at, at + _PIECE_ITEMS)
-            x = words[piece]
-            np.copyto(exponent[piece], x >> 7, casting="unsafe")
-            np.copyto(rest[piece], x >> 8 & 0x80 | x & 0x7F, casting="unsafe")
-
-    @staticmethod
-    def join_bfloat16(words: Words, planes: Planes) -> None:
-        exponent, rest = planes
-        for at in range(0, len(words), _PIECE_ITEMS):
-            piece = slice(at, at + _PIECE_ITEMS)
-            x = words[piece]
-            np.copyto(x, exponent[piece])
-            low = rest[piece].astype(np.uint16)
-            x <<= 7
-            x |= low & 0x7F
-            x |= (low & 0x80) << 8
-
-    @staticmethod
-    def split_float32(words: Words, planes: Planes) -> None:
-        halves = words.view("<u2")
-        _Numpy.split_bfloat16(halves[1::2], planes[:2])
-        _Numpy.split_float16(halves[::2], planes[2:])
-
-    @staticmethod
-    def join_float32(words: Words, planes: Planes) -> None:
-        halves = words.view("<u2")
-        _Numpy.join_bfloat16(halves[1::2], planes[:2])
-        _Numpy.join_float16(halves[::2], planes[2:])
-
-    @staticmethod
-    def split_float16(words: Words, planes: Planes) -> None:
-        for at in range(0, len(words), _PIECE_ITEMS):
-            piece = slice(at, at + _PIECE_ITEMS)
-            np.copyto(planes[0][piece], words[piece] >> 8, casting="unsafe")
-            np.copyto(planes[1][piece], words[piece], casting="unsafe")
-
-    @staticmethod
-    def join_float16(words: Words, planes: Planes) -> None:
-        for at in range(0, len(words), _PIECE_ITEMS):
-            piece = slice(at, at + _PIECE_ITEMS)
-            np.copyto(words[piece], planes[0][piece])
-            words[piece] <<= 8
-            words[piece] |= planes[1][piece]
-
-    @staticmethod
-    def split_bytes(words: Words, planes: Planes) -> None:
-        np.copyto(planes[0], words)
-
-    @staticmethod
-    def join_bytes(words: Words, planes: Planes) -> None:
-        np.copyto(words, planes[0])
-
-
 def kind_of(dtype: DType) -> str:
     """Return how words of *dtype* are split: by its name, or ``bytes`` for all of one byte."""
     return dtype.name if dtype.item_bytes > 1 else "bytes"
 
 
-def numpy_splitter(kind: str) -> Splitter:
-    """Return the reference for words of *kind*."""
-    return Splitter("numpy", getattr(_Numpy, f"split_{kind}"), getattr(_Numpy, f"join_{kind}"))
+def _split_bytes(words: Words, planes: Planes) -> None:
+    np.copyto(planes[0], words)
+
+
+def _join_bytes(words: Words, planes: Planes) -> None:
+    np.copyto(words, planes[0])
+
+
+BYTES = Splitter("numpy", _split_bytes, _join_bytes)
 
 
 def best_splitter(kind: str) -> Splitter:
     """Return the fastest splitter of words of *kind*."""
-    return numpy_splitter(kind) if kind == "bytes" else native_splitter(kind)
+    return BYTES if kind == "bytes" else native_splitter(kind)
 
 
 @lru_cache(maxsize=16)

@@ -7,10 +7,11 @@ import pytest
 from contracts.lossy_codec import NUMBERS, Numbers, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.grouped import NUMPY
 
 from kvstore.codecs.floats import Floats
 from kvstore.codecs.grouped import Gq2Codec, Gq4Codec, Gq8Codec
-from kvstore.codecs.grouped_loops import NUMPY, best_loops, native_loops
+from kvstore.codecs.grouped_loops import best_loops, native_loops
 from kvstore.codecs.terms import LayerTerms
 from kvstore.proto import native
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind

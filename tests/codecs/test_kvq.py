@@ -14,6 +14,7 @@ from contracts.lossy_codec import (
 )
 from golden import kvq_models as computed
 from oracles.kvq import classes_agree, refinements_agree, tiles_agree
+from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
@@ -22,7 +23,6 @@ from kvstore.codecs.kvq_models import ASSET, kvq_models
 from kvstore.codecs.kvq_native import fine_backend, tile_backend
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.kvq_tiles import Cut
-from kvstore.codecs.rans import NUMPY as NUMPY_RANS
 from kvstore.codecs.rans import native_backend
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.codecs.terms import EncodeTerms

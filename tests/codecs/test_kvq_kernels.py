@@ -16,6 +16,7 @@ from contracts.lossy_codec import Numbers, centred, encoded, large, numbers, out
 from cpu_kernels import compile_kernels
 from cuda_compiler import ARCHITECTURES, compile_cuda, resources
 from device_frames import CPU, Place, decoded, is_refused
+from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs import kvq_kernels
 from kvstore.codecs.frame_kernels import COMPILER_FLAGS
@@ -26,7 +27,6 @@ from kvstore.codecs.kvq_levels import NUMPY_FINE
 from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
-from kvstore.codecs.rans import NUMPY as NUMPY_RANS
 from kvstore.codecs.rans import SLOTS
 from kvstore.codecs.rans_kernels import search_tables
 from kvstore.codecs.terms import EncodeTerms

@@ -15,12 +15,12 @@ from contracts.lossy_codec import (
     numbers,
     outliers,
 )
+from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs.base import Part, codec_by_name
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.kvq_levels import LEVELS
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
-from kvstore.codecs.rans import NUMPY as NUMPY_RANS
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError

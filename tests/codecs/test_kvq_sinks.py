@@ -26,6 +26,7 @@ from contracts.lossy_codec import (
     outliers,
     promise_held,
 )
+from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs.base import Part, codec_by_id, codec_by_name
 from kvstore.codecs.floats import to_float32
@@ -36,7 +37,6 @@ from kvstore.codecs.kvq_levels import LEVELS, NUMPY_FINE
 from kvstore.codecs.kvq_models import MODELS
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.rans import NUMPY as NUMPY_RANS
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.codecs.transcode import transcode

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.planes import numpy_splitter
 
 from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.planes import (
@@ -13,7 +14,6 @@ from kvstore.codecs.planes import (
     gather_rows,
     kind_of,
     native_splitter,
-    numpy_splitter,
     row_blocks,
     scatter_rows,
 )

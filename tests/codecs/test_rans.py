@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.rans import NUMPY
 
 from kvstore.codecs import rans
-from kvstore.codecs.rans import NUMPY, SLOTS, Backend, ModelTable
+from kvstore.codecs.rans import SLOTS, Backend, ModelTable
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.native import paths
 

@@ -7,9 +7,9 @@ import pytest
 from golden.sieved import unsieved
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.sieve import NUMPY
 
 from kvstore.codecs.sieve import (
-    NUMPY,
     Sieve,
     body_bytes,
     commonest,

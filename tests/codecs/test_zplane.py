@@ -22,10 +22,10 @@ from golden.samples import vectors
 from golden.sieved import unsieved
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.planes import numpy_splitter
+from oracles.sieve import NUMPY
 
 from kvstore.codecs.base import Part
-from kvstore.codecs.planes import numpy_splitter
-from kvstore.codecs.sieve import NUMPY
 from kvstore.codecs.zplane import BLOCK_BYTES, ZplaneCodec
 from kvstore.proto.buffers import as_bytes
 from kvstore.proto.errors import InvalidFrameError
