@@ -27,8 +27,7 @@ from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
 from kvstore.server.api.validation import Checks, ServiceLimits
-from kvstore.server.cluster.directory_setup import open_directory
-from kvstore.server.cluster.setup import Me, desk_limits, ready_peers
+from kvstore.server.cluster.setup import Me, open_directory, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
@@ -46,15 +45,13 @@ from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.tracing import open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
-from kvstore.server.web.dashboard_view import Subject
-from kvstore.server.web.event_setup import NodeEvents
+from kvstore.server.web.event_publisher import NodeEvents
 from kvstore.server.wiring import build_store
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
-    from kvstore.server.bulk.tcp_server import StreamPlane
-    from kvstore.server.bulk.tcp_setup import BulkAt
+    from kvstore.server.bulk.tcp_server import BulkAt, StreamPlane
     from kvstore.server.store.device_puts import DevicePuts
-    from kvstore.server.web.http_start import HttpPort
+    from kvstore.server.web.http_pages import HttpPort
 
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
@@ -250,9 +247,9 @@ class Node:
             share_of(SOCKET_SHARE, self._taken, most),
         )
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        door = self.trust.authorizer.door
+        auth = self.trust.authorizer.session_auth
         try:
-            plane = DataPlane(path, self.sessions, files, self._clock, limits, door)
+            plane = DataPlane(path, self.sessions, files, self._clock, limits, auth)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -286,14 +283,16 @@ class Node:
         config = self._config
         if config.bulk == "off":
             return ()
+        from kvstore.server.bulk.peer_server import PeerLimits
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_requests import MAX_STREAMS
-        from kvstore.server.bulk.tcp_setup import open_streams
+        from kvstore.server.bulk.tcp_server import open_streams
 
-        service = BulkService(self.store, self.sessions, checks, desk_limits(config))
+        service = BulkService(self.store, self.sessions, checks, PeerLimits.of(config))
         service.tracing = self._tracing
-        door, most = self.trust.authorizer.door, share_of(BULK_SHARE, self._taken, MAX_STREAMS)
-        self.bulk, where = open_streams(config, service, self.sessions, door, self._clock, most)
+        auth = self.trust.authorizer.session_auth
+        most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
+        self.bulk, where = open_streams(config, service, self.sessions, auth, self._clock, most)
         self._closers.append(self.bulk.close)
         return where
 
@@ -315,7 +314,8 @@ class Node:
     def _open_http(self) -> HttpPort | None:
         if self._config.http_address is None:
             return None
-        from kvstore.server.web.http_start import HttpPort
+        from kvstore.server.web.dashboard import Subject
+        from kvstore.server.web.http_pages import HttpPort
 
         subject = Subject(
             self.store, self.sessions, self.counters, kvstore.__version__, self._clock,

@@ -24,10 +24,10 @@ from kvstore.proto.unix_socket import (
     unpack_answer,
 )
 from kvstore.server.api.unix_server import DataPlane
-from kvstore.server.security.authorization import Door
+from kvstore.server.security.authorization import SessionAuth
 
 STAGING_BYTES = 1 << 16
-OPEN = Door(lambda session, method: None, lambda *event: None)
+OPEN = SessionAuth(lambda session, method: None, lambda *event: None)
 """Lets everybody in, and writes nothing down."""
 
 

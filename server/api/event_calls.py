@@ -17,7 +17,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ROOT
 from kvstore.server.api.interceptors import principal_of
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
 from kvstore.server.telemetry.events import EventLog, EventReader, Page
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import ERROR_NAME
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, check_role
-from kvstore.server.security.principal import ANYBODY, Principal
-from kvstore.server.security.sessions import Session
+from kvstore.server.security.sessions import ANYBODY, Principal, Session
 from kvstore.server.telemetry.request_ids import RequestId
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from kvstore.proto.unix_socket import (
 )
 from kvstore.server.api.unix_calls import send_packets
 from kvstore.server.api.written_pages import WrittenPages
-from kvstore.server.security.authorization import Door, check_session_role
+from kvstore.server.security.authorization import SessionAuth, check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 
 CONNECTIONS_PER_SESSION = 16
@@ -112,7 +112,7 @@ class Staging(NamedTuple):
 class DataPlane:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
-    *door* records what was given and refused. Several threads wait for messages side by side:
+    *auth* records what was given and refused. Several threads wait for messages side by side:
     the one that gets a message answers it, so that no call is handed to another thread. The end of
     the connection that brought a session's memory closes the session; connections that joined it
     are for calls only, answered in order. ``tick`` is called a few times a second; *clock* returns
@@ -126,14 +126,14 @@ class DataPlane:
         files: Mapping[Op, SlabFile],
         clock: Callable[[], float],
         limits: PlaneLimits,
-        door: Door,
+        auth: SessionAuth,
     ) -> None:
         self.path = path
         self._sessions = sessions
         self._files = files
         self._clock = clock
         self._limits = limits
-        self._door = door
+        self._auth = auth
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
@@ -278,7 +278,7 @@ class DataPlane:
     def _take_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         if not is_trusted(connection):
-            self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
+            self._auth.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
             connection.close()
             return
         with self._lock:
@@ -383,7 +383,7 @@ class DataPlane:
         logger.info("data plane refused", reason=str(error))
         if request is not None:  # or else it is noise, which nobody wants written down
             method = _METHODS.get(request.op, _ATTACH)
-            self._door.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
+            self._auth.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
         reply = Reply.denied if is_denied else Reply.invalid
         peer.connection.send(pack_reply(reply))
@@ -434,7 +434,7 @@ class DataPlane:
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
-        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _admitted(self, peer: _Peer, op: Op) -> Session:
         """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
@@ -470,7 +470,7 @@ class DataPlane:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
-        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _join(self, peer: _Peer, request: Request) -> None:
         session = _proven(peer, request)

@@ -1,4 +1,4 @@
-"""May this caller do this, on this session, now? Roles and the Authorizer, for every way in."""
+"""The Authorizer: may this caller do this, on this session, now? The same for every way in."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ from typing import Any
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.server.security.audit_log import AuditLog, Event
 from kvstore.server.security.pools import PREFIX
-from kvstore.server.security.principal import Principal
-from kvstore.server.security.rate_limit import RateLimit
-from kvstore.server.security.rate_limits import TenantLimits
-from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.telemetry.flows import CallTimes
-
-PREFIX_BYTES = 8
-MAX_TENANT_CHARS = 128
-REFUSALS_PER_S = 20
-"""Written to the audit log of callers that nobody knows; more are only counted."""
-
-_QUIET = frozenset({"Heartbeat", "Status", "Quota"})
-_DIGEST_BYTES = 16
-
+from kvstore.server.security.rate_limits import RateLimit, TenantLimits
+from kvstore.server.security.sessions import Principal, Session, SessionTable
+from kvstore.server.telemetry.metrics import CallTimes
 
 ANY = "any"
 OPEN = "open"
@@ -78,8 +67,62 @@ SERVICES: Mapping[str, str] = {
 """The same for all methods of the other services."""
 
 
+def role_for(method: str, request: Any = None, tenant: str = "") -> str:
+    """Return the role that the call *method*, ``/service/name`` or a name of ours, needs.
+
+    *tenant* is the caller's: *request* may name it as its own.
+
+    Raises PermissionDeniedError for one that has no row.
+    """
+    service, _, name = method.strip("/").rpartition("/")
+    role = SERVICES.get(service) or METHODS.get(name)
+    if role is None:
+        raise PermissionDeniedError(f"{name}: no role may call this")
+    if request is not None and _is_of_others(name, request, tenant):
+        return "admin"
+    return role
+
+
+def _is_of_others(name: str, request: Any, tenant: str) -> bool:
+    """Whether *request* is about more than its caller's own, or a pool it may be let into."""
+    if name in ("Explain", "Events"):
+        return not request.session_id
+    if name == "Clear":
+        return request.tenant not in ("", tenant)
+    return (
+        name == "Spaces"
+        and request.tenant not in ("", tenant)
+        and not request.tenant.startswith(PREFIX)
+    )
+
+
+def check_session_role(roles: Collection[str], method: str) -> None:
+    """Raise PermissionDeniedError unless a session with *roles* may call *method*."""
+    role = role_for(method)
+    if role != ANY and role not in roles:
+        name = method.rpartition("/")[2]
+        raise PermissionDeniedError(f"{name}: this session may not {role}")
+
+
+def check_role(principal: Principal, method: str, request: Any = None) -> None:
+    """Raise PermissionDeniedError unless *principal* may call *method*."""
+    role = role_for(method, request, principal.tenant)
+    if role not in (ANY, OPEN) and role not in principal.roles:
+        name = method.rpartition("/")[2]
+        raise PermissionDeniedError(f"{name}: {principal.name} has not the role {role!r}")
+
+
+PREFIX_BYTES = 8
+MAX_TENANT_CHARS = 128
+REFUSALS_PER_S = 20
+"""Written to the audit log of callers that nobody knows; more are only counted."""
+
+_QUIET = frozenset({"Heartbeat", "Status", "Quota"})
+_DIGEST_BYTES = 16
+
+
 @dataclass(frozen=True, slots=True)
-class Door:
+class SessionAuth:
     """``admit`` raises for a session that may not call a method. ``note`` is told of a call: whose
     session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
     and where it came from.
@@ -111,9 +154,9 @@ class Authorizer:
         """How long calls took, told by those who let them in."""
 
     @property
-    def door(self) -> Door:
+    def session_auth(self) -> SessionAuth:
         """What a way in needs that knows callers by their sessions alone."""
-        return Door(self.admit_on, self.note_on)
+        return SessionAuth(self.admit_on, self.note_on)
 
     # --- may it
 
@@ -132,15 +175,15 @@ class Authorizer:
         self.admit_on(session, method)
         return session
 
-    def lease_terms(self, session_id: int) -> tuple[str, int]:
-        """Return a session's tenant and how many leases that may have; 0: no limit."""
-        owner = self._sessions.owner_of(session_id)
-        return (owner.tenant, self._limits.of(owner.tenant).leases) if owner else ("", 0)
-
     def admit_on(self, session: Session, method: str) -> None:
         """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
         check_session_role(session.roles, method)
         self._limits.take_request(session.owner.tenant)
+
+    def lease_terms(self, session_id: int) -> tuple[str, int]:
+        """Return a session's tenant and how many leases that may have; 0: no limit."""
+        owner = self._sessions.owner_of(session_id)
+        return (owner.tenant, self._limits.of(owner.tenant).leases) if owner else ("", 0)
 
     # --- what became of it
 
@@ -200,46 +243,3 @@ def _chunks_in(request: Any) -> int:
         return request
     digests = getattr(request, "digests", b"")
     return len(digests) // _DIGEST_BYTES if isinstance(digests, bytes) else 0
-
-
-def role_for(method: str, request: Any = None, tenant: str = "") -> str:
-    """Return the role that the call *method*, ``/service/name`` or a name of ours, needs.
-
-    *tenant* is the caller's: *request* may name it as its own.
-
-    Raises PermissionDeniedError for one that has no row.
-    """
-    service, _, name = method.strip("/").rpartition("/")
-    role = SERVICES.get(service) or METHODS.get(name)
-    if role is None:
-        raise PermissionDeniedError(f"{name}: no role may call this")
-    if request is None or name not in _OF_OTHERS:
-        return role
-    return "admin" if _OF_OTHERS[name](request, tenant) else role
-
-
-_OF_OTHERS: Mapping[str, Callable[[Any, str], bool]] = {
-    "Explain": lambda request, tenant: not request.session_id,
-    "Events": lambda request, tenant: not request.session_id,
-    "Clear": lambda request, tenant: request.tenant not in ("", tenant),
-    "Spaces": lambda request, tenant: (
-        request.tenant not in ("", tenant) and not request.tenant.startswith(PREFIX)
-    ),
-}
-"""Whether a request is about more than its caller's own, or a pool it may be let into."""
-
-
-def check_session_role(roles: Collection[str], method: str) -> None:
-    """Raise PermissionDeniedError unless a session with *roles* may call *method*."""
-    role = role_for(method)
-    if role != ANY and role not in roles:
-        name = method.rpartition("/")[2]
-        raise PermissionDeniedError(f"{name}: this session may not {role}")
-
-
-def check_role(principal: Principal, method: str, request: Any = None) -> None:
-    """Raise PermissionDeniedError unless *principal* may call *method*."""
-    role = role_for(method, request, principal.tenant)
-    if role not in (ANY, OPEN) and role not in principal.roles:
-        name = method.rpartition("/")[2]
-        raise PermissionDeniedError(f"{name}: {principal.name} has not the role {role!r}")

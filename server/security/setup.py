@@ -10,10 +10,10 @@ from kvstore.server.security.api_keys import ApiKeys, parse_keys
 from kvstore.server.security.audit_log import AuditLog
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.authorization import Authorizer
+from kvstore.server.security.certificates import Revocations, parse_revocations
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
 from kvstore.server.security.pools import Standings
 from kvstore.server.security.rate_limits import Limits, TenantLimits
-from kvstore.server.security.revocations import Revocations, parse_revocations
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import Settings

@@ -33,7 +33,7 @@ from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_server import DataPlane, PlaneLimits, SlabFile
 from kvstore.server.api.written_pages import WrittenPages
-from kvstore.server.security.authorization import Door
+from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import SessionTable
 
 ServerMaker = Callable[..., LocalServer]
@@ -396,11 +396,11 @@ def open_plane_of(
     table: SessionTable,
     slab_file: SlabFile,
     clock: Clock,
-    door: Door = OPEN,
+    auth: SessionAuth = OPEN,
     descriptors: int = 64,
 ) -> DataPlane:
     limits = PlaneLimits(2, 1 << 20, 4, descriptors)
-    return DataPlane(path, table, {Op.slab: slab_file}, clock, limits, door)
+    return DataPlane(path, table, {Op.slab: slab_file}, clock, limits, auth)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -451,8 +451,8 @@ def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
 ) -> None:
     clock = Clock()
     table, notes = sessions(clock), list[tuple[object, ...]]()
-    door = Door(lambda session, method: None, lambda *event: notes.append(event))
-    plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock, door)
+    auth = SessionAuth(lambda session, method: None, lambda *event: notes.append(event))
+    plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock, auth)
     plane.take_ring = lambda session, request, exported: None
     session = table.open(SMALL, "test")
     ring = Request(Op.ring, STAGING_BYTES).pack()
