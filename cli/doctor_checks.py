@@ -16,7 +16,7 @@ from kvstore.cli.doctor_files import check_files
 from kvstore.cli.doctor_redis import check_redis
 from kvstore.cli.finding import Check, Finding, State
 from kvstore.proto.errors import KVStoreError
-from kvstore.server.security.revocations import parse_revocations
+from kvstore.server.security.certificates import parse_revocations
 from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GIB, MIB, format_size

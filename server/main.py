@@ -16,7 +16,7 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.node import Node
-from kvstore.server.security.rate_limit import LogLimit
+from kvstore.server.security.rate_limits import LogLimit
 from kvstore.server.settings.process_limits import check_memory, raise_limit
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import join_endpoint

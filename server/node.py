@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
 import structlog
@@ -16,18 +18,16 @@ from grpc_reflection.v1alpha import reflection
 import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
-from kvstore.server.api.grpc_server import SERVICE, bind, bind_health, servicer_of
-from kvstore.server.api.health import Health
-from kvstore.server.api.load_shedding import Overload
-from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
+from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor, known_errors
+from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
 from kvstore.server.api.validation import Checks, ServiceLimits
-from kvstore.server.cluster.directory_setup import open_directory
-from kvstore.server.cluster.setup import Me, desk_limits, ready_peers
+from kvstore.server.cluster.setup import Me, open_directory, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
@@ -45,23 +45,69 @@ from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.tracing import open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
-from kvstore.server.web.dashboard_view import Subject
-from kvstore.server.web.event_setup import NodeEvents
+from kvstore.server.web.event_publisher import NodeEvents
 from kvstore.server.wiring import build_store
 
 if TYPE_CHECKING:  # their files load an HTTP server, and torch
-    from kvstore.server.bulk.tcp_server import StreamPlane
-    from kvstore.server.bulk.tcp_setup import BulkAt
+    from kvstore.server.bulk.tcp_server import BulkAt, StreamPlane
     from kvstore.server.store.device_puts import DevicePuts
-    from kvstore.server.web.http_start import HttpPort
+    from kvstore.server.web.http_pages import HttpPort
 
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
 MAX_STAGING_BYTES = 1 << 30
+_new_id = partial(SystemRandom().randrange, 1, 1 << 64)
 
 logger = structlog.get_logger(__name__)
 
 Clock = Callable[[], float]
+
+
+class Maintenance:
+    """One thread that runs each job when it is due. *clock* returns monotonic seconds.
+
+    An error of a job is logged and stops neither it nor the others.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._jobs: list[tuple[float, Callable[[], object]]] = []
+        self._due: list[float] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
+
+    def every(self, seconds: float, *jobs: Callable[[], object]) -> None:
+        """Run each of *jobs* every *seconds*, from now on. Called before ``start``."""
+        for job in jobs:
+            self._jobs.append((seconds, job))
+            self._due.append(self._clock() + seconds)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, behind the job that runs. Idempotent."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def run_due(self) -> None:
+        """Run what is due."""
+        for at, (seconds, job) in enumerate(self._jobs):
+            if self._due[at] > self._clock():
+                continue
+            name = getattr(job, "__qualname__", "job")
+            try:
+                with known_errors(name):
+                    job()
+            except KVStoreError as error:
+                logger.error("maintenance failed", job=name, reason=str(error))
+            self._due[at] = self._clock() + seconds
+
+    def _run(self) -> None:
+        while not self._stopping.wait(max(0.0, min(self._due) - self._clock())):
+            self.run_due()
 
 
 class Node:
@@ -101,16 +147,16 @@ class Node:
         self.sessions.on_open += [models.note, self.store.begin_session]
         self.sessions.on_close.append(self.store.end_session)
         self.trust = Trust(config, self.sessions, clock)
-        self.trust.doorkeeper.times = self.counters.times
+        self.trust.authorizer.times = self.counters.times
         self._closers.append(self.trust.close)
-        self.store.catalog.limit_leases(self.trust.lease_terms)
-        self._overload = overload = Overload(config.workers, self.counters, clock)
-        self._closers.append(overload.close)
-        scope = self._open_tracing()
+        self.store.catalog.limit_leases(self.trust.authorizer.lease_terms)
+        self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
+        self._closers.append(shedder.close)
+        errors = self._open_tracing()
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
-        gatekeeper = self.trust.gatekeeper
-        self._grpc, self.port = bind(config, overload, gatekeeper, scope, self._taken)
+        auth = AuthInterceptor(self.trust.authenticator, self.trust.authorizer)
+        self._grpc, self.port = bind(config, shedder, auth, errors, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.data_plane = self._open_data_plane()
@@ -135,10 +181,8 @@ class Node:
         self._http = self._open_http()
         self.http_port = self._http.port if self._http is not None else None
         self._stopping = threading.Event()
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("ticker", self._tick), ("learner", self._learn))
-        ]
+        self._learner = threading.Thread(target=self._learn, name="learner", daemon=True)
+        self._maintenance = self._open_maintenance()
 
     def _serve(self, checks: Checks, identity: Identity) -> None:
         """Have gRPC and the Unix socket answer calls, once they are started."""
@@ -152,7 +196,7 @@ class Node:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.data_plane is not None:
             learn = self.store.catalog.drain_some
-            calls = LocalCalls(service, self.trust.doorkeeper, learn)
+            calls = LocalCalls(service, self.trust.authorizer, learn)
             calls.tracing = self._tracing
             self.data_plane.answer_calls(calls.answer)
         self._health = Health()
@@ -161,14 +205,14 @@ class Node:
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
 
-    def _open_tracing(self) -> RequestScope:
+    def _open_tracing(self) -> ErrorInterceptor:
         tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)
         self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
             for slot in self.store.tiers.slots.values():
                 slot.tracing = tracing
-        return RequestScope(tracing)
+        return ErrorInterceptor(tracing)
 
     def _open_keeper(self) -> HistoryKeeper | None:
         if "disk" not in self._config.tiers:
@@ -203,9 +247,9 @@ class Node:
             share_of(SOCKET_SHARE, self._taken, most),
         )
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        door = self.trust.doorkeeper.door
+        auth = self.trust.authorizer.session_auth
         try:
-            plane = DataPlane(path, self.sessions, files, self._clock, limits, door)
+            plane = DataPlane(path, self.sessions, files, self._clock, limits, auth)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -239,14 +283,16 @@ class Node:
         config = self._config
         if config.bulk == "off":
             return ()
+        from kvstore.server.bulk.peer_server import PeerLimits
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_requests import MAX_STREAMS
-        from kvstore.server.bulk.tcp_setup import open_streams
+        from kvstore.server.bulk.tcp_server import open_streams
 
-        service = BulkService(self.store, self.sessions, checks, desk_limits(config))
+        service = BulkService(self.store, self.sessions, checks, PeerLimits.of(config))
         service.tracing = self._tracing
-        door, most = self.trust.doorkeeper.door, share_of(BULK_SHARE, self._taken, MAX_STREAMS)
-        self.bulk, where = open_streams(config, service, self.sessions, door, self._clock, most)
+        auth = self.trust.authorizer.session_auth
+        most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
+        self.bulk, where = open_streams(config, service, self.sessions, auth, self._clock, most)
         self._closers.append(self.bulk.close)
         return where
 
@@ -261,14 +307,15 @@ class Node:
         address = self._config.health_address
         if address is None:
             return None
-        server, port = bind_health(address, self._health)
+        server, port = bind_health(address, self._health, self._shedder.refusals)
         self._closers.append(lambda: server.stop(None).wait())
         return port
 
     def _open_http(self) -> HttpPort | None:
         if self._config.http_address is None:
             return None
-        from kvstore.server.web.http_start import HttpPort
+        from kvstore.server.web.dashboard import Subject
+        from kvstore.server.web.http_pages import HttpPort
 
         subject = Subject(
             self.store, self.sessions, self.counters, kvstore.__version__, self._clock,
@@ -282,8 +329,8 @@ class Node:
         """Begin to serve."""
         self._is_started = True
         self._grpc.start()
-        for thread in self._threads:
-            thread.start()
+        self._maintenance.start()
+        self._learner.start()
         self._scrub.start()
         if self.directory is not None:
             self.directory.start()
@@ -307,20 +354,23 @@ class Node:
         is_publishing = is_bulk_alive and self.events.is_alive()
         return self.store.is_alive() and is_publishing and (plane is None or plane.is_alive())
 
-    def _tick(self) -> None:
-        while not self._stopping.wait(TICK_S):
-            self.store.tick()
-            self.counters.add("expired_sessions", self.sessions.expire())
-            self.counters.add("revoked_sessions", self.trust.tick())
-            self.events.tick()
-            if self._http is not None:
-                self._http.tick()
-            self._overload.tick()
-            if self.sessions.is_draining:  # over the RPC
-                self._set_health(serving=False)
-            if not self.is_alive():
-                logger.error("a worker died; health fails until the restart")
-                self._set_health(serving=False)
+    def _open_maintenance(self) -> Maintenance:
+        maintenance = Maintenance(self._clock)
+        parts = (self.store, self.events, self._shedder, self.data_plane, self._http)
+        ticks = [part.tick for part in parts if part is not None]
+        maintenance.every(TICK_S, *ticks, self._expire_sessions, self._check_health)
+        return maintenance
+
+    def _expire_sessions(self) -> None:
+        self.counters.add("expired_sessions", self.sessions.expire())
+        self.counters.add("revoked_sessions", self.trust.tick())
+
+    def _check_health(self) -> None:
+        if self.sessions.is_draining:  # over the RPC
+            self._set_health(serving=False)
+        if not self.is_alive():
+            logger.error("a worker died; health fails until the restart")
+            self._set_health(serving=False)
 
     def _learn(self) -> None:
         """Tell the policies what happened, so that no request has to wait for that."""
@@ -337,15 +387,16 @@ class Node:
         deadline = self._clock() + grace_s
         self.store.drain(deadline)
         self._stopping.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+        self._maintenance.stop()
+        if self._learner.is_alive():
+            self._learner.join()
         self.events.end()
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.data_plane is not None:
             self.data_plane.close()
         # Puts that had begun may have landed behind the first pass.
         clean = self.store.drain(deadline)
+        self.store.writes.close()
         if self._keeper is not None:
             self._keeper.save()
         self._blends.save()
@@ -366,7 +417,3 @@ def tenant_salts(config: Settings) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
     secret = config.read_secret()
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")
-
-
-def _new_id() -> int:
-    return int.from_bytes(os.urandom(8), "little") or 1

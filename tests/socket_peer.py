@@ -23,10 +23,11 @@ from kvstore.proto.unix_socket import (
     pack_call,
     unpack_answer,
 )
-from kvstore.server.security.authorization import Door
+from kvstore.server.api.unix_server import DataPlane
+from kvstore.server.security.authorization import SessionAuth
 
 STAGING_BYTES = 1 << 16
-OPEN = Door(lambda session, method: None, lambda *event: None)
+OPEN = SessionAuth(lambda session, method: None, lambda *event: None)
 """Lets everybody in, and writes nothing down."""
 
 
@@ -177,3 +178,21 @@ def joined(path: str, terms: Terms) -> Peer:
     peer = Peer(path)
     assert peer.join(terms) is Reply.ok
     return peer
+
+
+@contextlib.contextmanager
+def ticking(plane: DataPlane) -> Iterator[None]:
+    """Call ``tick`` of *plane* again and again, as a node does, inside ``with``."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(0.01):
+            plane.tick()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -14,13 +14,13 @@ from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import gate_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
-from kvstore.server.api.access_check import principal_of
+from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import chunk_stat, fidelity, fitting, tier_status
 from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.security.pools import PREFIX
-from kvstore.server.security.principal import check_tenant
 from kvstore.server.security.rate_limits import TenantLimits
+from kvstore.server.security.sessions import check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.telemetry.request_trace import RequestLog, check_local

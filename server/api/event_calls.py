@@ -16,8 +16,8 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.types import ROOT
-from kvstore.server.api.access_check import principal_of
-from kvstore.server.security.principal import Principal
+from kvstore.server.api.interceptors import principal_of
+from kvstore.server.security.sessions import Principal
 from kvstore.server.telemetry.events import EventLog, EventReader, Page
 
 if TYPE_CHECKING:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.server.api.access_check import Gatekeeper
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.interceptors import ErrorInterceptor
-from kvstore.server.api.load_shedding import Overload
-from kvstore.server.api.request_scope import RequestScope
+from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
+from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
@@ -25,7 +26,6 @@ from kvstore.server.telemetry.request_trace import RequestLog
 
 SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"]
 MESSAGE_SLACK_BYTES = 1 << 20
-REQUESTS_PER_WORKER = 8
 PENDING_CALLS = 64
 """Calls that gRPC keeps until Python takes them: it refuses some beyond, and all beyond twice as
 many, without the interpreter. Its own limit, 1,000, is more than Python takes within a deadline."""
@@ -35,9 +35,32 @@ OTHER_CONNECTIONS = 64
 HANDSHAKE_MS = 20_000
 """A connection that has not said what it is by then is closed; gRPC would wait 120 s."""
 
-HEALTH_WORKERS = 2
-"""Threads of the health service that has a port of its own."""
+HEALTH_CALLS = 16
+"""At once, of the health service that has a port of its own."""
 HEALTH_CONNECTIONS = 64
+
+
+class Health(health.HealthServicer):
+    """gRPC's own, without Watch, as its protocol allows: ask with Check.
+
+    A watcher holds a thread for as long as it likes; without a thread (what gRPC calls
+    non-blocking) one that does not read holds up whoever sets a state, under the lock that Check
+    takes (grpcio-health-checking 1.76).
+    """
+
+    def __init__(self) -> None:
+        super().__init__(experimental_non_blocking=False)
+
+    @override
+    def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.ServicerContext,
+        send_response_callback: Callable[..., Any] | None = None,
+    ) -> Iterator[health_pb2.HealthCheckResponse]:
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details("ask with Check")
+        return iter(())
 
 
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
@@ -60,9 +83,9 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
 
 def bind(
     config: Settings,
-    overload: Overload,
-    gatekeeper: Gatekeeper,
-    scope: RequestScope,
+    shedder: LoadShedder,
+    auth: AuthInterceptor,
+    errors: ErrorInterceptor,
     taken: int,
 ) -> tuple[grpc.Server, int]:
     """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
@@ -72,9 +95,9 @@ def bind(
     largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
     connections = most_connections(config.max_sessions, taken)
     server = grpc.server(
-        overload.reads,
-        interceptors=[overload, scope, ErrorInterceptor(), gatekeeper],
-        maximum_concurrent_rpcs=overload.most_calls,
+        shedder.reads,
+        interceptors=[shedder, errors, auth],
+        maximum_concurrent_rpcs=shedder.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_send_message_length", largest),
@@ -118,16 +141,15 @@ def _open(
 
 
 def bind_health(
-    address: tuple[str, int], servicer: health.HealthServicer
+    address: tuple[str, int], servicer: health.HealthServicer, threads: futures.ThreadPoolExecutor
 ) -> tuple[grpc.Server, int]:
-    """Return a started server of *servicer* alone, in plain text, and its port.
+    """Return a started server of *servicer* alone, in plain text, on *threads*, and its port.
 
     Raises TierUnavailableError.
     """
-    workers = futures.ThreadPoolExecutor(HEALTH_WORKERS, thread_name_prefix="health")
     server = grpc.server(
-        workers,
-        maximum_concurrent_rpcs=REQUESTS_PER_WORKER * HEALTH_WORKERS,
+        threads,
+        maximum_concurrent_rpcs=HEALTH_CALLS,
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),

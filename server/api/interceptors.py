@@ -1,10 +1,11 @@
-"""Cross-cutting behaviour of every RPC: the one place where exceptions become statuses."""
+"""What surrounds every RPC: request id and span, who calls and may they, errors as statuses."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import grpc
@@ -13,9 +14,14 @@ from typing_extensions import override
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import ERROR_NAME
+from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, check_role
+from kvstore.server.security.sessions import ANYBODY, Principal, Session
 from kvstore.server.telemetry.request_ids import RequestId
 
 if TYPE_CHECKING:
+    from kvstore.server.telemetry.tracing import Tracing
+
     Handler = grpc.RpcMethodHandler[Any, Any]
     ServerInterceptor = grpc.ServerInterceptor[Any, Any]
 else:  # grpc's classes are generic in its stubs only
@@ -26,6 +32,8 @@ MAX_MESSAGE_CHARS = 600
 
 T = TypeVar("T")
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
+Scope = Callable[[Any, grpc.ServicerContext], AbstractContextManager[object]]
+"""From a message, or what yields them, and the context to what is done around the call."""
 
 logger = structlog.get_logger(__name__)
 
@@ -48,12 +56,123 @@ class HandlerInterceptor(ServerInterceptor):
 
 
 class ErrorInterceptor(HandlerInterceptor):
-    """Send KVStoreErrors with their status and class name, anything else as INTERNAL."""
+    """Send KVStoreErrors with their status and class name, anything else as INTERNAL.
+
+    Each call has its request id meanwhile, and a span where there is *tracing*.
+    """
+
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
 
     @override
     def around(self, handler: Handler, method: str) -> Handler:
+        scope = None if self._tracing is None else self._tracing.scope_of(method)
         streams = handler.response_streaming
-        return answered_by(handler, guarded(behavior_of(handler), method, streams=streams))
+        behavior = guarded(behavior_of(handler), method, streams=streams, scope=scope)
+        return answered_by(handler, behavior)
+
+
+class AuthenticatedContext:
+    """gRPC's context of a call, and who calls; all else it passes on."""
+
+    __slots__ = ("_context", "frames", "principal", "request", "session")
+
+    def __init__(self, context: grpc.ServicerContext, principal: Principal, request: Any) -> None:
+        self._context = context
+        self.principal = principal
+        self.session: Session | None = None
+        self.request: Any = request
+        """The message of the call, or what yields those that are admitted."""
+        self.frames: int | None = None
+        """How many frames a stream began; None where the call has one message."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+
+def principal_of(context: object) -> Principal:
+    """Return who calls; who calls without gRPC has been asked before."""
+    return context.principal if isinstance(context, AuthenticatedContext) else ANYBODY
+
+
+class AuthInterceptor(HandlerInterceptor):
+    """Lets calls through that the authenticator knows and the authorizer admits.
+
+    Health is asked of nobody. Belongs behind the ErrorInterceptor, which sends what is raised here.
+    What it returns for a method is good for all of its calls.
+    """
+
+    def __init__(self, authenticator: Authenticator, authorizer: Authorizer) -> None:
+        self._authenticator = authenticator
+        self._authorizer = authorizer
+
+    @override
+    def around(self, handler: Handler, method: str) -> Handler:
+        service = method.strip("/").rpartition("/")[0]
+        if SERVICES.get(service) == OPEN:
+            return handler
+        behavior, streams = behavior_of(handler), handler.request_streaming
+
+        def answered(request: Any, context: grpc.ServicerContext) -> Any:
+            with self._calling(method, request, context, streams=streams) as call:
+                return behavior(call.request, call)
+
+        def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            with self._calling(method, request, context, streams=streams) as call:
+                yield from behavior(call.request, call)
+
+        return answered_by(handler, streamed if handler.response_streaming else answered)
+
+    @contextmanager
+    def _calling(
+        self, method: str, request: Any, context: grpc.ServicerContext, *, streams: bool
+    ) -> Iterator[Any]:
+        """Yield the context of a call that is admitted, and record what became of it."""
+        authorizer, call, outcome = self._authorizer, None, "cancelled"
+        started = authorizer.clock()
+        try:
+            principal = ANYBODY
+            if not self._authenticator.is_open:
+                metadata: Any = context.invocation_metadata() or ()
+                proofs: Any = context.auth_context()  # its stubs say bytes, where it has lists
+                principal = self._authenticator.principal_of(metadata, proofs)
+            call = AuthenticatedContext(context, principal, request)
+            if streams:
+                call.request, call.frames = self._each_admitted(call, method, request), 0
+            else:
+                call.session = authorizer.admit(principal, method, request)
+            yield call
+            outcome = "OK"
+        except KVStoreError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            authorizer.times.note(method, authorizer.clock() - started)
+            if call is None:
+                authorizer.note(None, method, outcome, peer=context.peer)
+            else:
+                about = call.request if call.frames is None else call.frames
+                authorizer.note(call.principal, method, outcome, call.session, about, context.peer)
+
+    def _each_admitted(
+        self, call: AuthenticatedContext, method: str, requests: Iterator[Any]
+    ) -> Iterator[Any]:
+        """Yield the messages of a stream; one that names another session is checked anew.
+
+        The stream is one request, of the tenant that its first message is about.
+        """
+        check_role(call.principal, method, None)
+        first = next(requests, None)
+        call.session = self._authorizer.admit(call.principal, method, first)
+        last, call.frames = getattr(first, "session_id", 0), 0
+        for request in () if first is None else chain((first,), requests):
+            # The first message of a frame says how long it is.
+            call.frames += bool(getattr(request, "frame_bytes", 0))
+            session_id = getattr(request, "session_id", 0)
+            if session_id != last:
+                call.session = self._authorizer.admit(call.principal, method, request)
+                last = session_id
+            yield request
 
 
 def behavior_of(handler: Handler) -> Behavior:
@@ -83,29 +202,29 @@ def _shape(handler: Handler) -> str:
     return "_".join("stream" if streams else "unary" for streams in kinds)
 
 
-def guarded(behavior: Behavior, method: str, *, streams: bool) -> Behavior:
-    """Return *behavior* with its errors sent as statuses; *streams*: it yields messages."""
-    return _guard_stream(behavior, method) if streams else _guard_unary(behavior, method)
+def guarded(
+    behavior: Behavior, method: str, *, streams: bool, scope: Scope | None = None
+) -> Behavior:
+    """Return *behavior* with its errors sent as statuses; *streams*: it yields messages.
 
+    Without a *scope* of its own each call has its request id.
+    """
 
-def _guard_unary(behavior: Behavior, method: str) -> Behavior:
-    def guarded(request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return behavior(request, context)
-        except Exception as error:  # noqa: BLE001
-            _abort(context, error, method)
+    def answered(request: Any, context: grpc.ServicerContext) -> Any:
+        with scope(request, context) if scope else RequestId(context.invocation_metadata):
+            try:
+                return behavior(request, context)
+            except Exception as error:  # noqa: BLE001
+                _abort(context, error, method)
 
-    return guarded
+    def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        with scope(request, context) if scope else RequestId(context.invocation_metadata):
+            try:
+                yield from behavior(request, context)
+            except Exception as error:  # noqa: BLE001
+                _abort(context, error, method)
 
-
-def _guard_stream(behavior: Behavior, method: str) -> Behavior:
-    def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
-            yield from behavior(request, context)
-        except Exception as error:  # noqa: BLE001
-            _abort(context, error, method)
-
-    return guarded
+    return streamed if streams else answered
 
 
 def told(

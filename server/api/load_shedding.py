@@ -4,22 +4,24 @@ A server that takes all that comes answers everything too late. Here each kind o
 queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
 thread that does nothing else, so that reads find room. No call is taken while reads wait too long,
 few or many: a limit in calls is seconds of long ones. What waited past its deadline is not begun.
-What callers say they will send is waited for with Patience.
-After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
+A StallGuard ends calls whose messages do not come.
+After M. Welsh and D. Culler, "Adaptive LoadShedder Control for Busy Internet Servers", USITS 2003.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import grpc
 from typing_extensions import override
 
-from kvstore.proto.errors import DeadlineError, QuotaExceededError
-from kvstore.server.api.bounded_executor import Lane
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, QuotaExceededError
 from kvstore.server.api.event_calls import EVENT_READERS
 from kvstore.server.api.interceptors import (
     Behavior,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 WRITES = frozenset(
     {"Put", "Reserve", "Commit", "PutDevice", "Clear", "Drain", "ReportReuse", "Trace"}
 )
-"""What waits behind the rest: nobody's prompt stands still for them, or they are long."""
+"""Calls that wait behind the rest: no prompt waits for them, or they are long."""
 CALLS_PER_WORKER = 4
 """Calls at once, waiting or at work, for each thread. gRPC refuses what is more, which costs a
 tenth of an answer."""
@@ -45,43 +47,185 @@ WRITES_PER_WORKER = 2
 """Writes that may wait for each thread that answers writes; the rest is left to reads."""
 LEAST_LEFT_S = 0.001
 """A call with less time left when its turn comes is not begun."""
+STALL_S = 15.0
+"""What any message may take to come."""
+GRACE_S = 3.0
+"""A call that has waited less is not ended to make room: its message is on the way."""
+LATE_S = 0.2
+"""If calls wait longer before they are begun, an executor takes only each thread's next."""
+
+T = TypeVar("T")
+
+
+class StallGuard:
+    """Waits for messages in the thread of their call; at most *most* wait beyond ``GRACE_S``.
+
+    ``tick`` is called a few times a second. Thread-safe; *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float]) -> None:
+        self._most = most
+        self._clock = clock
+        self._waiting: OrderedDict[int, tuple[float, grpc.ServicerContext]] = OrderedDict()
+        self._last = 0
+        self._lock = threading.Lock()  # guards the two above
+
+    def only(self, messages: Iterator[T], context: grpc.ServicerContext) -> T:
+        """Return the one message of a call. Raises InvalidRequestError when there is none."""
+        message = next(self.each(messages, context), None)
+        if message is None:
+            raise InvalidRequestError("message", None, "send one with the call")
+        return message
+
+    def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+        """Yield the messages of a call."""
+        while True:
+            with self._lock:
+                self._last = number = self._last + 1
+                self._waiting[number] = self._clock(), context
+            try:
+                message = next(messages, None)
+            finally:
+                with self._lock:
+                    self._waiting.pop(number, None)
+            if message is None:
+                return
+            yield message
+
+    def tick(self) -> int:
+        """End the calls that were waited for too long; return how many."""
+        now = self._clock()
+        ended: list[Any] = []
+        with self._lock:
+            while self._waiting:
+                number, (since, context) = next(iter(self._waiting.items()))
+                are_many = len(self._waiting) > self._most
+                if now - since < (GRACE_S if are_many else STALL_S):
+                    break
+                del self._waiting[number]
+                ended.append(context)
+        for context in ended:
+            context.cancel()
+        return len(ended)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class BoundedExecutor(futures.ThreadPoolExecutor):
+    """Threads that answer one kind of call, and the calls that wait for them.
+
+    At most half of them wait in gRPC for the one message of a call, which nothing can end; later
+    calls wait in ``stall_guard``, a quarter more, which costs a tenth of a short answer. *clock*
+    gives monotonic seconds.
+    """
+
+    def __init__(
+        self, name: str, workers: int, limit: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(workers, thread_name_prefix=name)
+        self.limit = limit
+        self.stall_guard = StallGuard(workers // 4, clock)
+        self._workers = workers
+        self._clock = clock
+        self._most_silent = workers // 2
+        self._queued_at: deque[float] = deque()
+        """When each call that waits was queued, the oldest first."""
+        self._waited_s = 0.0
+        self._silent = 0
+        self._here = threading.local()
+        self._count_lock = threading.Lock()  # guards the three above
+
+    @property
+    def waiting(self) -> int:
+        """Calls that no thread has begun."""
+        return len(self._queued_at)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether calls wait longer than they should, and each thread has more than one to come.
+
+        It counts how long the call that was begun last had waited, after K. Nichols and
+        V. Jacobson, "Controlling Queue Delay", ACM Queue 2012. If no thread begins a call,
+        the limit holds.
+        """
+        return self._waited_s > LATE_S and len(self._queued_at) > self._workers
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next call would wait too long."""
+        return self.waiting >= self.limit
+
+    @property
+    def is_stalling(self) -> bool:
+        """Whether too many threads wait in gRPC for a message."""
+        return self._silent >= self._most_silent
+
+    def note_message(self) -> None:
+        """Record that the message of this thread's call is here, or waited for by the guard."""
+        if not self._here.has_message:
+            self._here.has_message = True
+            with self._count_lock:
+                self._silent -= 1
+
+    @override
+    def submit(self, fn: Callable[..., Any], /, *words: Any, **named: Any) -> futures.Future[Any]:
+        with self._count_lock:
+            self._queued_at.append(self._clock())
+
+        def begun(*words: Any, **named: Any) -> Any:
+            with self._count_lock:
+                self._waited_s = self._clock() - self._queued_at.popleft()
+                self._silent += 1
+            self._here.has_message = False
+            try:
+                return fn(*words, **named)
+            finally:
+                self.note_message()  # a call that was cancelled never gets to its behavior
+
+        try:
+            return super().submit(begun, *words, **named)
+        except RuntimeError:  # it is shut down
+            with self._count_lock:
+                self._queued_at.pop()
+            raise
 
 
 class _Answers(NamedTuple):
-    """What answers the calls of one method, what does while ``lane`` is held, and full."""
+    """What answers the calls of one method: usually, while ``executor`` is stalling, and full."""
 
-    lane: Lane
+    executor: BoundedExecutor
     usual: Handler
     watched: Handler
     refusal: Handler
 
 
-class Room(int):
+class ConcurrencyLimit(int):
     """How many calls there may be at once; none more while those of *reads* wait too long.
 
     gRPC compares the calls that it has with this number before each: what it refuses itself costs
     less than what we refuse.
     """
 
-    _reads: Lane
+    _reads: BoundedExecutor
 
-    def __new__(cls, calls: int, reads: Lane) -> Room:
-        """Return room for *calls*."""
-        room = super().__new__(cls, calls)
-        room._reads = reads
-        return room
+    def __new__(cls, calls: int, reads: BoundedExecutor) -> ConcurrencyLimit:
+        """Return a limit of *calls*."""
+        limit = super().__new__(cls, calls)
+        limit._reads = reads
+        return limit
 
     @override
     def __le__(self, calls: int) -> bool:
-        """Whether *calls* are all that may be: Python asks this for ``calls >= room``."""
+        """Whether *calls* are all that may be: Python asks this for ``calls >= limit``."""
         return int(self) <= calls or self._reads.is_late
 
 
-class Overload(ServerInterceptor):
-    """Says which threads answer a call, and refuses it when too many wait for them.
+class LoadShedder(ServerInterceptor):
+    """Chooses the threads that answer a call, and refuses it when too many wait for them.
 
-    Belongs before all other interceptors, whom it asks once about each method. ``reads`` are the
-    threads of everything else too. Somebody calls ``tick`` now and then.
+    The first of the interceptors: it gets each method's handler from the others once. ``reads``
+    answers everything else too. ``tick`` is called a few times a second.
     """
 
     def __init__(
@@ -90,26 +234,26 @@ class Overload(ServerInterceptor):
         writers = max(1, workers // 2)
         readers = max(1, workers - writers)
         waiting = CALLS_PER_WORKER * workers
-        self.reads = Lane("rpc", readers, waiting, clock)
-        self.most_calls = Room(waiting + EVENT_READERS, self.reads)
-        self._writes = Lane("rpc-write", writers, WRITES_PER_WORKER * writers, clock)
-        # Who reads events stays; a thread more tells the next that there is no room.
-        self._events = Lane("rpc-events", EVENT_READERS + 1, EVENT_READERS, clock)
-        self._lanes = (self.reads, self._writes, self._events)
-        self._refusals = futures.ThreadPoolExecutor(1, thread_name_prefix="rpc-refuse")
+        self.reads = BoundedExecutor("rpc", readers, waiting, clock)
+        self.most_calls = ConcurrencyLimit(waiting + EVENT_READERS, self.reads)
+        self._writes = BoundedExecutor("rpc-write", writers, WRITES_PER_WORKER * writers, clock)
+        # A reader of events keeps its thread; one more refuses the next reader.
+        self._events = BoundedExecutor("rpc-events", EVENT_READERS + 1, EVENT_READERS, clock)
+        self._executors = (self.reads, self._writes, self._events)
+        self.refusals = futures.ThreadPoolExecutor(2, thread_name_prefix="rpc-refuse")
         self._counters = counters
         self._answers: dict[str, _Answers] = {}
         """By method, of those that there are."""
 
     def close(self) -> None:
         """Take no more calls; those at work are not waited for."""
-        for pool in (*self._lanes, self._refusals):
+        for pool in (*self._executors, self.refusals):
             pool.shutdown(wait=False)
 
     def tick(self) -> None:
         """End the calls whose messages do not come."""
-        for lane in self._lanes:
-            self._counters.add("stalled_calls", lane.patience.tick())
+        for executor in self._executors:
+            self._counters.add("stalled_calls", executor.stall_guard.tick())
 
     @override
     def intercept_service(
@@ -124,40 +268,38 @@ class Overload(ServerInterceptor):
             if handler is None:
                 return None
             answers = self._answers[method] = self._answered(handler, method)
-        if answers.lane.is_full:
+        if answers.executor.is_full:
             return answers.refusal
-        return answers.watched if answers.lane.is_held else answers.usual
+        return answers.watched if answers.executor.is_stalling else answers.usual
 
     def _answered(self, handler: Handler, method: str) -> _Answers:
-        lane, inner = self._lane(method.rpartition("/")[2]), behavior_of(handler)
+        executor, inner = self._executor(method.rpartition("/")[2]), behavior_of(handler)
         streams = handler.response_streaming
         refuse = guarded(self._refuse, method, streams=streams)
         expire = guarded(self._expire, method, streams=streams)
-        receive: Behavior = lane.patience.each
+        receive: Behavior = executor.stall_guard.each
         if not handler.request_streaming:
-            receive = guarded(lane.patience.only, method, streams=False)
+            receive = guarded(executor.stall_guard.only, method, streams=False)
 
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
-            lane.heard()
+        def answer(
+            request: Any, context: grpc.ServicerContext, receive: Behavior | None = None
+        ) -> Any:
+            executor.note_message()
             left_s = context.time_remaining()
             if left_s is not None and left_s < LEAST_LEFT_S:
                 return expire(request, context)
-            return inner(request, context)
+            return inner(request if receive is None else receive(request, context), context)
 
-        def watched(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
-            lane.heard()
-            return answer(receive(requests, context), context)
-
-        is_watched = fed_by_stream(handler, _on(lane, watched))
-        usual = answered_by(handler, _on(lane, answer))
+        is_watched = fed_by_stream(handler, _on(executor, partial(answer, receive=receive)))
+        usual = answered_by(handler, _on(executor, answer))
         return _Answers(
-            lane,
+            executor,
             is_watched if handler.request_streaming else usual,
             is_watched,
-            fed_by_stream(handler, _on(self._refusals, refuse)),
+            fed_by_stream(handler, _on(self.refusals, refuse)),
         )
 
-    def _lane(self, name: str) -> Lane:
+    def _executor(self, name: str) -> BoundedExecutor:
         if name in WRITES:
             return self._writes
         return self._events if name == "Events" else self.reads

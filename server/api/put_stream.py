@@ -1,8 +1,8 @@
-"""One Put stream: frames that arrive in pieces, written where they will stay."""
+"""Put streams: frames that arrive in pieces, one after another or layer by layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,7 +10,7 @@ from types import TracebackType
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
-from kvstore.proto.frame import parse_header
+from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -51,8 +51,8 @@ class PutStream:
         """A whole frame whose state is kept only if the next one does not continue it."""
         self._durable = False
         self._deadline_ms = 0
-        self._deadline = 0.0
-        self._hints = NO_HINTS
+        self.deadline = 0.0
+        self.hints = NO_HINTS
 
     def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
         """Store each frame; return what became of them in order.
@@ -76,15 +76,16 @@ class PutStream:
 
     def open(self, *, durable: bool, deadline_ms: int, hints: Hints = NO_HINTS) -> None:
         """Begin. Raises InvalidRequestError for what this server cannot promise."""
-        self._checks.durable(durable, is_possible=self._store.can_be_durable)
-        self._durable, self._deadline_ms, self._hints = durable, deadline_ms, hints
-        self._deadline = self._checks.deadline(deadline_ms)
+        if durable:
+            self._checks.durable(durable, is_possible=self._store.can_be_durable)
+        self._durable, self._deadline_ms, self.hints = durable, deadline_ms, hints
+        self.deadline = self._checks.deadline(deadline_ms)
 
     def hint(self, hints: Hints) -> None:
         """Take what the writer says of all frames. Raises InvalidRequestError once one has come."""
         if self._keys:
             raise InvalidRequestError("hints", len(self._keys), "say them before the first frame")
-        self._hints = hints
+        self.hints = hints
 
     @property
     def frames(self) -> int:
@@ -148,10 +149,13 @@ class PutStream:
                 "frame", self._incoming.received_bytes, "the stream ended inside it"
             )
         self._commit_held(is_last=True)
-        if self._durable:
-            deadline = self._checks.deadline(self._deadline_ms)
-            return self._store.harden(self._keys, self._results, deadline)
-        return self._results
+        return self.hardened(self._keys, self._results) if self._durable else self._results
+
+    def hardened(self, keys: Sequence[ChunkKey], results: list[PutResult]) -> list[PutResult]:
+        """Return *results* once what was stored is durable, where that was asked for."""
+        if not self._durable:
+            return results
+        return self._store.harden(keys, results, self._checks.deadline(self._deadline_ms))
 
     def __enter__(self) -> PutStream:
         return self
@@ -182,8 +186,8 @@ class PutStream:
         info, part = self._checks.header(session, header, frame_bytes)
         if self._held is not None and self._held.ticket is not None:
             self._commit_held(is_last=info.parent_key != self._held.ticket.key)
-        options = PutOptions(self._hints, is_last=None)
-        begun = self._store.writes.open(session, info, self._deadline, options, part)
+        options = PutOptions(self.hints, is_last=None)
+        begun = self._store.writes.open(session, info, self.deadline, options, part)
         self._keys.append(info.key)
         if isinstance(begun, PutResult):
             self._results.append(begun)
@@ -194,3 +198,103 @@ class PutStream:
             if isinstance(begun, PutTicket) and begun.room is not None:
                 check = FrameVerifier(begun.room, info.key, header.header_bytes)
             self._incoming = _Incoming(begun, frame_bytes, check)
+
+
+@dataclass(slots=True)
+class _LayeredFrame:
+    """A frame being received: its answer if it needs none of its bytes, else where they go."""
+
+    result: PutResult | None
+    ticket: AnyTicket | None
+    header: FrameHeader
+    is_whole: bool = False
+
+
+class LayeredPutStream:
+    """Receive the frames of one ``layer_major`` stream. Used once, by one thread.
+
+    A frame begins with its header, whose checksums are still open, and ends with the header
+    that has them. Nothing is visible before the stream ends, all its frames whole; then each is
+    verified and sealed.
+    """
+
+    def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._checks = checks
+        self._stream = PutStream(store, sessions, checks)
+        self._frames: list[_LayeredFrame] = []
+
+    def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
+        """Store the frames; return what became of them in order.
+
+        At the first bad message its error is raised, and nothing of the stream stays.
+        """
+        is_open = False
+        try:
+            for message in messages:
+                session = self._sessions.get(message.session_id)
+                if not is_open:
+                    is_open = True
+                    self._stream.open(
+                        durable=message.durable,
+                        deadline_ms=message.deadline_ms,
+                        hints=hints_from_message(message.hints),
+                    )
+                if message.frame == len(self._frames):
+                    self._begin(session, message)
+                else:
+                    self._take(message)
+            return self._finish()
+        finally:
+            for frame in self._frames:
+                if frame.ticket is not None:
+                    self._store.writes.discard(frame.ticket)
+
+    def _begin(self, session: Session, message: pb.PutRequest) -> None:
+        self._checks.batch("frames", len(self._frames) + 1)
+        header = parse_header(as_bytes(message.data), FLAG_UNSUMMED)
+        if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
+            raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
+        info, _ = self._checks.header(session, header, message.frame_bytes)
+        options = PutOptions(self._stream.hints)
+        begun = self._store.writes.open(session, info, self._stream.deadline, options)
+        if isinstance(begun, PutResult):
+            self._frames.append(_LayeredFrame(begun, None, header))
+            return
+        # Ours: the end of the session must not free what we write into.
+        self._frames.append(_LayeredFrame(None, begun, header))
+        view = begun.room
+        assert view is not None
+        end = header.header_bytes
+        for row in header.segments:  # what no segment covers, and no checksum
+            view[end : int(row["offset"])] = 0
+            end = int(row["offset"]) + int(row["stored_bytes"])
+
+    def _take(self, message: pb.PutRequest) -> None:
+        if message.frame > len(self._frames):
+            raise InvalidRequestError("frame", message.frame, "begin frames one after another")
+        frame = self._frames[message.frame]
+        start, stop = message.offset, message.offset + len(message.data)
+        head = frame.header.header_bytes
+        is_header = start == 0 and stop == head
+        if frame.is_whole or not message.data or not (is_header or start >= head):
+            raise InvalidFrameError("offset", start, "send segments, and the header last, once")
+        if stop > frame.header.frame_bytes:
+            raise InvalidFrameError("data", stop, f"the frame has {frame.header.frame_bytes} bytes")
+        frame.is_whole = is_header
+        if frame.ticket is not None and frame.ticket.room is not None:
+            copy_bytes(frame.ticket.room[start:stop], as_bytes(message.data))
+
+    def _finish(self) -> list[PutResult]:
+        for number, frame in enumerate(self._frames):
+            if not frame.is_whole:
+                raise InvalidFrameError("frame", number, "the stream ended before it was whole")
+        results = []
+        for frame in self._frames:
+            if frame.ticket is not None:
+                ticket, frame.ticket = frame.ticket, None
+                frame.result = self._store.writes.commit(ticket)
+            assert frame.result is not None
+            results.append(frame.result)
+        return self._stream.hardened([frame.header.key for frame in self._frames], results)

@@ -22,10 +22,9 @@ from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavaila
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
 from kvstore.proto.unix_socket import Reach, pid_namespace
-from kvstore.server.api.access_check import principal_of
 from kvstore.server.api.get_stream import REACH, GetStream
-from kvstore.server.api.layered_put import LayeredPutStream
-from kvstore.server.api.put_stream import PutStream
+from kvstore.server.api.interceptors import principal_of
+from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import DataPlane
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
 from kvstore.server.index.results import Leasing
@@ -230,8 +229,9 @@ class DataCalls:
         reach = REACH[request.via] if self._data_plane is not None else None
         if reach is not None and "write" not in session.roles:
             reach = reach - {Reach.file}  # an open file can be opened again for writing
-        self._checks.ranges(request.ranges, len(keys))
-        skipped = self._checks.skipped(request, len(keys))
+        if request.ranges:
+            self._checks.ranges(request.ranges, len(keys))
+        skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)
         stream = GetStream(self._store, session, self._stamp, lease_id, deadline, least)
         if request.ranges:
@@ -316,7 +316,7 @@ class DataCalls:
         self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
         if self._data_plane is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
-        staging = self._data_plane.staging(session.session_id)
+        staging = self._data_plane.staging(session.session_id).memory
         writes, keys, results = self._store.writes, [], []
         try:
             for reservation_id, offset in zip(

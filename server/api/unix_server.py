@@ -1,4 +1,4 @@
-"""The data plane of one host: descriptors and calls over a Unix socket."""
+"""The data plane of one host: descriptors and calls over a Unix socket of this user alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import mmap
 import os
 import select
 import socket
+import stat
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
-from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -27,16 +27,26 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.unix_socket import MAX_PACKET_BYTES, Packet
-from kvstore.server.api.unix_listener import can_send, is_trusted, listen
+from kvstore.proto.unix_socket import (
+    HEADER_BYTES,
+    MAX_PACKET_BYTES,
+    STAGING_SEALS,
+    Op,
+    Packet,
+    Reply,
+    Request,
+    map_sealed,
+    pack_greeting,
+    pack_reply,
+    peer_ids,
+)
+from kvstore.server.api.unix_calls import send_packets
 from kvstore.server.api.written_pages import WrittenPages
-from kvstore.server.security.authorization import Door
-from kvstore.server.security.roles import check_session_role
+from kvstore.server.security.authorization import SessionAuth, check_session_role
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 
 CONNECTIONS_PER_SESSION = 16
-SEND_WITHIN_S = 5
-_POLL_S = 0.5
+_ACCEPT_AGAIN_S = 0.5
 _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
 _THREAD_AGAIN_S = 10.0
@@ -44,12 +54,10 @@ _STAGING_DESCRIPTORS = 2
 """Of a session's memory: the map has one of its own."""
 _IN_A_ROW = 16
 """Messages of one peer before others have their turn."""
-
-_METHODS = {
-    unix_socket.Op.slab: "Slab",
-    unix_socket.Op.extent: "Extent",
-    unix_socket.Op.ring: "Ring",
-}
+_BACKLOG = 128
+_UID_MAP = Path("/proc/self/uid_map")
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+_METHODS = {Op.slab: "Slab", Op.extent: "Extent", Op.ring: "Ring"}
 """What roles and the audit log call an operation; all others are ways to attach."""
 _ATTACH = "Attach"
 _ORIGIN = "unix"
@@ -62,10 +70,10 @@ SlabFile = Callable[[int, str], tuple[int, int]]
 Raises KVStoreError.
 """
 
-TakeRing = Callable[[Session, unix_socket.Request, Bytes], None]
+TakeRing = Callable[[Session, Request, Bytes], None]
 """Given a session, what it says of its ring, and what it exported. Raises KVStoreError."""
 
-Answer = Callable[[Session, unix_socket.Request, bytes], Generator[Packet, None, None]]
+Answer = Callable[[Session, Request, bytes], Generator[Packet, None, None]]
 """A call's session, head and message to the packets of its answer, errors among them."""
 
 
@@ -94,7 +102,7 @@ class _Peer:
     """A thread serves it: nobody else may close its connection."""
 
 
-class _Staging(NamedTuple):
+class Staging(NamedTuple):
     """A session's memory, and what of it was written."""
 
     memory: Bytes
@@ -104,34 +112,32 @@ class _Staging(NamedTuple):
 class DataPlane:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
-    *door* has written down what was given and refused.
-
-    Several threads wait for messages side by side: whoever gets one answers it, so that no
-    call is handed from thread to thread. The end of the connection that brought a session's
-    memory closes the session; connections that joined it are for calls only, answered in order.
-    *clock* returns monotonic seconds. Raises InvalidRequestError when another server listens on
-    *path*.
+    *auth* records what was given and refused. Several threads wait for messages side by side:
+    the one that gets a message answers it, so that no call is handed to another thread. The end of
+    the connection that brought a session's memory closes the session; connections that joined it
+    are for calls only, answered in order. ``tick`` is called a few times a second; *clock* returns
+    monotonic seconds. Raises InvalidRequestError when another server listens on *path*.
     """
 
     def __init__(
         self,
         path: Path,
         sessions: SessionTable,
-        files: Mapping[unix_socket.Op, SlabFile],
+        files: Mapping[Op, SlabFile],
         clock: Callable[[], float],
         limits: PlaneLimits,
-        door: Door,
+        auth: SessionAuth,
     ) -> None:
         self.path = path
         self._sessions = sessions
         self._files = files
         self._clock = clock
         self._limits = limits
-        self._door = door
+        self._auth = auth
         self.take_ring: TakeRing | None = None
         self._answer: Answer | None = None
         self._peers: dict[int, _Peer] = {}
-        self._staging: dict[int, _Staging] = {}
+        self._staging: dict[int, Staging] = {}
         # Guards the two above, for dictionary operations only.
         self._lock = threading.Lock()
         self._listener = listen(path)
@@ -140,16 +146,14 @@ class DataPlane:
         self._wake_out, self._wake_in = os.pipe()
         self._poll.register(self._wake_out, select.EPOLLIN)
         self._closed = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="dataplane-keeper", daemon=True)
         self._threads: list[threading.Thread] = []
         """Those that serve; one is started when no other waits for messages."""
         self._begun = self._waiting = 0
-        self._users = 2
+        self._users = 1
         """Who still uses the poll: the threads, and whoever closes the plane."""
         self._no_thread_until_s = 0.0
         """Before that no more are started: the system gave none."""
         self._begin_thread()
-        self._keeper.start()
 
     def _begin_thread(self) -> None:
         """Start another thread, up to the limit, unless the plane is closing."""
@@ -188,11 +192,8 @@ class DataPlane:
         """Have *answer* answer calls; until then they are refused."""
         self._answer = answer
 
-    def staging(self, session_id: int) -> Bytes:
+    def staging(self, session_id: int) -> Staging:
         """Return the session's staging memory. Raises InvalidRequestError if it brought none."""
-        return self._staging_of(session_id).memory
-
-    def _staging_of(self, session_id: int) -> _Staging:
         staging = self._staging.get(session_id)
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
@@ -203,13 +204,13 @@ class DataPlane:
 
         Reading it would allocate it, and the server would pay. What lies outside has no bytes.
         """
-        memory, written = self._staging_of(session_id)
+        memory, written = self.staging(session_id)
         if offset + size_bytes <= len(memory) and not written.has(offset, size_bytes):
             raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
-        return all(thread.is_alive() for thread in (self._keeper, *self._threads))
+        return all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
         """Stop serving, hang up on every peer and remove the socket. Idempotent.
@@ -221,7 +222,7 @@ class DataPlane:
         self._closed.set()
         os.write(self._wake_in, b".")
         deadline = self._clock() + _END_WITHIN_S
-        for thread in (self._keeper, *self._threads):
+        for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
         for peer in list(self._peers.values()):
             if self._claim(peer):
@@ -260,23 +261,15 @@ class DataPlane:
         finally:
             self._let_go()
 
-    def _keep(self) -> None:
-        """Keep out who does not say who they are."""
-        try:
-            while not self._closed.wait(_POLL_S):
-                self._drop_idlers()
-        finally:
-            self._let_go()
-
     def _accept(self) -> None:
+        connection: socket.socket | None = None
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            connection = None  # who connected is gone again
+            pass  # the peer is gone again
         except OSError as error:
             logger.warning("data plane cannot accept", reason=str(error))
-            connection = None
-            self._closed.wait(_POLL_S)  # out of descriptors: some may be closed meanwhile
+            self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: some may be closed meanwhile
         with suppress(OSError, ValueError):  # closing
             self._poll.modify(self._listener, select.EPOLLIN | select.EPOLLONESHOT)
         if connection is not None:
@@ -284,23 +277,22 @@ class DataPlane:
 
     def _take_in(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        is_welcome = is_trusted(connection)
-        if not is_welcome:
-            self._door.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
+        if not is_trusted(connection):
+            self._auth.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
+            connection.close()
+            return
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
             has_room = strangers < self._limits.max_sessions and self._has_room(1)
-            if is_welcome and has_room:
+            if has_room:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        if not is_welcome or not has_room:
+        if not has_room:
             connection.close()
-            if is_welcome:
-                logger.warning(
-                    "data plane hung up on a connection: it has as many as it may",
-                    descriptors=self._limits.max_descriptors,
-                    unknown=strangers,
-                    fix="raise ulimit -n, or --max-sessions",
-                )
+            logger.warning(
+                "data plane hung up on a connection: it has as many as it may",
+                descriptors=self._limits.max_descriptors, unknown=strangers,
+                fix="raise ulimit -n, or --max-sessions",
+            )  # fmt: skip
             return
         try:
             self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
@@ -312,8 +304,11 @@ class DataPlane:
         used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)
         return used + descriptors <= self._limits.max_descriptors
 
-    def _drop_idlers(self) -> None:
-        """Hang up on peers that never said who they are, and on those whose session ended."""
+    def tick(self) -> None:
+        """Hang up on peers that never said who they are, and on those whose session ended.
+
+        Called a few times a second.
+        """
         oldest = self._clock() - _ATTACH_WITHIN_S
         for peer in list(self._peers.values()):
             is_silent = peer.session is None and peer.since < oldest
@@ -364,20 +359,18 @@ class DataPlane:
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
-        request: unix_socket.Request | None = None
+        request: Request | None = None
         try:
             if not message:
                 return False
-            request = unix_socket.Request.unpack(message[: unix_socket.HEADER_BYTES])
-            body = message[unix_socket.HEADER_BYTES :]
+            request = Request.unpack(message[:HEADER_BYTES])
+            body = message[HEADER_BYTES:]
             if len(message) > MAX_PACKET_BYTES or flags & socket.MSG_TRUNC:
                 raise InvalidRequestError("message", len(message), f"at most {MAX_PACKET_BYTES}")
-            if request.op is unix_socket.Op.call:
+            if request.op is Op.call:
                 return self._take_call(peer, request, body)
             if body:
-                raise InvalidRequestError(
-                    "message", len(message), f"send {unix_socket.HEADER_BYTES}"
-                )
+                raise InvalidRequestError("message", len(message), f"send {HEADER_BYTES}")
             self._obey(peer, request, descriptors)
         except KVStoreError as error:
             self._refuse(peer, request, error)
@@ -386,65 +379,47 @@ class DataPlane:
                 os.close(descriptor)
         return True
 
-    def _refuse(
-        self, peer: _Peer, request: unix_socket.Request | None, error: KVStoreError
-    ) -> None:
+    def _refuse(self, peer: _Peer, request: Request | None, error: KVStoreError) -> None:
         logger.info("data plane refused", reason=str(error))
         if request is not None:  # or else it is noise, which nobody wants written down
             method = _METHODS.get(request.op, _ATTACH)
-            self._door.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
+            self._auth.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
-        reply = unix_socket.Reply.denied if is_denied else unix_socket.Reply.invalid
-        peer.connection.send(unix_socket.pack_reply(reply))
+        reply = Reply.denied if is_denied else Reply.invalid
+        peer.connection.send(pack_reply(reply))
 
-    def _take_call(self, peer: _Peer, request: unix_socket.Request, body: bytes) -> bool:
+    def _take_call(self, peer: _Peer, request: Request, body: bytes) -> bool:
         if peer.session is None:
             raise UnauthenticatedError("attach or join before calling")
         if self._answer is None:
             raise InvalidRequestError("op", request.op, "this server takes no calls here")
         with closing(self._answer(peer.session, request, body)) as packets:
-            return self._send(peer.connection, packets)
+            return send_packets(peer.connection, packets, self._clock)
 
-    def _send(self, connection: socket.socket, packets: Iterable[Packet]) -> bool:
-        """Send *packets*; False once the peer let us wait SEND_WITHIN_S in all."""
-        left_s = float(SEND_WITHIN_S)
-        for packet in packets:
-            while True:
-                try:
-                    connection.send(packet)
-                except BlockingIOError:
-                    started = self._clock()
-                    if left_s <= 0 or not can_send(connection, left_s):
-                        return False
-                    left_s -= self._clock() - started
-                else:
-                    break
-        return True
-
-    def _obey(self, peer: _Peer, request: unix_socket.Request, descriptors: list[int]) -> None:
-        if request.op in (unix_socket.Op.slab, unix_socket.Op.extent):
+    def _obey(self, peer: _Peer, request: Request, descriptors: list[int]) -> None:
+        if request.op in (Op.slab, Op.extent):
             self._send_file(peer, request)
             return
-        if request.op in (unix_socket.Op.attach, unix_socket.Op.ring) and len(descriptors) != 1:
+        if request.op in (Op.attach, Op.ring) and len(descriptors) != 1:
             raise InvalidRequestError(request.op.name, len(descriptors), "bring one memfd")
-        if request.op is unix_socket.Op.ring:
+        if request.op is Op.ring:
             self._ring(peer, request, descriptors[0])
         elif peer.session is not None:
             raise InvalidRequestError("op", request.op.name, "this connection has a session")
-        elif request.op is unix_socket.Op.hello:
+        elif request.op is Op.hello:
             peer.challenge = challenge = self._sessions.challenge(request.arg, request.token)
-            proven = challenge.proof(unix_socket.Op.hello)
-            peer.connection.send(unix_socket.pack_greeting(challenge.nonces[1], proven))
+            proven = challenge.proof(Op.hello)
+            peer.connection.send(pack_greeting(challenge.nonces[1], proven))
             return
-        elif request.op is unix_socket.Op.attach:
+        elif request.op is Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
             self._join(peer, request)
-        peer.connection.send(unix_socket.pack_reply(unix_socket.Reply.ok))
+        peer.connection.send(pack_reply(Reply.ok))
 
-    def _send_file(self, peer: _Peer, request: unix_socket.Request) -> None:
+    def _send_file(self, peer: _Peer, request: Request) -> None:
         session = self._admitted(peer, request.op)
-        if request.op is unix_socket.Op.extent and "write" not in session.roles:
+        if request.op is Op.extent and "write" not in session.roles:
             # As the server's user it can open the file anew through /proc, for writing too.
             raise PermissionDeniedError("Extent: this session may not write, and gets copies")
         file = self._files.get(request.op)
@@ -455,13 +430,13 @@ class DataPlane:
         except OSError as error:  # out of descriptors, say: no reason to end the session
             raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
-            reply = unix_socket.pack_reply(unix_socket.Reply.ok, size_bytes)
+            reply = pack_reply(Reply.ok, size_bytes)
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
-        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
-    def _admitted(self, peer: _Peer, op: unix_socket.Op) -> Session:
+    def _admitted(self, peer: _Peer, op: Op) -> Session:
         """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
         session = peer.session
         if session is None or session.is_closed:
@@ -470,9 +445,9 @@ class DataPlane:
         check_session_role(session.roles, _METHODS[op])
         return session
 
-    def _attach(self, peer: _Peer, request: unix_socket.Request, descriptor: int) -> None:
+    def _attach(self, peer: _Peer, request: Request, descriptor: int) -> None:
         most_bytes = self._limits.max_staging_bytes
-        memory = unix_socket.map_sealed(descriptor, most_bytes, unix_socket.STAGING_SEALS)
+        memory = map_sealed(descriptor, most_bytes, STAGING_SEALS)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
         session = _proven(peer, request)
@@ -483,34 +458,33 @@ class DataPlane:
                 most = self._limits.max_descriptors
                 raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
             written = WrittenPages(os.dup(descriptor), len(memory))
-            self._staging[session.session_id] = _Staging(np.frombuffer(memory, np.uint8), written)
+            self._staging[session.session_id] = Staging(np.frombuffer(memory, np.uint8), written)
             peer.session, peer.staging_map = session, memory
             session.is_attached = True
 
-    def _ring(self, peer: _Peer, request: unix_socket.Request, descriptor: int) -> None:
+    def _ring(self, peer: _Peer, request: Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
         if peer.staging_map is None:
             raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
-        exported = unix_socket.map_sealed(descriptor, self._limits.max_staging_bytes)
+        exported = map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
-        self._door.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
-    def _join(self, peer: _Peer, request: unix_socket.Request) -> None:
+    def _join(self, peer: _Peer, request: Request) -> None:
         session = _proven(peer, request)
         with self._lock:
             if session.session_id not in self._staging:
                 raise InvalidRequestError("join", session.session_id, "attach first")
             joined = sum(other.session is session for other in self._peers.values())
             if joined >= CONNECTIONS_PER_SESSION:
-                raise QuotaExceededError(
-                    "connections_per_session", CONNECTIONS_PER_SESSION, session.client
-                )
+                most = CONNECTIONS_PER_SESSION
+                raise QuotaExceededError("connections_per_session", most, session.client)
             peer.session = session
 
     def _hang_up(self, peer: _Peer) -> None:
-        staging: _Staging | None = None
+        staging: Staging | None = None
         with self._lock:
             if self._peers.pop(peer.connection.fileno(), None) is None:
                 return
@@ -526,7 +500,7 @@ class DataPlane:
             self._sessions.close(peer.session.session_id)
 
 
-def _proven(peer: _Peer, request: unix_socket.Request) -> Session:
+def _proven(peer: _Peer, request: Request) -> Session:
     """Return the session of the peer's hello, once: its next proof needs another.
 
     Raises UnauthenticatedError, and PermissionDeniedError for who has no use for memory: another
@@ -541,3 +515,86 @@ def _proven(peer: _Peer, request: unix_socket.Request) -> Session:
     if not session.roles & {"read", "write"}:
         raise PermissionDeniedError("Attach: this session may neither read nor write")
     return session
+
+
+# --- the socket
+
+
+def is_trusted(connection: socket.socket) -> bool:
+    """Whether the peer runs as this server's user, or as root."""
+    return peer_ids(connection)[1] in (os.geteuid(), 0)
+
+
+def listen(path: Path) -> socket.socket:
+    """Return a listening SOCK_SEQPACKET socket at *path*, for this user only.
+
+    Raises InvalidRequestError when the path cannot be used or another server listens there.
+    """
+    _make_folder(path.parent)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        if os.path.lexists(path):
+            if not path.is_socket():
+                fix = "something else is there; choose another with --socket"
+                raise InvalidRequestError("socket_path", str(path), fix)
+            _refuse_second_server(path)
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except (OSError, InvalidRequestError) as error:
+        listener.close()
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(
+            "socket_path", str(path), f"{error.strerror or error}; choose another with --socket"
+        ) from None
+    return listener
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the socket's folder, or refuse one in which others could swap the socket."""
+    try:
+        missing = [one for one in folder.parents if not one.exists()]
+        for one in (*reversed(missing), folder):
+            one.mkdir(mode=0o700, exist_ok=True)
+        real, owners = folder.resolve(), _trusted_owners()
+        folders = {real, *real.parents, *folder.parents}
+        swappable = [one for one in folders if _is_swappable(one, owners)]
+    except OSError as error:
+        raise InvalidRequestError(
+            "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
+        ) from None
+    if swappable:
+        fix = f"others could swap the socket in {max(swappable)}: chmod go-w, or give --socket"
+        raise InvalidRequestError("socket_path", str(folder), fix)
+
+
+def _is_swappable(folder: Path, owners: set[int]) -> bool:
+    """Whether others than *owners* can put something else in the place of an entry."""
+    found = folder.stat()
+    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return bool(is_open) or found.st_uid not in owners
+
+
+def _trusted_owners() -> set[int]:
+    """Return this user and root, under the number that stands for it in this user namespace."""
+    root = 0
+    ranges = [line.split() for line in _UID_MAP.read_text().splitlines()]
+    if ranges and all(int(first) for first, *_ in ranges):  # root has no number here
+        root = int(_OVERFLOW_UID.read_text())
+    return {os.geteuid(), root}
+
+
+def _refuse_second_server(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return  # left behind by a server that was killed
+        except BlockingIOError:
+            pass  # so many wait there already that we would have to
+    fix = "another server listens there; stop it or choose --socket"
+    raise InvalidRequestError("socket_path", str(path), fix)

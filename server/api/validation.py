@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypedDict, TypeVar
 
 import numpy as np
@@ -319,8 +320,8 @@ def fidelity(value: int) -> Fidelity:
 def outcomes(results: Sequence[PutResult]) -> Outcomes:
     """Return the reply fields for *results*."""
     return {
-        "outcomes": bytes(result.outcome for result in results),
-        "reasons": [result.reason for result in results],
+        "outcomes": bytes(map(attrgetter("outcome"), results)),
+        "reasons": list(map(attrgetter("reason"), results)),
     }
 
 

@@ -1,4 +1,4 @@
-"""The PeerDesk: what this server does for others of the fleet, within bounds.
+"""The PeerServer: what this server does for others of the fleet, within bounds.
 
 Others get what is in CPU memory and nothing else: no load is begun for them, no copy made, and
 no policy hears of it, as whoever reads a chunk often keeps it itself.
@@ -16,23 +16,30 @@ from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GET_BYTES
 from kvstore.server.tiering.moves import Moves
 
 
 @dataclass(frozen=True, slots=True)
-class DeskLimits:
+class PeerLimits:
     """For all peers together: ``requests`` at once, ``under_way_bytes`` of frames being sent."""
 
     requests: int = 8
     under_way_bytes: int = 8 * GET_BYTES
     max_batch_chunks: int = 4096
 
+    @classmethod
+    def of(cls, config: Settings) -> PeerLimits:
+        """Return what other servers may have of this one."""
+        limits = config.limits
+        return cls(limits.peer_requests, limits.peer_bytes, limits.max_batch_chunks)
 
-class PeerDesk:
+
+class PeerServer:
     """Answers finds and gets of peers from CPU memory. Thread-safe."""
 
-    def __init__(self, moves: Moves, limits: DeskLimits) -> None:
+    def __init__(self, moves: Moves, limits: PeerLimits) -> None:
         self._catalog = moves.catalog
         self._cpu = moves.tiers.cpu_tier
         self._counters = moves.counters

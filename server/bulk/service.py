@@ -15,7 +15,7 @@ from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
-from kvstore.server.bulk.peer_server import DeskLimits, PeerDesk
+from kvstore.server.bulk.peer_server import PeerLimits, PeerServer
 from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.layered_reads import LayerwiseRead
@@ -24,7 +24,7 @@ from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
 
 if TYPE_CHECKING:
-    from kvstore.server.bulk.tcp_puts import StreamPut
+    from kvstore.server.bulk.tcp_transfers import StreamPut
     from kvstore.server.telemetry.tracing import Tracing
 
 
@@ -36,10 +36,10 @@ class BulkService:
         store: Store,
         sessions: SessionTable,
         checks: Checks,
-        desk_limits: DeskLimits | None = None,
+        peer_limits: PeerLimits | None = None,
     ) -> None:
         self._store = store
-        self.desk = PeerDesk(store.moves, desk_limits or DeskLimits())
+        self.peer_server = PeerServer(store.moves, peer_limits or PeerLimits())
         self._sessions = sessions
         self._checks = checks
         self.tracing: Tracing | None = None
@@ -70,7 +70,7 @@ class BulkService:
         """
         session = self._sessions.get(work.word.session_id)
         if work.word.flags & bulk.PEER:
-            self.desk.get(work, digests)
+            self.peer_server.get(work, digests)
             return
         self._count_own(1)
         try:

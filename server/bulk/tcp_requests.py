@@ -19,9 +19,8 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.framing import FramedSocket
 from kvstore.server.bulk.service import BulkService
-from kvstore.server.bulk.tcp_puts import StreamPut
-from kvstore.server.bulk.tcp_transfers import StreamWork
-from kvstore.server.security.authorization import Door
+from kvstore.server.bulk.tcp_transfers import StreamPut, StreamWork
+from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
 
 GUEST_GET_S = 60.0
@@ -62,7 +61,7 @@ class StreamTerms:
     """
 
     sessions: SessionTable
-    door: Door
+    auth: SessionAuth
     service: BulkService
     threads: int
     client_threads: int
@@ -87,7 +86,7 @@ class StreamAnswers:
 
     def note(self, caller: Caller, method: str, outcome: str, frames: int) -> None:
         """Tell the audit log of a request."""
-        self._terms.door.note(caller.session, method, outcome, frames, caller.origin)
+        self._terms.auth.note(caller.session, method, outcome, frames, caller.origin)
 
     def send(self, caller: Caller, word: bulk.Get, payload: bytes) -> None:
         """Answer a get with frames."""
@@ -97,7 +96,7 @@ class StreamAnswers:
         work: StreamWork | None = None
         try:
             session = self._session(caller, word)
-            terms.door.admit(session, "OpenPeer" if session.is_peer else "Get")
+            terms.auth.admit(session, "OpenPeer" if session.is_peer else "Get")
             until = terms.clock() + word.deadline_ms / 1000
             if caller.guest is not None:
                 until = min(until, terms.clock() + GUEST_GET_S)
@@ -122,29 +121,29 @@ class StreamAnswers:
         caller.wire.send(bulk.Done(word.request, work.frames_sent), b"")
 
     def _send_to_peer(self, work: StreamWork, payload: bytes) -> None:
-        desk = self._terms.service.desk
-        with desk.admitted(work.word):
-            desk.get(work, payload)
+        peer_server = self._terms.service.peer_server
+        with peer_server.admitted(work.word):
+            peer_server.get(work, payload)
 
     def _send_to_guest(
         self, caller: Caller, guest: bulk.Guest, work: StreamWork, payload: bytes
     ) -> None:
-        """Not counted at the desk: its own threads are what bounds it, as other clients."""
+        """Not counted at the peer server: its own threads are what bounds it, as other clients."""
         if self.is_over(caller):
             raise UnauthenticatedError("until_s: over; ask your server to be let in again")
         if payload[: len(guest.namespace)] != guest.namespace or work.word.flags != bulk.PEER:
             raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
-        self._terms.service.desk.get(work, payload)
+        self._terms.service.peer_server.get(work, payload)
 
     def find(self, caller: Caller, word: bulk.Find, payload: bytes) -> None:
         """Answer another server, which asks what is in memory."""
         if caller.guest is not None or not caller.session.is_peer:
             raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
-        desk = self._terms.service.desk
+        peer_server = self._terms.service.peer_server
         try:
-            self._terms.door.admit(self._session(caller, word), "OpenPeer")
-            with desk.admitted(word):
-                found = desk.find(payload)
+            self._terms.auth.admit(self._session(caller, word), "OpenPeer")
+            with peer_server.admitted(word):
+                found = peer_server.find(payload)
         except KVStoreError as error:
             self._refuse(caller, word, error)
             return
@@ -160,7 +159,7 @@ class StreamAnswers:
         put: StreamPut | None = None
         try:
             session = self._session(caller, word)
-            terms.door.admit(session, "Put")
+            terms.auth.admit(session, "Put")
             put = StreamPut(caller.wire, word, terms.service.checked_put(word))
             results = terms.service.put(put)
         except KVStoreError as error:

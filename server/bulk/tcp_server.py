@@ -14,10 +14,11 @@ import selectors
 import socket
 import ssl
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -32,17 +33,15 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.framing import FramedSocket, word_bytes, word_of
 from kvstore.server.api.interceptors import known_errors
-from kvstore.server.bulk.tcp_requests import (
-    METHODS,
-    Caller,
-    StreamAnswers,
-    StreamTerms,
-    refuse,
-)
-from kvstore.server.security.sessions import Session
+from kvstore.server.bulk.tcp_requests import METHODS, Caller, StreamAnswers, StreamTerms, refuse
+from kvstore.server.security.authorization import SessionAuth
+from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import is_loopback, join_endpoint, parse_endpoint
 
 if TYPE_CHECKING:
-    import ssl
+    from kvstore.server.bulk.service import BulkService
+
 
 HELLO_S = 4.0
 """For the handshake and the first word."""
@@ -235,7 +234,7 @@ class StreamPlane:
             self._forget(stranger)
             name = type(error).__name__
             logger.info("refused", method="stream", error=name, reason=str(error))
-            self._terms.door.note(None, "Attach", name, 0, stranger.origin)
+            self._terms.auth.note(None, "Attach", name, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)
@@ -333,12 +332,6 @@ def _is_genuine(session: Session, word: bulk.Attach | bulk.Guest) -> bool:
     return session.is_peer and is_genuine(word, session.attach_token)
 
 
-if TYPE_CHECKING:
-    import socket
-
-    from kvstore.proto import bulk
-
-
 class Stranger:
     """Owns *link*, over TLS with *tls*; *origin* is where it came from, *until* when it must end.
 
@@ -384,3 +377,64 @@ def least_welcome(strangers: Iterable[Stranger]) -> Stranger | None:
     here = list(strangers)
     counts = Counter(one.origin for one in here)
     return max(here, key=lambda one: (counts[one.origin], -one.until), default=None)
+
+
+YIELD_S = 0.001
+"""Before a part for another server, while this one's own clients are sent frames."""
+_ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
+_BACKLOG = 128
+
+
+class BulkAt(NamedTuple):
+    """What clients and peers are told: where the channel is, and its certificate."""
+
+    address: str = ""
+    certificate: bytes = b""
+
+
+def open_streams(
+    config: Settings,
+    service: BulkService,
+    sessions: SessionTable,
+    auth: SessionAuth,
+    clock: Callable[[], float],
+    most_streams: int,
+) -> tuple[StreamPlane, BulkAt]:
+    """Return the channel at ``config.bulk``, in plain text where only this machine can reach it.
+
+    Raises InvalidRequestError when the address cannot be had.
+    """
+    host, port = parse_endpoint(config.bulk)
+    tls = None
+    if not is_loopback(host):
+        from kvstore.proto.tls import make_tls
+
+        tls = make_tls()
+    listener, address = listen(host, port)
+
+    def pause() -> None:
+        if service.is_busy:
+            time.sleep(YIELD_S)
+
+    threads = config.limits.peer_requests + 1
+    terms = StreamTerms(
+        sessions, auth, service, threads, config.workers, clock, pause, most_streams
+    )
+    streams = StreamPlane(listener, address, tls.context if tls else None, terms)
+    return streams, BulkAt(address, tls.certificate if tls else b"")
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """Bind *host* and *port*; return the listener, and the address to connect to.
+
+    Raises InvalidRequestError.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        bound = host.replace("*", _ANY_HOST[0])
+        listener = socket.create_server((bound, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        fix = f"{error.strerror}; is it taken? choose another address"
+        raise InvalidRequestError("bulk", join_endpoint(host, port), fix) from None
+    named = "*" if host in _ANY_HOST else f"[{host}]" if ":" in host else host
+    return listener, f"tcp://{named}:{listener.getsockname()[1]}"

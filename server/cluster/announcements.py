@@ -1,6 +1,6 @@
-"""The Entries of the node directory: what this node says it holds, and what is still to be said.
+"""Announcements to the node directory: what this node holds, and what is still to be written.
 
-The newest word on a key is the one that is sent; an older one that was not is dropped. Both
+The newest update of a key is the one that is sent; an older one that was not is dropped. Both
 tables are bounded, and nothing here does I/O.
 """
 
@@ -18,11 +18,11 @@ MAX_PENDING = 1 << 16
 ENTRY_TTL_S = 3600
 """An entry's life in Redis. It is said again at half of it, so that it outlives its chunk."""
 
-Word = tuple[ChunkKey, bool]
+Update = tuple[ChunkKey, bool]
 """Of a key: that this node holds it, or holds it no longer."""
 
 
-class Entries:
+class Announcements:
     """At most *limit* keys are announced at a time. Thread-safe; *clock* returns seconds."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
@@ -36,40 +36,40 @@ class Entries:
         # Guards the tables.
         self._lock = threading.Lock()
 
-    def sealed(self, keys: Iterable[ChunkKey]) -> int:
+    def announce(self, keys: Iterable[ChunkKey]) -> int:
         """Announce *keys*; return how many were left out for want of room."""
         with self._lock:
-            return sum(not self._announce(key) for key in keys)
+            return sum(not self._hold(key) for key in keys)
 
-    def _announce(self, key: ChunkKey) -> bool:
+    def _hold(self, key: ChunkKey) -> bool:
         is_known = key in self._held
         if not is_known and len(self._held) >= self._limit:
             return False
-        if not self._say(key, is_held=True):
+        if not self._queue(key, is_held=True):
             return False
         self._held[key] = self._clock()
         self._held.move_to_end(key)
         return True
 
-    def _say(self, key: ChunkKey, *, is_held: bool) -> bool:
+    def _queue(self, key: ChunkKey, *, is_held: bool) -> bool:
         if key not in self._pending and len(self._pending) >= MAX_PENDING:
             return False
         self._pending[key] = is_held
         return True
 
-    def gone(self, keys: Iterable[ChunkKey]) -> int:
+    def withdraw(self, keys: Iterable[ChunkKey]) -> int:
         """Withdraw those of *keys* that were announced; return how many words had no room.
 
         What could not be withdrawn ends by its lifetime, as it is not said again.
         """
         with self._lock:
             known = [key for key in keys if self._held.pop(key, None) is not None]
-            return sum(not self._say(key, is_held=False) for key in known)
+            return sum(not self._queue(key, is_held=False) for key in known)
 
-    def take(self, count: int) -> list[Word]:
+    def take(self, count: int) -> list[Update]:
         """Take the oldest words, at most *count*, out of those that wait."""
         with self._lock:
-            taken: list[Word] = []
+            taken: list[Update] = []
             while self._pending and len(taken) < count:
                 taken.append(self._pending.popitem(last=False))
             return taken
@@ -83,17 +83,17 @@ class Entries:
             dropped = 0
             for key in keys:
                 if len(self._pending) < MAX_PENDING // 2:
-                    self._say(key, is_held=key in self._held)
+                    self._queue(key, is_held=key in self._held)
                 else:
                     dropped += 1
             return dropped
 
-    def forgotten(self) -> None:
+    def lost(self) -> None:
         """Redis has lost what was said: all of it is to be said again, as it finds room."""
         with self._lock:
             self._lost_at = self._clock()
 
-    def say_again(self, count: int) -> None:
+    def repeat(self, count: int) -> None:
         """Announce again what was forgotten, or announced half a lifetime ago, *count* at most."""
         with self._lock:
             due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
@@ -101,7 +101,7 @@ class Entries:
                 key, said_at = next(iter(self._held.items()))
                 if said_at >= due:
                     break
-                self._announce(key)
+                self._hold(key)
 
     @property
     def waiting(self) -> int:

@@ -2,7 +2,7 @@
 
 What it says is a hint. A wrong entry costs a miss, as frames are verified wherever they come
 from. An entry is a set under the chunk's key, which the tenant's salt is in, of the incarnations
-that hold it: one that is not in the Roster is nobody.
+that hold it: one that is not in the Membership is nobody.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from redis.exceptions import OutOfMemoryError
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.cluster.announcements import ENTRY_TTL_S, MAX_PENDING, Entries, Word
+from kvstore.server.cluster.announcements import ENTRY_TTL_S, MAX_PENDING, Announcements, Update
+from kvstore.server.cluster.membership import Membership, MembershipState, is_full
 from kvstore.server.cluster.membership import NodeAddress as NodeAddress
-from kvstore.server.cluster.membership import Roster, Standing, is_full
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
@@ -33,10 +33,10 @@ MAX_LEFTOVERS = 4096
 MAX_MEMBER_BYTES = 64
 """Ours have 20; of what else lies there only so much is kept."""
 
-Leftover = tuple[ChunkKey, bytes]
+StaleEntry = tuple[ChunkKey, bytes]
 
 
-class Strangers:
+class UnknownMembers:
     """Whom entries name in vain. Thread-safe, bounded; *clock* returns monotonic seconds.
 
     One that stays unknown for *patience_s* is dead: a node that has just come is not listed here
@@ -47,7 +47,7 @@ class Strangers:
         self._patience_s = patience_s
         self._clock = clock
         self._since: OrderedDict[bytes, float] = OrderedDict()
-        self._leftovers: deque[Leftover] = deque(maxlen=MAX_LEFTOVERS)
+        self._leftovers: deque[StaleEntry] = deque(maxlen=MAX_LEFTOVERS)
         # Guards the table.
         self._lock = threading.Lock()
 
@@ -69,7 +69,7 @@ class Strangers:
             self._leftovers.clear()
             self._leftovers.extend(rest)
 
-    def take(self, count: int) -> list[Leftover]:
+    def take(self, count: int) -> list[StaleEntry]:
         """Take leftovers, at most *count*. Right after ``forget``, or a reader with an older
         roster may have taken one who is back for dead.
         """
@@ -145,9 +145,9 @@ class Directory:
         self._stems = [b"%b{%d}:at:" % (terms.prefix.encode(), at) for at in range(BUCKETS)]
         self._scripts = BUCKETS if link.is_cluster else 1
         self._member = _member(me.incarnation)
-        self._roster = Roster(link, terms.prefix, me, terms.ttl_ms)
-        self._entries = Entries(terms.limit, clock)
-        self._strangers = Strangers(terms.ttl_ms / 1000, clock)
+        self._membership = Membership(link, terms.prefix, me, terms.ttl_ms)
+        self._announcements = Announcements(terms.limit, clock)
+        self._unknown = UnknownMembers(terms.ttl_ms / 1000, clock)
         self._nodes: Mapping[bytes, NodeAddress] = {}
         self._undelivered: list[ChunkKey] = []
         self._heard_at = -math.inf
@@ -228,7 +228,7 @@ class Directory:
             if living:
                 found[key] = living
             for member in others:
-                self._strangers.met(key, member)
+                self._unknown.met(key, member)
 
     def _name(self, key: ChunkKey) -> bytes:
         return self._stems[key[-1] % BUCKETS] + key.hex().encode()
@@ -251,12 +251,12 @@ class Directory:
 
     def sealed(self, keys: Sequence[ChunkKey]) -> None:
         """This node holds *keys* in memory from now on. Never blocks."""
-        self._count_dropped(self._entries.sealed(keys))
+        self._count_dropped(self._announcements.announce(keys))
         self._news.set()
 
     def gone(self, keys: Sequence[ChunkKey]) -> None:
         """This node holds *keys* in memory no longer. Never blocks."""
-        self._count_dropped(self._entries.gone(keys))
+        self._count_dropped(self._announcements.withdraw(keys))
         self._news.set()
 
     def _count_dropped(self, count: int) -> None:
@@ -293,7 +293,7 @@ class Directory:
             else:
                 self._stopping.wait(FLUSH_S)
         with suppress(KVStoreError):
-            self._roster.leave()
+            self._membership.leave()
 
     def _try(self, work: Callable[[], None]) -> None:
         """Do *work*, and say once when it begins to fail, and when it works again."""
@@ -309,29 +309,29 @@ class Directory:
         self._failure = ""
 
     def _beat(self) -> None:
-        before = self._roster.standing
-        was_forgotten = self._roster.beat()
+        before = self._membership.standing
+        was_forgotten = self._membership.beat()
         self._heard_at = self._clock()
-        self._nodes = {_member(one.incarnation): one for one in self._roster.living}
-        self._strangers.forget(self._nodes)
-        leftovers = self._strangers.take(BATCH_WORDS)
+        self._nodes = {_member(one.incarnation): one for one in self._membership.living}
+        self._unknown.forget(self._nodes)
+        leftovers = self._unknown.take(BATCH_WORDS)
         if was_forgotten:
-            self._entries.forgotten()
-        self._count_dropped(self._entries.put_back(self._undelivered))
+            self._announcements.lost()
+        self._count_dropped(self._announcements.put_back(self._undelivered))
         self._undelivered.clear()
-        if self._roster.standing is not before:
+        if self._membership.standing is not before:
             self._announce_standing()
         self._clear(leftovers)
         self._flush()
 
     def _announce_standing(self) -> None:
-        standing, me = self._roster.standing, self.me
-        if standing is Standing.known:
+        standing, me = self._membership.standing, self.me
+        if standing is MembershipState.known:
             logger.info("this node is in the directory", node_id=me.node_id)
             return
-        rival = self._roster.rival
+        rival = self._membership.rival
         fix = "give some nodes another --redis-prefix"
-        if standing is Standing.taken:
+        if standing is MembershipState.taken:
             fix = "give each node another --node-id"
         other = rival.grpc_address if rival else ""
         logger.error(
@@ -344,21 +344,21 @@ class Directory:
 
         What does not arrive, as part of a Cluster is lost or all of it, waits for the next beat.
         """
-        if self._roster.standing is not Standing.known:
+        if self._membership.standing is not MembershipState.known:
             return
         while not self._stopping.is_set():
-            self._entries.say_again(BATCH_WORDS)
-            words = self._entries.take(BATCH_WORDS)
+            self._announcements.repeat(BATCH_WORDS)
+            words = self._announcements.take(BATCH_WORDS)
             if not words:
                 return
             self._send(words)
 
-    def _clear(self, leftovers: Sequence[Leftover]) -> None:
+    def _clear(self, leftovers: Sequence[StaleEntry]) -> None:
         """Take the dead out of entries."""
         names = [(self._name(key), member) for key, member in leftovers]
         self._link.ask([(name, (b"SREM", name, member)) for name, member in names])
 
-    def _send(self, words: Sequence[Word]) -> None:
+    def _send(self, words: Sequence[Update]) -> None:
         calls: list[Call] = []
         for key, is_held in words:
             name = self._name(key)
@@ -381,10 +381,10 @@ class Directory:
         """Return how this node stands, and whom it sees."""
         return DirectoryReport(
             self.me,
-            self._roster.standing,
+            self._membership.standing,
             tuple(sorted(self._living().values(), key=lambda node: node.node_id)),
-            len(self._entries),
-            self._entries.waiting + len(self._undelivered),
+            len(self._announcements),
+            self._announcements.waiting + len(self._undelivered),
             self._failure,
         )
 
@@ -394,7 +394,7 @@ class DirectoryReport:
     """``nodes`` are the others that live, ``failure`` why it cannot be used, empty if it can."""
 
     me: NodeAddress
-    standing: Standing
+    standing: MembershipState
     nodes: tuple[NodeAddress, ...]
     announced: int
     waiting: int
@@ -403,7 +403,7 @@ class DirectoryReport:
     @property
     def is_up(self) -> bool:
         """Whether this node is in the directory, and Redis answers."""
-        return self.standing is Standing.known and not self.failure
+        return self.standing is MembershipState.known and not self.failure
 
     def to_message(self) -> pb.Directory:
         """Return it as Status answers with."""

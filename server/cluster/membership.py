@@ -1,4 +1,4 @@
-"""The Roster: which nodes live, as they say in the shared Redis, and how to reach them.
+"""The Membership: which nodes live, as they say in the shared Redis, and how to reach them.
 
 Each node writes itself into a few hashes that lie on different masters of a Cluster, over and
 over; one script per hash does that, drops whom nobody heard of for too long and answers with all
@@ -114,7 +114,7 @@ class NodeAddress:
             return None
 
 
-class Standing(Enum):
+class MembershipState(Enum):
     """How a node stands in the roster."""
 
     unknown = "not in the directory yet"
@@ -123,7 +123,7 @@ class Standing(Enum):
     full = "the directory is full"
 
 
-class Roster:
+class Membership:
     """This node's place among the others. One thread calls ``beat``; any may read.
 
     A node that nobody heard of for *ttl_ms* is no longer listed.
@@ -137,7 +137,7 @@ class Roster:
         head = [me.node_id.encode(), b"%d" % me.incarnation]
         self._row = (head[0], b"%d" % ttl_ms, head[1], places.encode(), b"%d" % MAX_NODES)
         self._leave = tuple(head)
-        self.standing = Standing.unknown
+        self.standing = MembershipState.unknown
         self.rival: NodeAddress | None = None
         """Who has this node's id, as far as that was said."""
         self.living: Sequence[NodeAddress] = ()
@@ -177,15 +177,15 @@ class Roster:
 
     def _settle(self, words: list[bytes], rivals: list[NodeAddress | None]) -> bool:
         """Judge by most of the answers: a hash that lost its rows lets anybody in."""
-        was_known = self.standing is Standing.known
-        for word, standing in ((b"taken", Standing.taken), (b"full", Standing.full)):
+        was_known = self.standing is MembershipState.known
+        for word, standing in ((b"taken", MembershipState.taken), (b"full", MembershipState.full)):
             if 2 * words.count(word) > len(words) - (not was_known):
                 self.standing = standing
                 self.rival = next((rival for rival in rivals if rival), None)
                 if len(set(words)) > 1:
                     self.leave()
                 return False
-        self.standing, self.rival = Standing.known, None
+        self.standing, self.rival = MembershipState.known, None
         return b"new" in words
 
     def leave(self) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, cast
+from urllib.parse import urlsplit
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.bulk.peer_server import DeskLimits
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import DIRECTORY
 from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.base import Tier
 
-if TYPE_CHECKING:  # one of their files loads redis
-    from kvstore.server.cluster.directory import Directory
+if TYPE_CHECKING:
+    from kvstore.server.cluster.directory import Directory, NodeAddress
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.store.store import Store
 
@@ -57,13 +58,6 @@ def with_peers(
     return [*tiers[:first_shared], tier, *tiers[first_shared:]]
 
 
-def desk_limits(config: Settings) -> DeskLimits:
-    """Return what other servers may have of this one."""
-    return DeskLimits(
-        config.limits.peer_requests, config.limits.peer_bytes, config.limits.max_batch_chunks
-    )
-
-
 def ready_peers(
     config: Settings, store: Store, directory: Directory | None, me: Me
 ) -> Callable[[], None]:
@@ -81,3 +75,44 @@ def ready_peers(
     peers.directory = directory if config.asks_directory else None
     name = config.node_id or f"{socket.gethostname()[:100]}:{me.port}"
     return lambda: peers.start(name, me.boot_id)
+
+
+def open_directory(
+    config: Settings,
+    incarnation: int,
+    grpc_port: int,
+    bulk_address: str,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> Directory | None:
+    """Return the directory, not yet started, or None where it is off.
+
+    *bulk_address* is where the bulk channel was bound, empty for none.
+    """
+    if not config.directory or config.redis_url is None:
+        return None
+    from kvstore.server.cluster.directory import Directory, DirectoryTerms
+    from kvstore.tiers.redis_client import RedisClient
+
+    url = config.redis_access(config.redis_url)
+    link = RedisClient("redis", url, config.redis_timeout_ms, config.limits.redis_connections)
+    me = _address(config, incarnation, grpc_port, bulk_address)
+    breaker = Breaker(
+        "node directory", config.limits.breaker_failures, config.limits.breaker_retry_ms, clock
+    )
+    terms = DirectoryTerms(
+        config.redis_prefix, config.limits.directory_ttl_ms, config.limits.directory_chunks
+    )
+    return Directory(link, me, terms, counters, breaker, clock)
+
+
+def _address(config: Settings, incarnation: int, grpc_port: int, bulk_address: str) -> NodeAddress:
+    from kvstore.server.cluster.directory import NodeAddress
+
+    host = config.advertise or config.listen_address[0]
+    host = f"[{host}]" if ":" in host else host
+    bulk = ""
+    if bulk_address.startswith("tcp:"):
+        bulk = f"tcp://{host}:{urlsplit(bulk_address).port}"
+    name = config.node_id or f"{socket.gethostname()[:100]}:{grpc_port}"
+    return NodeAddress(name, incarnation, bulk, f"{host}:{grpc_port}")

@@ -17,7 +17,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Nam
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.results import ChunkDetails, UsedPrefix
 from kvstore.server.index.state import CatalogState
-from kvstore.server.telemetry.event_ring import Event
+from kvstore.server.telemetry.events import Event
 
 HELD_ROWS = 256
 """Looked at under the lock at a time, for who asks for all there is."""

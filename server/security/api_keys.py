@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.security.encryption_keys import replace_file
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
 
 MAX_KEYS = 65_536
 SECRET_BYTES = 32

@@ -9,10 +9,9 @@ from threading import Lock
 
 from kvstore.proto.errors import UnauthenticatedError
 from kvstore.server.security.api_keys import ApiKeys
-from kvstore.server.security.certificates import principal_of_certificate
+from kvstore.server.security.certificates import Revocations, principal_of_certificate
 from kvstore.server.security.jwt_tokens import MAX_LIFE_S, JwtVerifier
-from kvstore.server.security.principal import ANYBODY, Principal
-from kvstore.server.security.revocations import Revocations
+from kvstore.server.security.sessions import ANYBODY, Principal
 from kvstore.server.security.watched_file import WatchedFile
 
 HEADER = "authorization"

@@ -2,18 +2,121 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
-from kvstore.server.security.principal import ROLES, Principal
-from kvstore.server.security.revocations import proof_of_certificate
+from kvstore.server.security.sessions import ROLES, Principal
 from kvstore.server.security.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     from cryptography import x509
+
+
+MAX_LISTS = 64
+REMEMBERED = 1024
+"""Certificates that were taken apart, by their SHA-256."""
+
+_END = b"-----END X509 CRL-----"
+
+
+class Revocations:
+    """Serial numbers by issuer that are taken back. Thread-safe. ``until_s`` is when the first of
+    the lists is due to be replaced, in seconds since 1970.
+    """
+
+    def __init__(self, revoked: Sequence[tuple[bytes, int]], until_s: float) -> None:
+        self._proofs = frozenset(map(_proof, revoked))
+        self.until_s = until_s
+        self._known: OrderedDict[bytes, bool] = OrderedDict()
+        self._lock = Lock()  # guards the table
+
+    def revokes(self, pem: bytes) -> bool:
+        """Whether the certificate of *pem*, which TLS has verified, is taken back."""
+        digest = hashlib.sha256(pem).digest()
+        with self._lock:
+            known = self._known.get(digest)
+        if known is None:
+            known = proof_of_certificate(pem) in self._proofs
+            with self._lock:
+                self._known[digest] = known
+                while len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        return known
+
+    def has(self, proof: bytes) -> bool:
+        """Whether the certificate of ``proof_of_certificate`` *proof* is taken back."""
+        return proof in self._proofs
+
+    def __len__(self) -> int:
+        return len(self._proofs)
+
+
+def proof_of_certificate(pem: bytes) -> bytes:
+    """Return what names a certificate for its authority: issuer and serial number, hashed."""
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(pem)
+    return _proof((certificate.issuer.public_bytes(), certificate.serial_number))
+
+
+def _proof(name: tuple[bytes, int]) -> bytes:
+    issuer, serial = name
+    return hashlib.sha256(b"%x:" % serial + issuer).digest()[:16]
+
+
+def parse_revocations(
+    data: bytes, authorities: bytes, *, wall_clock: Callable[[], float]
+) -> Revocations:
+    """Return what the lists of *data* take back, all in PEM.
+
+    Each has to be signed by one of *authorities* and not to be out of date. Lists of changes or
+    for others' certificates are not taken. Raises InvalidRequestError.
+    """
+    from cryptography import x509
+
+    try:
+        signers = x509.load_pem_x509_certificates(authorities)
+        pieces = data.split(_END)
+        lists = [x509.load_pem_x509_crl(piece + _END) for piece in pieces[:-1]]
+    except ValueError as error:
+        raise _refused("...", f"is no PEM that can be read: {error}") from None
+    if not 0 < len(lists) <= MAX_LISTS or pieces[-1].strip():
+        raise _refused(len(lists), f"give 1 to {MAX_LISTS} lists in PEM and nothing else")
+    for one in lists:
+        _check(one, signers, wall_clock())
+    revoked = [(one.issuer.public_bytes(), row.serial_number) for one in lists for row in one]
+    return Revocations(revoked, min(_until_s(one) for one in lists))
+
+
+def _check(
+    one: x509.CertificateRevocationList, signers: Sequence[x509.Certificate], now: float
+) -> None:
+    issuer = one.issuer.rfc4514_string()
+    keys = [signer.public_key() for signer in signers if signer.subject == one.issuer]
+    if not any(one.is_signature_valid(key) for key in keys):  # type: ignore[arg-type] # no DH signs
+        raise _refused(issuer, "is not signed by an authority of tls_client_ca")
+    critical = [extension.oid.dotted_string for extension in one.extensions if extension.critical]
+    if critical:
+        raise _refused(issuer, f"has extensions that must be understood: {', '.join(critical)}")
+    if _until_s(one) <= now:
+        raise _refused(issuer, "is out of date; get the next one from the authority")
+
+
+def _until_s(one: x509.CertificateRevocationList) -> float:
+    until = one.next_update_utc
+    return until.timestamp() if until is not None else float("inf")
+
+
+def _refused(value: object, fix: str) -> InvalidRequestError:
+    return InvalidRequestError("tls_crl", value, fix)
+
 
 ENGINE_ROLES = frozenset({"read", "write"})
 """Of a certificate that names no roles."""

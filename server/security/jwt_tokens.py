@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError, check_text
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
 
 LEEWAY_S = 5
 MIN_HMAC_BYTES = 32

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.proto.errors import PermissionDeniedError
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.rules import Pool
 
 PREFIX = "pool:"

@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.server.api.access_check import Gatekeeper
 from kvstore.server.security.api_keys import ApiKeys, parse_keys
 from kvstore.server.security.audit_log import AuditLog
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import Doorkeeper
+from kvstore.server.security.authorization import Authorizer
+from kvstore.server.security.certificates import Revocations, parse_revocations
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
 from kvstore.server.security.pools import Standings
 from kvstore.server.security.rate_limits import Limits, TenantLimits
-from kvstore.server.security.revocations import Revocations, parse_revocations
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import Settings
@@ -56,10 +55,9 @@ class Trust:
         self.audit = (
             AuditLog(path, config.limits.audit_bytes, time.time) if path is not None else None
         )
-        self.doorkeeper = Doorkeeper(
+        self.authorizer = Authorizer(
             sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
         )
-        self.gatekeeper = Gatekeeper(self.authenticator, self.doorkeeper)
         self._sessions = sessions
 
     def tick(self) -> int:
@@ -71,11 +69,6 @@ class Trust:
             return 0
         self.authenticator.refresh()
         return self._sessions.close_unless(self.authenticator.holds)
-
-    def lease_terms(self, session_id: int) -> tuple[str, int]:
-        """Return a session's tenant and how many leases that may have; 0: no limit."""
-        owner = self._sessions.owner_of(session_id)
-        return (owner.tenant, self.limits.of(owner.tenant).leases) if owner else ("", 0)
 
     def close(self) -> None:
         """Write down what waits. Idempotent."""

@@ -72,12 +72,21 @@ class Scrub:
         self._closed = False
         # Guards the three above; notified when one changes.
         self._changed = threading.Condition()
+        self._is_started = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to work in a thread of its own."""
-        self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
-        self._thread.start()
+        """Work in a thread of its own: from the first pass on, at once with a rate."""
+        with self._changed:
+            self._is_started = True
+            if self._bytes_per_s:
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        """For holders of the lock."""
+        if self._is_started and self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
+            self._thread.start()
 
     def begin(self, tiers: Sequence[str], bytes_per_s: int) -> bool:
         """Ask for a pass over *tiers*, none for the usual ones; False while one runs.
@@ -93,6 +102,7 @@ class Scrub:
                 return False
             self._asked = (list(tiers) or self._tiers, bytes_per_s)
             self._report = ScrubReport(is_running=True, passes=self._report.passes)
+            self._start_thread()
             self._changed.notify_all()
         return True
 

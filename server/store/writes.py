@@ -227,6 +227,15 @@ class Writes:
         """Refuse new puts from now on."""
         self.is_draining = True
 
+    def close(self) -> None:
+        """Give up every put in progress: no room of the tiers is held any more."""
+        self.drain()
+        with self._lock:
+            tables, self._tickets = self._tickets, {}
+        for owned in tables.values():
+            for ticket in owned.values():
+                self.discard(ticket)
+
     def __len__(self) -> int:
         with self._lock:
             return sum(map(len, self._tickets.values()))

@@ -1,24 +1,223 @@
-// Replaces the parts of the page that have changed. What comes was made, and escaped, by the server.
+// Draws what the server sends, and draws again the parts that changed. Whatever comes is put into
+// the page as text: names that callers chose cannot become markup.
 "use strict";
+
+const SVG = "http://www.w3.org/2000/svg";
+const DRAWN = new Set(["svg", "rect", "line", "text", "polyline", "title"]);
+
+function el(name, attributes, ...content) {
+  const made = DRAWN.has(name) ? document.createElementNS(SVG, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes || {})) made.setAttribute(key, value);
+  made.append(...content.filter((one) => one !== null));
+  return made;
+}
+
+// --- values
+
+const whole = (count) => count.toLocaleString("en-US");
+const percent = (share) => (share === null ? "-" : `${(100 * share).toFixed(1)}%`);
+const ratio = (part, of) => (of ? part / of : null);
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; bytes >= 1024 && unit < units.length - 1; unit++) bytes /= 1024;
+  return `${bytes.toFixed(unit ? 1 : 0)} ${units[unit]}`;
+}
+
+function time(seconds) {
+  for (const [unit, of] of [["d", 86400], ["h", 3600], ["min", 60]])
+    if (seconds >= 1.5 * of) return `${(seconds / of).toFixed(1)} ${unit}`;
+  return `${seconds.toFixed(0)} s`;
+}
+
+function millis(seconds) {
+  if (seconds === null) return "-";
+  return `${seconds < 0.1 ? Number((1000 * seconds).toPrecision(2)) : (1000 * seconds).toFixed(0)} ms`;
+}
+
+// --- parts
+
+function bar(share, label = "") {
+  if (share === null) return label;
+  const width = Math.min(100, Math.max(0, 100 * share)).toFixed(1);
+  const box = { class: "bar", viewBox: "0 0 100 8", preserveAspectRatio: "none", "aria-hidden": "true" };
+  const made = el("span", {});
+  made.append(
+    el("svg", box, el("rect", { class: "rail", width: 100, height: 8 }), el("rect", { class: "full", width, height: 8 })),
+    ` ${label}`);
+  return made;
+}
+
+function table(caption, heads, rows, words = 1) {
+  const style = (at) => (at >= words ? { class: "n" } : {});
+  const row = (cells) => el("tr", {}, ...cells.map((cell, at) =>
+    at ? el("td", style(at), cell) : el("th", { scope: "row" }, cell)));
+  const none = el("tr", {}, el("td", { colspan: heads.length }, "none yet"));
+  return el("div", { class: "t", role: "region", tabindex: 0, "aria-label": caption },
+    el("table", {},
+      el("caption", {}, caption),
+      el("thead", {}, el("tr", {}, ...heads.map((head, at) => el("th", { scope: "col", ...style(at) }, head)))),
+      el("tbody", {}, ...(rows.length ? rows.map(row) : [none]))));
+}
+
+const note = (text) => el("p", { class: "note" }, text);
+
+// --- drawings; a table beside each says the same
+
+const WIDTH = 360, HEIGHT = 180, LEFT = 42, RIGHT = 66, TOP = 10, BOTTOM = 26, LINES = 4;
+const yOf = (share) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * Math.min(1, Math.max(0, share));
+const label = (x, y, style, text, anchor = "start") =>
+  el("text", { x: x.toFixed(1), y: y.toFixed(1), class: style, "text-anchor": anchor }, text);
+const below = (x, text) => label(x, HEIGHT - BOTTOM + 16, "axis", text, "middle");
+const line = (points, number) => el("polyline", {
+  points: points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" "), class: `line line${number % LINES}` });
+
+function chart(title, parts) {
+  const frame = [0, 50, 100].flatMap((share) => {
+    const y = yOf(share / 100).toFixed(1);
+    return [el("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y, y2: y, class: "grid" }),
+      label(LEFT - 6, Number(y) + 4, "axis", `${share} %`, "end")];
+  });
+  return el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "chart", role: "img" }, el("title", {}, title), ...frame, ...parts);
+}
+
+// Hit ratios by times a tier's size, a line for each tier: [[tier, [[scale, ratio], ...]], ...].
+function whatIfChart(curves) {
+  const known = curves.filter(([, curve]) => curve.length > 1);
+  if (!known.length) return null;
+  const scales = [...new Set(known.flatMap(([, curve]) => curve.map(([scale]) => scale)))].sort((a, b) => a - b);
+  const xOf = (scale) => LEFT + (WIDTH - LEFT - RIGHT) * scales.indexOf(scale) / (scales.length - 1);
+  const parts = scales.map((scale) => below(xOf(scale), `${scale}x`));
+  const ends = known.map(([tier, curve], number) => {
+    const points = curve.map(([scale, share]) => [xOf(scale), yOf(share)]);
+    parts.push(line(points, number));
+    return [points.at(-1)[1], number, tier];
+  }).sort((a, b) => a[0] - b[0]);
+  let free = 0;
+  for (const [end, number, tier] of ends) {
+    const y = Math.max(end, free); // below the label above it, so that both can be read
+    free = y + 12;
+    parts.push(label(WIDTH - RIGHT + 6, y + 4, `label label${number % LINES}`, tier));
+  }
+  return chart("Hit ratio by times the size of each tier", parts);
+}
+
+// The hit ratio over the last seconds; gaps where nothing was asked for.
+function trendChart(ratios, seconds) {
+  const latest = ratios.findLast((one) => one !== null);
+  if (ratios.length < 2 || latest === undefined) return null;
+  const ago = seconds >= 90 ? `${(seconds / 60).toFixed(0)} min` : `${seconds.toFixed(0)} s`;
+  const step = (WIDTH - LEFT - RIGHT) / (ratios.length - 1);
+  const parts = [below(LEFT, `-${ago}`), below(WIDTH - RIGHT, "now")];
+  let points = [];
+  [...ratios, null].forEach((share, at) => {
+    if (share !== null) points.push([LEFT + step * at, yOf(share)]);
+    else if (points.length) {
+      if (points.length < 2) points.push([points[0][0] + 1.5, points[0][1]]);
+      parts.push(line(points, 0));
+      points = [];
+    }
+  });
+  parts.push(label(WIDTH - RIGHT + 6, yOf(latest) + 4, "label", percent(latest)));
+  return chart(`Hit ratio over the last ${ago}`, parts);
+}
+
+// --- sections: a title, and what it shows of the data of that name
+
+const SECTIONS = {
+  now: ["Now", (now) => {
+    const facts = [
+      ["server", `${now.state}, ${now.version}`], ["up for", time(now.uptime_s)],
+      ["hit ratio", percent(now.hit_ratio)], ["lookups", `${now.lookups_per_s.toFixed(1)}/s`],
+      ["delivered", `${size(now.get_bytes_per_s)}/s`], ["stored", `${size(now.put_bytes_per_s)}/s`],
+      ["chunks known", whole(now.chunks)], ["sessions", whole(now.sessions)],
+      ["leases", whole(now.leases)], ["faults", whole(now.faults)],
+    ];
+    return [el("dl", {}, ...facts.map(([name, value]) => el("div", {},
+      el("dt", {}, name), el("dd", { id: `now-${name.replace(" ", "-")}` }, value)))),
+    note(`Rates are those of the last ${time(now.recent_s)}.`)];
+  }],
+  tiers: ["Tiers", (tiers) => [table("Tiers, the fastest first",
+    ["tier", "filled", "state", "used", "limit", "chunks", "load speed", "codec", "policy"],
+    tiers.map((one) => {
+      const share = ratio(one.used_bytes, one.capacity_bytes);
+      return [one.name, bar(share, percent(share)),
+        el("span", { class: one.reason ? "bad" : "good" }, one.reason || "serving"),
+        size(one.used_bytes), size(one.capacity_bytes), whole(one.chunks),
+        one.load_bytes_per_s ? `${size(one.load_bytes_per_s)}/s` : "-", one.codec, one.policy];
+    }), 3)]],
+  hits: ["Hit ratio", (hits) => {
+    const found = [...hits.tiers, ["not found", hits.missed]].map(([name, count]) => {
+      const share = ratio(count, hits.asked);
+      return [name, bar(share), whole(count), percent(share)];
+    });
+    const tenants = hits.tenants.map(([name, ready, asked]) => {
+      const share = ratio(ready, asked);
+      return [name, bar(share), whole(ready), whole(asked), percent(share)];
+    });
+    return [trendChart(hits.ratios, hits.ratios_s),
+      table("Where chunks were found first, since the start", ["tier", "share", "chunks", "of all asked for"], found, 2),
+      table("By tenant, since the start", ["tenant", "share", "found", "asked for", "hit ratio"], tenants, 2)];
+  }],
+  flows: ["Flows between tiers", ({ ways, evicted, dropped }) => {
+    const most = Math.max(0, ...ways.map((way) => way[2]));
+    return [table("What is copied where; chunks since the start", ["way", "share", "rate", "chunks"],
+      ways.map(([source, target, rate, chunks]) =>
+        [`${source} → ${target}`, bar(ratio(rate, most)), `${size(rate)}/s`, whole(chunks)]), 2),
+    note(`${whole(evicted)} chunks were evicted from a tier since the start, ${whole(dropped)} of them for good.`)];
+  }],
+  latency: ["Latency", (calls) => [table("Calls of engines, lately", ["call", "rate", "p50", "p90", "p99", "calls"],
+    calls.map(([name, rate, p50, p90, p99, count]) =>
+      [name, `${rate.toFixed(1)}/s`, millis(p50), millis(p90), millis(p99), whole(count)])),
+  note("Time in this server, of calls over gRPC and the Unix socket; calls since the start.")]],
+  "what-if": ["What another size would hit", (curves) => {
+    if (!curves.length) return [note("Not known until more was asked for.")];
+    const scales = [...new Set(curves.flatMap(([, curve]) => curve.map(([scale]) => scale)))].sort((a, b) => a - b);
+    const rows = curves.map(([tier, curve]) => [tier, ...scales.map((scale) => percent(new Map(curve).get(scale) ?? null))]);
+    return [whatIfChart(curves), table("Hit ratio by size of the tier", ["tier", ...scales.map((one) => `${one}x size`)], rows)];
+  }],
+  faults: ["Faults", ({ down, counts }) => {
+    const rows = [...counts].sort((a, b) => !a[2] - !b[2]).map(([what, lately, all]) =>
+      [what, lately ? el("span", { class: "bad" }, whole(lately)) : "0", whole(all)]);
+    const named = down.map(([tier, reason]) => el("li", { class: "bad" }, `${tier} is left alone: ${reason}`));
+    return [named.length ? el("ul", {}, ...named) : note("Every tier is in use."),
+      table("Faults since the start", ["what", "lately", "in all"], rows)];
+  }],
+  prefixes: ["Top prefixes", (prefixes) => [table("Prefixes that lookups found most",
+    ["ends with", "model", "tenant", "tiers", "tokens", "hits"],
+    prefixes.map((row) => [...row.slice(0, 4), whole(row[4]), whole(row[5])]), 4)]],
+  nodes: ["Nodes", (nodes) => [nodes.length ? table("Servers that are seen", ["node", "address", "state"], nodes, 3)
+    : note("This server is in no directory.")]],
+};
+
+// --- what is shown
 
 const live = document.getElementById("live");
 const shown = new Map();
 
-function show(parts) {
-  for (const [name, made] of Object.entries(parts)) {
-    if (shown.get(name) === made) continue;
+function show(data) {
+  for (const [name, [title, draw]] of Object.entries(SECTIONS)) {
+    const text = JSON.stringify(data[name]);
     const old = document.getElementById(name);
-    if (!old || holdsSelection(old)) continue;
-    const tables = [...old.querySelectorAll(".t")];
-    const chosen = tables.indexOf(document.activeElement);
-    const scrolled = tables.map((one) => one.scrollLeft);
-    old.outerHTML = made;
-    document.getElementById(name).querySelectorAll(".t").forEach((one, at) => {
-      one.scrollLeft = scrolled[at] || 0;
-      if (at === chosen) one.focus({ preventScroll: true });
-    });
-    shown.set(name, made);
+    if (shown.get(name) === text || (old && holdsSelection(old))) continue;
+    const made = el("section", { id: name, "aria-labelledby": `${name}-title` },
+      el("h2", { id: `${name}-title` }, title), ...draw(data[name]).filter((one) => one !== null));
+    if (old) replace(old, made);
+    else document.querySelector("main").append(made);
+    shown.set(name, text);
   }
+}
+
+function replace(old, made) {
+  const tables = [...old.querySelectorAll(".t")];
+  const chosen = tables.indexOf(document.activeElement);
+  const scrolled = tables.map((one) => one.scrollLeft);
+  old.replaceWith(made);
+  made.querySelectorAll(".t").forEach((one, at) => {
+    one.scrollLeft = scrolled[at] || 0;
+    if (at === chosen) one.focus({ preventScroll: true });
+  });
 }
 
 function holdsSelection(part) {
@@ -31,6 +230,8 @@ function say(text, isOff) {
   live.classList.toggle("off", isOff);
 }
 
+// A page for which there is no room among those that are kept up to date shows what was there.
+fetch("data").then((answer) => answer.json()).then((data) => { if (!shown.size) show(data); });
 const events = new EventSource("events");
 events.onmessage = (event) => {
   show(JSON.parse(event.data));

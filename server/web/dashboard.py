@@ -1,48 +1,289 @@
-"""The Dashboard: what its page shows, looked at once a second for all who read it."""
+"""The dashboard: what a server has done and has, as JSON, looked at once a second for all readers.
+
+The page is ``dashboard.html``; ``dashboard.js`` draws what ``data`` and ``events`` bring.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvstore.server.web.markup import Html
+from kvstore.proto.types import DIGEST_BYTES, Namespace
+from kvstore.server.security.sessions import SessionTable
+from kvstore.server.store.store import Store
+from kvstore.server.telemetry.metrics import Counters, Finds, Times
+
+if TYPE_CHECKING:  # its file loads redis
+    from kvstore.server.cluster.directory import Directory
 
 EVERY_S = 1.0
 """Between two looks while somebody reads; nobody reads: nothing is done."""
+LOOK_EVERY_S = 5.0
+LOOKS_KEPT = 121
+"""Ten minutes of them."""
+RECENT_S = 60.0
+"""What rates and quantiles are of."""
+TOP_PREFIXES = 10
+TOP_EVERY_S = 10.0
+"""The whole index is gone through for them."""
+SHOWN_FLOWS = 12
+SHOWN_TENANTS = 16
 
-Sections = Mapping[str, Html]
-"""Parts of the page by their ids."""
+MAX_PAGE_BYTES = 100_000
+"""Of the page with all that it loads."""
+_FOLDER = Path(__file__).parent
+MEDIA: Mapping[str, tuple[str, bytes]] = {
+    path: (media_type, (_FOLDER / name).read_bytes())
+    for path, name, media_type in (
+        ("", "dashboard.html", "text/html"),
+        ("dashboard.css", "dashboard.css", "text/css"),
+        ("dashboard.js", "dashboard.js", "text/javascript"),
+    )
+}
+
+FAULTS: Mapping[str, str] = {
+    "corrupt_chunks": "copies that failed verification, and were dropped",
+    "put_invalid_chunks": "frames of puts that failed a check",
+    "lost_chunks": "copies that a tier no longer had",
+    "failed_copies": "copies to a lower tier that failed",
+    "get_late_chunks": "chunks not loaded by their deadline",
+    "put_refused_chunks": "chunks of puts that were refused",
+    "unanswered_lookups": "lookups that Redis did not answer in time",
+    "shed_calls": "calls refused, as too many waited",
+    "expired_leases": "leases that ended by their time",
+    "peer_failures": "requests that another server did not answer",
+    "unreadable_chunks": "copies of a removed codec, or that only others can read",
+}
+"""Counters that say that something is wrong, or full."""
+
+
+class Look(NamedTuple):
+    """Every count at one instant of the clock, in seconds."""
+
+    at_s: float
+    counters: Mapping[str, int]
+    flows: Mapping[tuple[str, str], tuple[int, int]]
+    finds: Finds
+    times: Mapping[str, Times]
+
+    def since(self, before: Look, name: str) -> int:
+        """Return how much *name* was counted after *before*."""
+        return self.counters[name] - before.counters[name]
+
+    def hit_ratio(self, before: Look) -> float | None:
+        """Return what share of the chunks asked for after *before* was found; None of none."""
+        asked = self.since(before, "lookup_chunks")
+        return self.since(before, "lookup_ready_chunks") / asked if asked > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The server that is looked at. *clock* returns monotonic seconds."""
+
+    store: Store
+    sessions: SessionTable
+    counters: Counters
+    version: str
+    clock: Callable[[], float]
+    directory: Directory | None = None
+    """Of the nodes and what they hold in memory, where there is one."""
+
+
+class Viewer:
+    """Looks at a server now and then, and at all of it when asked. Thread-safe."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._born_s = subject.clock()
+        self._lock = threading.Lock()  # guards the looks
+        self._looks: deque[Look] = deque([self._look()], maxlen=LOOKS_KEPT)
+        self._prefixes: list[list[object]] = []
+        self._prefixes_s = -TOP_EVERY_S
+
+    def _look(self) -> Look:
+        counters = self._subject.counters
+        return Look(
+            self._subject.clock(), counters.snapshot(), counters.flows.snapshot(),
+            counters.finds.snapshot(), counters.times.snapshot(),
+        )  # fmt: skip
+
+    def tick(self) -> None:
+        """Keep a look if the last one is old. Called a few times a second; takes microseconds."""
+        if self._subject.clock() - self._looks[-1].at_s >= LOOK_EVERY_S:
+            look = self._look()
+            with self._lock:
+                self._looks.append(look)
+
+    def data(self) -> dict[str, Any]:
+        """Return what there is to show now, by sections of the page. For one thread at a time.
+
+        Rates are per second, since a look about a minute ago; ratios are None where unknown.
+        """
+        now = self._look()
+        with self._lock:
+            looks = [*self._looks, now]
+        old = [look for look in looks if now.at_s - look.at_s >= RECENT_S]
+        recent = old[-1] if old else looks[0]
+        ratios = [then.hit_ratio(before) for before, then in pairwise(looks)]
+        tiers = self._tiers()
+        return {
+            "now": self._now(now, recent),
+            "tiers": tiers,
+            "hits": {
+                "ratios": ratios,
+                "ratios_s": now.at_s - looks[0].at_s,
+                "asked": now.counters["lookup_chunks"],
+                "tiers": [[one["name"], now.finds.tiers.get(one["name"], 0)] for one in tiers],
+                "missed": now.counters["lookup_chunks"] - now.counters["lookup_ready_chunks"],
+                "tenants": _tenants(now.finds),
+            },
+            "flows": _flows(now, recent),
+            "latency": _latency(now, recent),
+            "what-if": [[one["name"], one["curve"]] for one in tiers if one["curve"]],
+            "faults": {
+                "down": [[one["name"], one["reason"]] for one in tiers if one["reason"]],
+                "counts": [
+                    [what, now.since(recent, name), now.counters[name]]
+                    for name, what in FAULTS.items()
+                ],
+            },
+            "prefixes": self._top_prefixes(now.at_s),
+            "nodes": self._nodes(),
+        }
+
+    def _now(self, now: Look, recent: Look) -> dict[str, Any]:
+        subject = self._subject
+        span_s = _span_s(now, recent)
+        return {
+            "state": "draining" if subject.sessions.is_draining else "serving",
+            "version": subject.version,
+            "uptime_s": now.at_s - self._born_s,
+            "recent_s": span_s,
+            "hit_ratio": now.hit_ratio(recent),
+            "lookups_per_s": now.since(recent, "lookups") / span_s,
+            "get_bytes_per_s": now.since(recent, "get_bytes") / span_s,
+            "put_bytes_per_s": now.since(recent, "put_bytes") / span_s,
+            "chunks": len(subject.store.catalog),
+            "sessions": len(subject.sessions),
+            "leases": subject.store.catalog.lease_count(),
+            "faults": sum(now.since(recent, name) for name in FAULTS),
+        }
+
+    def _tiers(self) -> list[dict[str, Any]]:
+        tiers = []
+        for status in self._subject.store.slot_statuses():
+            report = self._subject.store.catalog.eviction.policy_report(status.name)
+            tiers.append(
+                {
+                    "name": status.name,
+                    "reason": status.reason,
+                    "used_bytes": status.stats.used_bytes,
+                    "capacity_bytes": status.stats.capacity_bytes,
+                    "chunks": status.stats.chunks,
+                    "load_bytes_per_s": status.load_bytes_per_s,
+                    "codec": status.codec,
+                    "policy": report.name,
+                    "curve": sorted(report.curve.items()),
+                }
+            )
+        return tiers
+
+    def _top_prefixes(self, now_s: float) -> list[list[object]]:
+        if now_s - self._prefixes_s >= TOP_EVERY_S:
+            store = self._subject.store
+            self._prefixes = []
+            for one in store.catalog.queries.top_prefixes(TOP_PREFIXES):
+                space = store.spaces.of(Namespace(one.key[:DIGEST_BYTES]))
+                model = space.representation.model_id if space else "unknown"
+                tenant = space.tenant if space else "unknown"
+                digest = one.key[DIGEST_BYTES:].hex()[:12]
+                tiers = ", ".join(one.tiers)
+                self._prefixes.append([digest, model, tenant, tiers, one.tokens, one.hits])
+            self._prefixes_s = now_s
+        return self._prefixes
+
+    def _nodes(self) -> list[list[str]]:
+        directory = self._subject.directory
+        if directory is None:
+            return []
+        report = directory.report()
+        me = [report.me.node_id, report.me.grpc_address, report.failure or "this one"]
+        return [me, *([one.node_id, one.grpc_address, "lives"] for one in report.nodes)]
+
+
+def _span_s(now: Look, recent: Look) -> float:
+    return max(1e-3, now.at_s - recent.at_s)
+
+
+def _tenants(finds: Finds) -> list[list[object]]:
+    names = sorted(finds.asked, key=lambda name: -finds.asked[name])[:SHOWN_TENANTS]
+    return [[name, finds.ready.get(name, 0), finds.asked[name]] for name in names]
+
+
+def _flows(now: Look, recent: Look) -> dict[str, Any]:
+    """Return the ways with the most bytes a second: source, target, rate and chunks."""
+    span_s, counts = _span_s(now, recent), now.counters
+    rows = [
+        [*way, (size - recent.flows.get(way, (0, 0))[1]) / span_s, chunks]
+        for way, (chunks, size) in now.flows.items()
+    ]
+    puts, gets = (now.since(recent, name) / span_s for name in ("put_bytes", "get_bytes"))
+    rows.append(["engines", "cpu", puts, counts["put_stored_chunks"]])
+    rows.append(["tiers", "engines", gets, counts["get_chunks"]])
+    rows.sort(key=lambda row: (row[2], row[3]), reverse=True)
+    evicted, dropped = counts["evicted_chunks"], counts["dropped_victims"]
+    return {"ways": rows[:SHOWN_FLOWS], "evicted": evicted, "dropped": dropped}
+
+
+def _latency(now: Look, recent: Look) -> list[list[object]]:
+    """Return for each call its name, rate, quantiles in seconds, and how many there were."""
+    rows: list[list[object]] = []
+    for name, times in now.times.items():
+        lately = times.since(recent.times[name])
+        quantiles = [lately.quantile_s(share) for share in (0.5, 0.9, 0.99)]
+        rows.append([name, lately.calls / _span_s(now, recent), *quantiles, times.calls])
+    return rows
 
 
 class Dashboard:
     """Shares one look a second between its readers. For one event loop.
 
-    *render* takes a while and is called in a thread; *clock* returns monotonic seconds.
+    *data* takes a while and is called in a thread; *clock* returns monotonic seconds.
     """
 
-    def __init__(self, render: Callable[[], Sections], clock: Callable[[], float]) -> None:
-        self._render = render
+    def __init__(self, data: Callable[[], Mapping[str, Any]], clock: Callable[[], float]) -> None:
+        self._data = data
         self._clock = clock
         self._lock = asyncio.Lock()  # one look at a time
-        self._sections: Sections = {}
+        self._text = ""
         self._number = 0
         self._at_s = 0.0
 
-    async def sections(self) -> Sections:
-        """Return what there is to show, a second old at most."""
+    async def text(self) -> str:
+        """Return what there is to show, a second old at most, as one line of JSON."""
         return (await self._fresh())[1]
 
-    async def after(self, number: int) -> tuple[int, Sections]:
+    async def after(self, number: int) -> tuple[int, str]:
         """Wait for a look behind look *number*; return its number and what there is to show."""
         left_s = self._at_s + EVERY_S - self._clock()
         if number == self._number and left_s > 0:
             await asyncio.sleep(left_s)
         return await self._fresh()
 
-    async def _fresh(self) -> tuple[int, Sections]:
+    async def _fresh(self) -> tuple[int, str]:
         async with self._lock:
             if not self._number or self._clock() - self._at_s >= EVERY_S:
-                self._sections = await asyncio.to_thread(self._render)
+                self._text = await asyncio.to_thread(self._render)
                 self._number += 1
                 self._at_s = self._clock()
-            return self._number, self._sections
+            return self._number, self._text
+
+    def _render(self) -> str:
+        return json.dumps(self._data(), separators=(",", ":"))

@@ -7,20 +7,112 @@ Who asks for what is not kept any more is told to forget all, then what is here,
 An answer goes no faster than it is read: nothing of it is lost in between. Who stops reading loses
 its place after a while, and is told so by the number -2 instead of -1: it asks again for what
 follows the last that it got.
+
+A message has three parts: the topic, its number as 8 bytes, big-endian, and an EventBatch in
+MessagePack, as vllm/distributed/kv_events.py of vLLM 0.32 has them. What the store does not know
+stays empty: the ids of tokens, adapters, extra keys.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
+import structlog
+
+from kvstore.proto.types import ROOT, Fidelity
 from kvstore.server.api.event_calls import POLL_S
-from kvstore.server.telemetry.events import EventLog, Page
+from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.settings.settings import Settings
+from kvstore.server.store.store import Store
+from kvstore.server.telemetry.events import Event, EventLog, Page
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.web.event_messages import AllBlocksCleared, Word, encode, words_of
-from kvstore.server.web.event_sockets import EventSockets
+from kvstore.server.web.event_sockets import EventSockets, load_keys, parse_readers
+
+MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
+"""What vLLM calls the media of tiers."""
+LOCAL = "LOCAL"
+OWNER = "kvstore"
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """Chunks in a row came to a medium, the first behind *parent_block_hash*."""
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """Chunks left a medium."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    """What was known before is void."""
+
+
+Word = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Words in order; *ts* is in seconds of the wall clock."""
+
+    ts: float
+    events: list[Word]
+    data_parallel_rank: int | None = None
+
+
+def words_of(events: Iterable[Event]) -> list[Word]:
+    """Return *events* as words, those of a chain's next chunks in one.
+
+    Block hashes are keys, of 32 bytes. A copy that is not exact counts as gone: who asks for
+    exact does not find it.
+    """
+    words: list[Word] = []
+    for event in events:
+        medium = MEDIA[event.tier]
+        last = words[-1] if words else None
+        if event.tokens and event.fidelity is Fidelity.exact:
+            parent = None if event.parent == ROOT else event.space + event.parent
+            if (
+                isinstance(last, BlockStored)
+                and (last.medium, last.block_size) == (medium, event.tokens)
+                and last.block_hashes[-1] == parent
+            ):
+                last.block_hashes.append(event.key)
+            else:
+                words.append(
+                    BlockStored(
+                        [event.key], parent, [], event.tokens, None, medium, None, LOCAL, OWNER
+                    )
+                )
+        elif isinstance(last, BlockRemoved) and last.medium == medium:
+            last.block_hashes.append(event.key)
+        else:
+            words.append(BlockRemoved([event.key], medium, LOCAL, OWNER))
+    return words
+
+
+def encode(ts: float, words: list[Word]) -> bytes:
+    """Return the third part of a message."""
+    return msgspec.msgpack.encode(EventBatch(ts, words))
+
 
 KEPT_BATCHES = 10_000
 KEPT_BATCH_BYTES = 64 << 20
@@ -224,3 +316,68 @@ _CUT_SHORT: Message = (b"", CUT, b"")
 def _words(page: Page) -> list[Word]:
     words = words_of(page.events)
     return [AllBlocksCleared(), *words] if page.cleared else words
+
+
+logger = structlog.get_logger(__name__)
+
+
+class NodeEvents:
+    """The log that the RPC reads, and the publisher; either may be None."""
+
+    def __init__(
+        self,
+        config: Settings,
+        store: Store,
+        boot_id: int,
+        closers: list[Callable[[], object]],
+    ) -> None:
+        """Events count from here on. Raises InvalidRequestError for what cannot be bound."""
+        self.log: EventLog | None = None
+        self.publisher: EventPublisher | None = None
+        self.addresses: list[str] = []
+        self._readers: WatchedFile[frozenset[bytes]] | None = None
+        if not config.limits.events_kept:
+            return
+        slots = store.tiers.slots.values()
+        tiers = [one.name for one in slots if not one.tier.shared]
+        restarted = partial(store.counters.add, "event_restarts")
+        held = store.catalog.queries.held_from
+        self.log = EventLog(tiers, config.limits.events_kept, held, restarted)
+        store.catalog.listeners.append(self.log)
+        if (config.events, config.events_replay) != ("off", "off"):
+            self._publish(config, store, boot_id, self.log)
+            closers.append(self.close)
+
+    def _publish(self, config: Settings, store: Store, boot_id: int, log: EventLog) -> None:
+        path = config.events_readers
+        if path is not None:
+            self._readers = WatchedFile((path,), parse_readers, frozenset[bytes])
+        readers = self._readers
+        keys = None if readers is None else load_keys(config.events_keys)
+        refused = partial(store.counters.add, "zmq_refused_connections")
+        sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
+        self.addresses = sockets.addresses
+        self.publisher = EventPublisher(
+            sockets, log, boot_id, store.counters, time.time, time.monotonic
+        )
+        public_key = keys.public.decode() if keys else ""
+        logger.info("events are published", addresses=self.addresses, public_key=public_key)
+
+    def tick(self) -> None:
+        """Take in a file of readers that was replaced or deleted. Called a few times a second."""
+        if self._readers is not None:
+            self._readers.refresh()
+
+    def is_alive(self) -> bool:
+        """Whether the publisher's thread lives, if there is one."""
+        return self.publisher is None or self.publisher.is_alive()
+
+    def end(self) -> None:
+        """Have readers of the RPC stop."""
+        if self.log is not None:
+            self.log.end()
+
+    def close(self) -> None:
+        """Stop publishing. Idempotent."""
+        if self.publisher is not None:
+            self.publisher.close()

@@ -1,24 +1,182 @@
-"""The sockets of published events, with every limit that ZeroMQ has, and who may connect."""
+"""The sockets of published events: every limit that ZeroMQ has, who may connect, and their keys."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket as sockets
 import stat
+import struct
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.values import parse_endpoint
-from kvstore.server.web.event_connections import ConnectionCap
-from kvstore.server.web.event_keys import CurveKeys
 
 if TYPE_CHECKING:
     import zmq
 
     Socket = zmq.Socket[bytes]
+
+
+SECRET_NAME = "server.secret"  # noqa: S105 - a file's name
+_KEY_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """A key pair as Z85 text of 40 characters each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def load_keys(folder: Path) -> CurveKeys:
+    """Return the keys kept in *folder*, made there when there are none.
+
+    Raises InvalidRequestError when the folder or the key cannot be used, or others could read
+    them.
+    """
+    import zmq
+
+    path = folder / SECRET_NAME
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_if_open(folder)
+        if not path.exists():
+            _write(path, zmq.curve_keypair()[1])
+        _refuse_if_open(path)
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        fix = f"{error.strerror}; name a folder that this user can write"
+        raise InvalidRequestError("events_keys", str(folder), fix) from None
+    try:
+        return CurveKeys(zmq.curve_public(secret), secret)
+    except (ValueError, zmq.ZMQError):
+        fix = f"holds no key of {_KEY_CHARS} characters; delete it to have another made"
+        raise InvalidRequestError("events_keys", str(path), fix) from None
+
+
+def _write(path: Path, secret: bytes) -> None:
+    """Write the key whole or not at all; of two servers that start together one wins."""
+    descriptor, draft = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+    try:
+        os.write(descriptor, secret + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(draft)
+
+
+def _refuse_if_open(path: Path) -> None:
+    found = path.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise InvalidRequestError(
+            "events_keys", str(path), "others could read the key; chown it to this user, chmod go="
+        )
+
+
+_EVENT = struct.Struct("=Hi")
+
+
+class ConnectionCap:
+    """Lets *socket*, not bound yet, have *most* connections; *refused* is called for each beyond.
+
+    ZeroMQ takes every connection, and each costs a descriptor and buffers before anybody has
+    proven anything. Over a second socket it tells of those that came and went: beyond the limit
+    the one that came last is hung up on.
+
+    For the thread that owns the socket: ``hold`` does the work when ``news`` can be read.
+    """
+
+    def __init__(self, socket: Socket, most: int, refused: Callable[[], object]) -> None:
+        import zmq
+
+        self._socket = socket
+        self._most = most
+        self._refused = refused
+        self._open: set[int] = set()
+        where = f"inproc://connections-{id(self):x}"
+        # ZeroMQ's own thread writes here and would wait for room, so there is no end of it. What
+        # comes between two turns of the loop is few.
+        self.news = socket.context.socket(zmq.PAIR)
+        self.news.linger = self.news.rcvhwm = 0
+        socket.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.news.connect(where)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def hold(self) -> None:
+        """Take in who came and went, and hang up on who is too many."""
+        import zmq
+
+        while True:
+            try:
+                event, _ = self.news.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            kind, descriptor = _EVENT.unpack(event)
+            if kind == zmq.EVENT_DISCONNECTED:
+                self._open.discard(descriptor)
+            elif len(self._open) < self._most:
+                self._open.add(descriptor)
+            else:
+                self._hang_up(descriptor)
+                self._refused()
+
+    def _hang_up(self, descriptor: int) -> None:
+        """End a connection as its other end would; ZeroMQ sees that and closes it."""
+        try:
+            copy = os.dup(descriptor)
+        except OSError:
+            return  # gone by itself
+        try:
+            link = sockets.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            return
+        with link:
+            # The number may be another file's by now: only what came to this address is ended.
+            if _own_end(link) == _bound_end(self._socket):
+                try:
+                    link.shutdown(sockets.SHUT_RDWR)
+                except OSError:
+                    return  # gone by itself
+
+    def close(self) -> None:
+        """Watch no more. Idempotent. To be called before the socket is closed."""
+        if not self.news.closed:
+            self._socket.disable_monitor()
+            self.news.close(0)
+
+
+def _own_end(link: sockets.socket) -> object:
+    try:
+        name = link.getsockname()
+    except OSError:
+        return None
+    return name[1] if link.family in (sockets.AF_INET, sockets.AF_INET6) else name
+
+
+def _bound_end(socket: Socket) -> object:
+    """Return the port or path that *socket* is bound to."""
+    import zmq
+
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    url = endpoint.rstrip(b"\0").decode()
+    return url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
+
 
 SEND_QUEUE_BATCHES = 10_000
 """Waiting for one reader. Past it, it misses some, and sees that by their numbers."""

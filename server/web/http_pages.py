@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,12 +18,17 @@ from starlette.routing import Route
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, UnauthenticatedError
 from kvstore.server.security.authenticator import CERTIFICATE as X509
 from kvstore.server.security.authenticator import SCHEME, Authenticator
-from kvstore.server.security.principal import Principal
+from kvstore.server.security.sessions import Principal
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback
-from kvstore.server.web.dashboard import Dashboard
-from kvstore.server.web.dashboard_page import MEDIA, PAGE_TITLE, page, sections_as_json
-from kvstore.server.web.http_server import CERTIFICATE
-from kvstore.server.web.metrics_text import CONTENT_TYPE, MetricsText
+from kvstore.server.telemetry.metrics import Gauge
+from kvstore.server.web.dashboard import MEDIA, Dashboard, Subject, Viewer
+from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
+from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
+
+if TYPE_CHECKING:
+    from kvstore.server.security.setup import Trust
+
 
 MAX_READERS = 16
 """Pages that are kept up to date at once; a further one is answered 503 and stays as it was."""
@@ -30,7 +37,7 @@ OnRefused = Callable[[Principal | None, str, str], None]
 """Told of each refusal of who brought a proof: who it was, the error, and from where."""
 
 _WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
-_REALM = {"WWW-Authenticate": f'Basic realm="{PAGE_TITLE}", charset="UTF-8"'}
+_REALM = {"WWW-Authenticate": 'Basic realm="kvstore", charset="UTF-8"'}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
@@ -76,7 +83,7 @@ class Pages:
         self.app = Starlette(
             routes=[
                 Route("/metrics", self._guarded(self._get_metrics, is_page=False)),
-                Route("/", self._guarded(self._get_page)),
+                Route("/data", self._guarded(self._get_data)),
                 Route("/events", self._guarded(self._get_events)),
                 *(Route(f"/{name}", self._guarded(self._get_media)) for name in MEDIA),
             ]
@@ -127,9 +134,9 @@ class Pages:
         text = await asyncio.to_thread(self._metrics.text)
         return Response(text, media_type=None, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _get_page(self, request: Request) -> Response:
-        sections = await self._dashboard.sections()
-        return Response(page(sections), media_type="text/html", headers=_HEADERS)
+    async def _get_data(self, request: Request) -> Response:
+        text = await self._dashboard.text()
+        return Response(text, media_type="application/json", headers=_HEADERS)
 
     async def _get_media(self, request: Request) -> Response:
         media_type, data = MEDIA[request.url.path.removeprefix("/")]
@@ -151,12 +158,12 @@ class Pages:
             yield "retry: 2000\n\n"
             number = 0
             while not await request.is_disconnected():
-                number, sections = await self._dashboard.after(number)
+                number, text = await self._dashboard.after(number)
                 try:
                     self._check(request, lambda *_: None)
                 except KVStoreError:
                     return
-                yield f"data: {sections_as_json(sections)}\n\n"
+                yield f"data: {text}\n\n"
         finally:
             self._readers -= 1
 
@@ -181,3 +188,52 @@ def _is_local(request: Request) -> bool:
     """Whether the connection does not leave this machine, by the kernel's word."""
     ends = request.client, request.scope.get("server")
     return all(end is not None and is_loopback(end[0]) for end in ends)
+
+
+METHOD = "Dashboard"
+"""What a page that was refused is called in the audit log."""
+
+
+class HttpPort:
+    """The metrics and the dashboard, served from birth to ``close``. ``tick`` now and then.
+
+    Raises InvalidRequestError for an address that cannot be had.
+    """
+
+    def __init__(self, config: Settings, subject: Subject, trust: Trust) -> None:
+        assert config.http_address is not None
+        store, sessions = subject.store, subject.sessions
+        tiers = [slot.name for slot in store.tiers.slots.values()]
+
+        def levels() -> list[Gauge]:
+            return gauges(store, len(sessions), subject.directory)
+
+        metrics = MetricsText(subject.counters, levels, tiers)
+        self._viewer = viewer = Viewer(subject)
+        dashboard = Dashboard(viewer.data, time.monotonic)
+
+        def on_refused(who: Principal | None, outcome: str, peer: str) -> None:
+            trust.authorizer.note(who, METHOD, outcome, peer=lambda: peer)
+
+        pages = Pages(metrics, dashboard, trust.authenticator, exposure_of(config), on_refused)
+        tls = None
+        if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
+            tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._server: HttpServer = HttpServer(config.http_address, pages.app, tls)
+        self.port = self._server.port
+        self.close: Callable[[], None] = self._server.close
+
+    def tick(self) -> None:
+        """Keep count over time; take in a certificate that was replaced."""
+        self._viewer.tick()
+        self._server.tick()
+
+
+def exposure_of(config: Settings) -> Exposure:
+    """Return what of the port is for other hosts."""
+
+    is_guarded = config.http_tls and config.asks_who_calls
+    return Exposure(
+        shows_dashboard=config.insecure or is_guarded,
+        asks_for_metrics=not (config.open_pages or config.insecure),
+    )

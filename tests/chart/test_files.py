@@ -14,7 +14,7 @@ from chart.rendered import CHART, ROOT, run
 
 from kvstore import __version__
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.web.metrics_text import MetricsText
+from kvstore.server.web.gauges import MetricsText
 
 
 def gauge_names() -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,11 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     browser.requests.clear()
     browser.complaints.clear()
     browser.show(origin)
+    browser.wait_for("document.querySelectorAll('section').length == 9")
     assert browser.evaluate("document.getElementById('now-chunks-known').textContent") == "9"
+    shown = browser.evaluate("document.querySelector('main').innerText")
+    for part in ("cpu → disk", "hit_density", SMALL.model_id, "Calls of engines, lately"):
+        assert part in shown
     assert browser.evaluate("document.querySelectorAll('#tiers tbody tr').length") == 2
     assert browser.evaluate("document.querySelectorAll('#prefixes tbody tr').length") == 2
     browser.wait_for("document.body.dataset.looks > 0")
@@ -69,6 +74,7 @@ def test_the_page_fits_every_width_in_light_and_dark(
     server = make_server("--http", "127.0.0.1:0")
     busy(server)
     browser.show(f"http://127.0.0.1:{server.node.http_port}/", width=width, dark=dark)
+    browser.wait_for("document.querySelectorAll('section').length == 9")
     widest = "Math.max(...[...document.querySelectorAll('section')].map(s => s.scrollWidth))"
     assert browser.evaluate(widest) <= width
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -84,3 +90,36 @@ def test_the_page_says_when_its_server_is_gone(browser: Browser, make_server: Se
     browser.wait_for("document.body.dataset.looks > 0")
     server.stop()
     browser.wait_for("document.getElementById('live').classList.contains('off')")
+
+
+def test_names_that_callers_chose_are_text_and_nothing_else(
+    browser: Browser, make_server: ServerMaker
+) -> None:
+    server = make_server("--http", "127.0.0.1:0")
+    name = '"><img src=x onerror="document.title=1"><b>bold</b>'
+    client = server.connect("grpc", replace(SMALL, model_id=name))
+    client.lookup(store(client, 1, 2))
+    browser.complaints.clear()
+    browser.show(f"http://127.0.0.1:{server.node.http_port}/")
+    browser.wait_for("document.querySelectorAll('#prefixes tbody td').length > 1")
+    assert browser.evaluate("document.querySelector('#prefixes tbody td').textContent") == name
+    assert browser.evaluate("document.querySelectorAll('main img, main b').length") == 0
+    assert browser.complaints == []
+
+
+def test_drawings_have_a_line_for_each_tier_and_gaps_where_nothing_was_asked(
+    browser: Browser, make_server: ServerMaker
+) -> None:
+    server = make_server("--http", "127.0.0.1:0")
+    browser.show(f"http://127.0.0.1:{server.node.http_port}/")
+
+    def lines(chart: str) -> object:
+        return browser.evaluate(f"{chart}.querySelectorAll('polyline').length")
+
+    curves = (
+        "[['cpu', [[0.5, 0.1], [1, 0.2], [2, 0.4]]], ['disk', [[1, 0.5], [2, 0.6]]], ['x', []]]"
+    )
+    assert lines(f"whatIfChart({curves})") == 2
+    assert browser.evaluate("whatIfChart([['cpu', []]])") is None
+    assert lines("trendChart([0.5, null, 0.25, 0.75], 20)") == 2
+    assert browser.evaluate("trendChart([null, null], 20)") is None

@@ -27,7 +27,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import UnauthenticatedError
 from kvstore.proto.kvstore_pb2_grpc import KVStoreStub
 from kvstore.proto.types import PutOutcome
-from kvstore.server.security.rate_limit import LINES_PER_S
+from kvstore.server.security.rate_limits import LINES_PER_S
 
 ProcessMaker = Callable[..., ServerProcess]
 

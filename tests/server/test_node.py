@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from local_server import LocalServer, eventually
 from prompts import chunks_of, is_right, keys_of
+from simulation.clock import FakeClock
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.server.node import SERVICE_NAME
+from kvstore.server.node import SERVICE_NAME, Maintenance
 from kvstore.server.settings import settings as config_module
 from kvstore.server.telemetry.metrics import COUNTERS
 
@@ -248,3 +251,37 @@ def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
     next(replies)
     assert server.stop()
     replies.close()
+
+
+# --- what falls due
+
+
+def test_a_job_that_fails_stops_neither_itself_nor_others() -> None:
+    clock, runs = FakeClock(), Counter[str]()
+    maintenance = Maintenance(clock)
+
+    def fail() -> None:
+        runs["failing"] += 1
+        raise OSError("no disk")
+
+    maintenance.every(1.0, fail, lambda: runs.update(["other"]))
+    for _ in range(3):
+        clock.now += 0.6
+        maintenance.run_due()
+    assert runs == {"failing": 1, "other": 1}
+    clock.now += 0.6
+    maintenance.run_due()
+    assert runs == {"failing": 2, "other": 2}
+
+
+def test_what_falls_due_is_tried_again_after_an_error(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = threading.Semaphore(0)
+
+    def fail() -> None:
+        tries.release()
+        raise OSError("no file")
+
+    monkeypatch.setattr(server.node.sessions, "expire", fail)
+    assert all(tries.acquire(timeout=20) for _ in range(2))

@@ -14,9 +14,13 @@ from prompts import SMALL, frame_of, store
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
-from kvstore.server.api import bounded_executor as lane_module
-from kvstore.server.api.bounded_executor import LATE_S, Lane
-from kvstore.server.api.load_shedding import CALLS_PER_WORKER, WRITES_PER_WORKER
+from kvstore.server.api import load_shedding
+from kvstore.server.api.load_shedding import (
+    CALLS_PER_WORKER,
+    LATE_S,
+    WRITES_PER_WORKER,
+    BoundedExecutor,
+)
 
 
 @pytest.fixture
@@ -25,39 +29,39 @@ def busy(make_server: ServerMaker) -> LocalServer:
     return make_server("--workers", "2", "--cpu", "16MiB")
 
 
-def test_a_lane_counts_what_waits_and_not_what_runs() -> None:
-    lane = Lane("test", 1, 2)
+def test_an_executor_counts_what_waits_and_not_what_runs() -> None:
+    executor = BoundedExecutor("test", 1, 2)
     gate = threading.Event()
-    first = lane.submit(gate.wait)
-    assert eventually(lambda: not lane.waiting)
-    others = [lane.submit(int) for _ in range(2)]
-    assert lane.is_full
+    first = executor.submit(gate.wait)
+    assert eventually(lambda: not executor.waiting)
+    others = [executor.submit(int) for _ in range(2)]
+    assert executor.is_full
     gate.set()
     assert [other.result(10) for other in others] == [0, 0]
     assert first.result(10)
-    assert not lane.is_full
-    lane.shutdown()
+    assert not executor.is_full
+    executor.shutdown()
 
 
-def test_a_lane_is_late_when_calls_waited_too_long_and_many_are_to_come() -> None:
+def test_an_executor_is_late_when_calls_waited_too_long_and_many_are_to_come() -> None:
     now = [0.0]
-    lane = Lane("test", 1, 100, lambda: now[0])
+    executor = BoundedExecutor("test", 1, 100, lambda: now[0])
     gates = [threading.Event() for _ in range(3)]
     for gate in gates:
-        lane.submit(gate.wait)
-    last = lane.submit(int)
-    assert eventually(lambda: lane.waiting == 3)
+        executor.submit(gate.wait)
+    last = executor.submit(int)
+    assert eventually(lambda: executor.waiting == 3)
     now[0] += 2 * LATE_S
-    assert not lane.is_late, "a thread that stands still says nothing of those that come"
+    assert not executor.is_late, "a thread that stands still says nothing of those that come"
     gates[0].set()
-    assert eventually(lambda: lane.waiting == 2)
-    assert lane.is_late
+    assert eventually(lambda: executor.waiting == 2)
+    assert executor.is_late
     gates[1].set()
-    assert eventually(lambda: lane.waiting == 1)
-    assert not lane.is_late, "what is next is soon begun"
+    assert eventually(lambda: executor.waiting == 1)
+    assert not executor.is_late, "what is next is soon begun"
     gates[2].set()
     last.result(10)
-    lane.shutdown()
+    executor.shutdown()
 
 
 def test_puts_that_fill_their_queue_are_refused_and_lookups_go_on(busy: LocalServer) -> None:
@@ -128,7 +132,7 @@ def test_lookups_are_refused_before_their_queue_is_full_when_they_wait_too_long(
         gate.wait(20)
 
     monkeypatch.setattr(busy.node.store.announcements, "wait", wait)
-    monkeypatch.setattr(lane_module, "LATE_S", -1.0)
+    monkeypatch.setattr(load_shedding, "LATE_S", -1.0)
     request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
     count = 2 * CALLS_PER_WORKER
     with ThreadPoolExecutor(count) as threads:

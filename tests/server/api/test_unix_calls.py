@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import LARGE, SMALL, store
-from socket_peer import OPEN, Claim, Peer, attached, joined, staging
+from socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
@@ -37,9 +37,8 @@ from kvstore.proto.unix_socket import (
     parse_answer,
     unpack_answer,
 )
-from kvstore.server.api import unix_server
-from kvstore.server.api.unix_calls import LocalCalls
-from kvstore.server.api.unix_listener import can_send
+from kvstore.server.api import unix_calls, unix_server
+from kvstore.server.api.unix_calls import LocalCalls, can_send
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
 from kvstore.server.security.sessions import Session, SessionTable
 
@@ -284,7 +283,7 @@ def test_end_of_a_joined_connection_does_not_end_the_session(
         assert eventually(lambda: len(plane._peers) == 1)
     assert len(server.node.sessions) == 1
     assert_works(host, terms)
-    assert len(plane.staging(terms.session_id)) > 0
+    assert len(plane.staging(terms.session_id).memory) > 0
 
 
 @pytest.mark.parametrize("how", ["the attaching connection ends", "CloseSession"])
@@ -357,13 +356,13 @@ def test_caller_that_hangs_up_in_the_middle_of_a_get_leaves_no_lease(
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """What begins the second that answers wait for callers that do not read."""
-    monkeypatch.setattr(unix_server, "SEND_WITHIN_S", 1)
+    monkeypatch.setattr(unix_calls, "SEND_WITHIN_S", 1)
     begin = threading.Event()
 
     def begun(connection: socket.socket, within_s: float) -> bool:
         return begin.wait(60) and can_send(connection, within_s)
 
-    monkeypatch.setattr(unix_server, "can_send", begun)
+    monkeypatch.setattr(unix_calls, "can_send", begun)
     yield begin
     begin.set()
 
@@ -411,7 +410,7 @@ def test_caller_that_reads_slowly_gets_everything(
     server: LocalServer, big: tuple[Terms, pb.GetRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        unix_server, "SEND_WITHIN_S", 300
+        unix_calls, "SEND_WITHIN_S", 300
     )  # a busy machine is slower than the caller
     terms, request = big
     with joined(terms.socket_path, terms) as peer:
@@ -609,19 +608,19 @@ def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
 
 
 def test_connection_that_is_served_outlives_its_session_until_the_answer(
-    tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, no_leaks: None
 ) -> None:
-    monkeypatch.setattr(unix_server, "_POLL_S", 0.01)
     own = Plane(tmp_path / "s.sock")
     own.plane.answer_calls(own.answer)
     busy, idle = own.join(), own.join()
     busy.send_call("Lookup", pb.LookupRequest())
     assert own.begun.acquire(timeout=20)
     own.table.close(own.session.session_id)
-    assert idle.is_hung_up()
-    own.let_go.set()
-    assert busy.receive().reply is Reply.ok
-    assert busy.is_hung_up()
+    with ticking(own.plane):
+        assert idle.is_hung_up()
+        own.let_go.set()
+        assert busy.receive().reply is Reply.ok
+        assert busy.is_hung_up()
     for peer in (own.host, busy, idle):
         peer.close()
     own.plane.close()
@@ -644,9 +643,8 @@ class SlowPoll:
 
 
 def test_session_that_ends_just_behind_its_call_kills_no_thread(
-    tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, no_leaks: None
 ) -> None:
-    monkeypatch.setattr(unix_server, "_POLL_S", 0.01)
     own = Plane(tmp_path / "s.sock")
     own.let_go.set()
     own.plane.answer_calls(own.answer)
@@ -662,10 +660,11 @@ def test_session_that_ends_just_behind_its_call_kills_no_thread(
 
     poll = own.plane._poll
     own.plane._poll = SlowPoll(poll, end_session)  # type: ignore[assignment]
-    assert peer.call("Lookup", pb.LookupRequest()).reply is Reply.ok
-    assert peer.is_hung_up()
-    assert own.host.is_hung_up()
-    assert eventually(lambda: hung_up == [True])
+    with ticking(own.plane):
+        assert peer.call("Lookup", pb.LookupRequest()).reply is Reply.ok
+        assert peer.is_hung_up()
+        assert own.host.is_hung_up()
+        assert eventually(lambda: hung_up == [True])
     own.plane._poll = poll
     with Peer(str(own.plane.path)) as other:
         assert other.ask(b"hello") is Reply.invalid

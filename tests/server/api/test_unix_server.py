@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
-from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging
+from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging, ticking
 
 from kvstore.client.staging import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb
@@ -33,7 +33,7 @@ from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_server import DataPlane, PlaneLimits, SlabFile
 from kvstore.server.api.written_pages import WrittenPages
-from kvstore.server.security.authorization import Door
+from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import SessionTable
 
 ServerMaker = Callable[..., LocalServer]
@@ -68,7 +68,7 @@ def test_sealed_staging_memory_is_taken(
         assert connect().attach(terms, descriptor) is Reply.ok
     plane = server.node.data_plane
     assert plane is not None
-    assert len(plane.staging(terms.session_id)) == STAGING_BYTES
+    assert len(plane.staging(terms.session_id).memory) == STAGING_BYTES
 
 
 @pytest.mark.parametrize(
@@ -396,11 +396,11 @@ def open_plane_of(
     table: SessionTable,
     slab_file: SlabFile,
     clock: Clock,
-    door: Door = OPEN,
+    auth: SessionAuth = OPEN,
     descriptors: int = 64,
 ) -> DataPlane:
     limits = PlaneLimits(2, 1 << 20, 4, descriptors)
-    return DataPlane(path, table, {Op.slab: slab_file}, clock, limits, door)
+    return DataPlane(path, table, {Op.slab: slab_file}, clock, limits, auth)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -409,7 +409,8 @@ def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_le
     peer = Peer(str(plane.path))
     assert peer.ask(b"hello") is Reply.invalid
     clock.now = unix_server._ATTACH_WITHIN_S + 1
-    assert peer.is_hung_up()
+    with ticking(plane):
+        assert peer.is_hung_up()
     peer.close()
     plane.close()
 
@@ -450,8 +451,8 @@ def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
 ) -> None:
     clock = Clock()
     table, notes = sessions(clock), list[tuple[object, ...]]()
-    door = Door(lambda session, method: None, lambda *event: notes.append(event))
-    plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock, door)
+    auth = SessionAuth(lambda session, method: None, lambda *event: notes.append(event))
+    plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock, auth)
     plane.take_ring = lambda session, request, exported: None
     session = table.open(SMALL, "test")
     ring = Request(Op.ring, STAGING_BYTES).pack()

@@ -15,16 +15,16 @@ from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.announcements import MAX_PENDING, Entries
+from kvstore.server.cluster.announcements import MAX_PENDING, Announcements
 from kvstore.server.cluster.directory import (
     BUCKETS,
     MAX_HOLDERS,
     Directory,
     DirectoryTerms,
     NodeAddress,
-    Strangers,
+    UnknownMembers,
 )
-from kvstore.server.cluster.membership import Roster, Standing
+from kvstore.server.cluster.membership import Membership, MembershipState
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import NodeDown, RedisClient
@@ -148,25 +148,25 @@ def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: Direc
 @pytest.mark.parametrize(
     ("before", "words", "after"),
     [
-        (Standing.known, (b"taken", b"taken", b"old"), Standing.taken),
-        (Standing.known, (b"taken", b"old", b"old"), Standing.known),
-        (Standing.known, (b"taken", b"old", LOST), Standing.known),
-        (Standing.known, (b"full", b"old", LOST), Standing.known),
-        (Standing.known, (b"taken", LOST, LOST), Standing.taken),
-        (Standing.unknown, (b"taken", b"new", LOST), Standing.taken),
-        (Standing.unknown, (b"full", b"new", LOST), Standing.full),
-        (Standing.unknown, (b"taken", b"new", b"new"), Standing.known),
-        (Standing.unknown, (b"taken", b"full", b"new"), Standing.known),
-        (Standing.unknown, (b"new", b"new", b"new"), Standing.known),
+        (MembershipState.known, (b"taken", b"taken", b"old"), MembershipState.taken),
+        (MembershipState.known, (b"taken", b"old", b"old"), MembershipState.known),
+        (MembershipState.known, (b"taken", b"old", LOST), MembershipState.known),
+        (MembershipState.known, (b"full", b"old", LOST), MembershipState.known),
+        (MembershipState.known, (b"taken", LOST, LOST), MembershipState.taken),
+        (MembershipState.unknown, (b"taken", b"new", LOST), MembershipState.taken),
+        (MembershipState.unknown, (b"full", b"new", LOST), MembershipState.full),
+        (MembershipState.unknown, (b"taken", b"new", b"new"), MembershipState.known),
+        (MembershipState.unknown, (b"taken", b"full", b"new"), MembershipState.known),
+        (MembershipState.unknown, (b"new", b"new", b"new"), MembershipState.known),
     ],
 )
 def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_alone(
-    before: Standing, words: tuple[bytes | NodeDown, ...], after: Standing
+    before: MembershipState, words: tuple[bytes | NodeDown, ...], after: MembershipState
 ) -> None:
     """A hash that lost its rows lets anybody in, and half of two is not most."""
     votes = Votes(b"old", b"old", b"old")
-    roster = Roster(votes, PREFIX, node(1), TTL_MS)  # type: ignore[arg-type]
-    if before is Standing.known:
+    roster = Membership(votes, PREFIX, node(1), TTL_MS)  # type: ignore[arg-type]
+    if before is MembershipState.known:
         roster.beat()
     assert roster.standing is before
     votes.words = words
@@ -178,7 +178,7 @@ def test_node_that_falls_silent_is_nobody_and_its_entries_are_taken_out(
     make_directory: DirectoryMaker, redis: RedisProcess
 ) -> None:
     _, second = two(make_directory)
-    silent = Roster(RedisClient("redis", redis.url, 2000, 1), PREFIX, node(7), TTL_MS)
+    silent = Membership(RedisClient("redis", redis.url, 2000, 1), PREFIX, node(7), TTL_MS)
     silent.beat()
     redis.client.sadd(at(1), -7)
     assert eventually(lambda: finds(second, 1) == {1: ("n7",)})
@@ -200,7 +200,7 @@ def test_node_that_leaves_is_gone_at_once(make_directory: DirectoryMaker) -> Non
     first.close()
     third = make_directory(ttl_ms=LONG_MS)
     third.start()
-    assert eventually(lambda: third.report().standing is Standing.known)
+    assert eventually(lambda: third.report().standing is MembershipState.known)
     assert [one.node_id for one in third.report().nodes] == ["n2"]
 
 
@@ -209,21 +209,21 @@ def test_two_nodes_with_one_id_are_found_out_and_the_later_stays_out(
 ) -> None:
     first = make_directory(node(1, "same"), ttl_ms=LONG_MS)  # a busy machine may be late to beat
     first.start()
-    assert eventually(lambda: first.report().standing is Standing.known)
+    assert eventually(lambda: first.report().standing is MembershipState.known)
     with capture_logs() as logs:
         later = make_directory(node(2, "same"))
         later.start()
-        assert eventually(lambda: later.report().standing is Standing.taken)
+        assert eventually(lambda: later.report().standing is MembershipState.taken)
     (error,) = [row for row in logs if row["log_level"] == "error"]
     assert error["other"] == first.me.grpc_address
     assert "--node-id" in error["fix"]
     later.sealed([key(1)])
     time.sleep(2 * TTL_MS / 1000)
-    assert first.report().standing is Standing.known
-    assert later.report().standing is Standing.taken
+    assert first.report().standing is MembershipState.known
+    assert later.report().standing is MembershipState.taken
     assert said(later) == 0
     first.close()
-    assert eventually(lambda: later.report().standing is Standing.known)
+    assert eventually(lambda: later.report().standing is MembershipState.known)
     assert eventually(lambda: said(later) == 1)
 
 
@@ -265,7 +265,7 @@ def test_redis_that_is_down_finds_nobody_within_the_deadline_and_is_told_later(
 def test_node_alone_asks_nothing(make_directory: DirectoryMaker) -> None:
     alone = make_directory()
     alone.start()
-    assert eventually(lambda: alone.report().standing is Standing.known)
+    assert eventually(lambda: alone.report().standing is MembershipState.known)
     assert finds(alone, 1, 2) == {}
     assert alone._counters["directory_questions"] == 0
 
@@ -323,52 +323,52 @@ def test_user_without_the_rights_gets_none_in_and_is_told_which_it_needs(
         closing(link),
         pytest.raises(TierUnavailableError, match=r"NoPermission.*\+hgetall \+time"),
     ):
-        Roster(link, PREFIX, node(1), TTL_MS).beat()
+        Membership(link, PREFIX, node(1), TTL_MS).beat()
 
 
 def test_entries_hold_only_the_newest_word_and_stay_bounded() -> None:
     now = [0.0]
-    entries = Entries(3, lambda: now[0])
-    assert entries.sealed([key(n) for n in range(5)]) == 2
-    assert entries.gone([key(0), key(4)]) == 0
+    entries = Announcements(3, lambda: now[0])
+    assert entries.announce([key(n) for n in range(5)]) == 2
+    assert entries.withdraw([key(0), key(4)]) == 0
     assert entries.take(10) == [(key(0), False), (key(1), True), (key(2), True)]
-    entries.sealed([key(0)])
-    entries.gone([key(2)])
+    entries.announce([key(0)])
+    entries.withdraw([key(2)])
     assert entries.take(10) == [(key(0), True), (key(2), False)]
     assert entries.put_back([key(0), key(1), key(2)]) == 0
     assert entries.take(10) == [(key(0), True), (key(1), True), (key(2), False)], "what is true now"
     assert len(entries) == 2
-    entries = Entries(2 * MAX_PENDING, lambda: now[0])
-    assert entries.sealed([key(n) for n in range(MAX_PENDING + 1)]) == 1
-    assert entries.gone([key(0), key(MAX_PENDING)]) == 0
+    entries = Announcements(2 * MAX_PENDING, lambda: now[0])
+    assert entries.announce([key(n) for n in range(MAX_PENDING + 1)]) == 1
+    assert entries.withdraw([key(0), key(MAX_PENDING)]) == 0
     assert entries.put_back([key(1)]) == 1, "room is kept for others"
 
 
 def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten() -> None:
     now = [0.0]
-    entries = Entries(10, lambda: now[0])
-    entries.sealed([key(1)])
+    entries = Announcements(10, lambda: now[0])
+    entries.announce([key(1)])
     now[0] = 1000.0
-    entries.sealed([key(2)])
+    entries.announce([key(2)])
     entries.take(10)
-    entries.say_again(9)
+    entries.repeat(9)
     assert entries.waiting == 0
     now[0] = 1900.0
-    entries.say_again(9)
+    entries.repeat(9)
     assert entries.take(10) == [(key(1), True)]
-    entries.forgotten()
-    entries.say_again(9)
+    entries.lost()
+    entries.repeat(9)
     assert entries.take(10) == [(key(2), True)], "what was just said was said to the new one"
     now[0] = 1901.0
-    entries.forgotten()
-    entries.say_again(9)
-    entries.say_again(9)
+    entries.lost()
+    entries.repeat(9)
+    entries.repeat(9)
     assert sorted(entries.take(10)) == [(key(1), True), (key(2), True)]
 
 
 def test_strangers_are_dead_only_after_a_while_unknown() -> None:
     now = [0.0]
-    strangers = Strangers(10.0, lambda: now[0])
+    strangers = UnknownMembers(10.0, lambda: now[0])
     strangers.met(key(1), b"5")
     strangers.met(key(1), b"6")
     now[0] = 9.0
@@ -399,7 +399,7 @@ def test_holders_of_one_chunk_are_bounded(
     link = RedisClient("redis", redis.url, 2000, 1)
     others = [node(number) for number in range(20, 32)]
     for other in others:
-        Roster(link, PREFIX, other, 60_000).beat()
+        Membership(link, PREFIX, other, 60_000).beat()
         redis.client.sadd(at(1), other.incarnation - (1 << 64))
     link.close()
     asking = make_directory()

@@ -15,7 +15,7 @@ from kvstore.cli.status import ask_status, directory_line, status_as_json
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory
-from kvstore.server.cluster.directory_setup import open_directory
+from kvstore.server.cluster.setup import open_directory
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.gauges import gauges

@@ -36,7 +36,7 @@ from kvstore.proto.framing import MAX_HEADER_BYTES, FramedSocket
 from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
-from kvstore.server.bulk.peer_server import PeerDesk
+from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_requests import StreamAnswers
 from kvstore.server.bulk.tcp_server import MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
@@ -211,8 +211,8 @@ def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
     assert server.node.bulk is not None
-    desk = server.node.bulk._terms.service.desk
-    with desk.admitted(bulk.Find(1, 1, 1)):
+    peer_server = server.node.bulk._terms.service.peer_server
+    with peer_server.admitted(bulk.Find(1, 1, 1)):
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
             read(link, infos[0])
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
@@ -231,9 +231,9 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     assert server.node.bulk is not None
-    desk = server.node.bulk._terms.service.desk
+    peer_server = server.node.bulk._terms.service.peer_server
     with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S).terms)) as link:
-        with desk.admitted(bulk.Get(1, 1, 0, 1000, 0)):
+        with peer_server.admitted(bulk.Get(1, 1, 0, 1000, 0)):
             (info,) = find(link, keys)
             assert info is not None
             with pytest.raises(QuotaExceededError, match="peer_bytes=16777216"):
@@ -312,7 +312,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
 
     with closing(reached(terms)) as before:
         for owner, name, ask in (
-            (PeerDesk, "get", lambda: read(before, infos[0])),
+            (PeerServer, "get", lambda: read(before, infos[0])),
             (SessionTable, "get", lambda: reached(terms)),
         ):
             with monkeypatch.context() as patch, capture_logs() as logs:

@@ -35,7 +35,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.bulk import tcp_server
-from kvstore.server.bulk.peer_server import PeerDesk
+from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.cluster.peer import MAX_LIES, Lent
 from kvstore.server.cluster.peer_tier import PeerTier
 
@@ -57,10 +57,10 @@ def tier_of(server: LocalServer) -> PeerTier:
     return cast("PeerTier", slot.tier)
 
 
-def desk_of(server: LocalServer) -> PeerDesk:
+def peer_server_of(server: LocalServer) -> PeerServer:
     streams = server.node.bulk
     assert streams is not None
-    return streams._terms.service.desk
+    return streams._terms.service.peer_server
 
 
 def reads_of(client: Client) -> PeerReads:
@@ -230,15 +230,15 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
     for stream in reads_of(pair.reader)._lenders[1].streams._idle:
         stream._silence_s = SILENCE_S
     resumed = threading.Event()
-    desk = desk_of(pair.first)
-    answer = desk.get
+    peer_server = peer_server_of(pair.first)
+    answer = peer_server.get
 
     def hang_once(work: object, payload: bytes) -> None:
-        monkeypatch.setattr(desk, "get", answer)
+        monkeypatch.setattr(peer_server, "get", answer)
         resumed.wait(SOON_S)
         raise TierUnavailableError("peer", "gone")
 
-    monkeypatch.setattr(desk, "get", hang_once)
+    monkeypatch.setattr(peer_server, "get", hang_once)
     started = time.monotonic()
     assert_reads(pair.reader, keys)
     assert time.monotonic() - started >= SILENCE_S
@@ -257,17 +257,17 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
 ) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    desk = desk_of(pair.first)
-    pieces = desk._pieces
+    peer_server = peer_server_of(pair.first)
+    pieces = peer_server._pieces
 
     def two(*terms: object) -> Iterator[object]:
-        monkeypatch.setattr(desk, "_pieces", pieces)
+        monkeypatch.setattr(peer_server, "_pieces", pieces)
         whole = pieces(*terms)  # type: ignore[arg-type]
         yield next(whole)
         yield next(whole)
         raise OSError("the cable")
 
-    monkeypatch.setattr(desk, "_pieces", two)
+    monkeypatch.setattr(peer_server, "_pieces", two)
     assert_reads(pair.reader, keys)
     assert pair.lent() == CHUNKS
 

@@ -21,8 +21,7 @@ from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
-from kvstore.server.bulk.tcp_server import StreamPlane
-from kvstore.server.bulk.tcp_setup import listen
+from kvstore.server.bulk.tcp_server import StreamPlane, listen
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
 from kvstore.server.cluster.peer_dial import PeerAccess
 

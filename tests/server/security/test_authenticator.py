@@ -21,7 +21,7 @@ from kvstore.server.security.api_keys import ApiKeys, parse_keys
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.certificates import ServerTls, principal_of_certificate
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
-from kvstore.server.security.principal import ANYBODY, Principal
+from kvstore.server.security.sessions import ANYBODY, Principal
 from kvstore.server.security.watched_file import WatchedFile
 
 KEY = ed25519.Ed25519PrivateKey.generate()

@@ -15,8 +15,7 @@ from kvstore.proto.errors import (
     ShuttingDownError,
 )
 from kvstore.proto.keys import namespace, representation_digest
-from kvstore.server.security.principal import ROLES, Principal
-from kvstore.server.security.sessions import TOKEN_BYTES, Session, SessionTable
+from kvstore.server.security.sessions import ROLES, TOKEN_BYTES, Principal, Session, SessionTable
 
 REPRESENTATION = make_representation()
 

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from starlette.applications import Starlette
 
-from kvstore.server.telemetry.flows import TIMED
-from kvstore.server.telemetry.metrics import COUNTERS, Counters, Gauge
+from kvstore.server.telemetry.metrics import COUNTERS, TIMED, Counters, Gauge
+from kvstore.server.web.gauges import MetricsText
 from kvstore.server.web.http_server import HttpServer
-from kvstore.server.web.metrics_text import MetricsText
 
 GAUGES: list[Gauge] = [
     ("sessions", "open sessions", "", 3.0),

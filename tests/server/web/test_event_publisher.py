@@ -24,19 +24,18 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest, ChunkKey, Fidelity
 from kvstore.server.node import tenant_salts
 from kvstore.server.settings.settings import load_config
-from kvstore.server.telemetry.event_ring import Event
-from kvstore.server.telemetry.events import PAGE_EVENTS, Page
+from kvstore.server.telemetry.events import PAGE_EVENTS, Event, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web import event_publisher as module
-from kvstore.server.web.event_messages import (
+from kvstore.server.web.event_publisher import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
+    EventPublisher,
     encode,
     words_of,
 )
-from kvstore.server.web.event_publisher import EventPublisher
 from kvstore.server.web.event_sockets import EventSockets, parse_readers
 
 OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)

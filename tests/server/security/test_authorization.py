@@ -5,8 +5,8 @@ import pytest
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.proto.unix_socket import METHODS as LOCAL_METHODS
-from kvstore.server.security.principal import Principal
-from kvstore.server.security.roles import ANY, METHODS, check_role, role_for
+from kvstore.server.security.authorization import ANY, METHODS, check_role, role_for
+from kvstore.server.security.sessions import Principal
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 SEES = {"Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List", "Explain"}

@@ -18,7 +18,7 @@ from prompts import SMALL, frame_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.api.bounded_executor import GRACE_S, STALL_S, Patience
+from kvstore.server.api.load_shedding import GRACE_S, STALL_S, StallGuard
 
 SERVICE = "/kvstore.v1.KVStore/"
 
@@ -44,31 +44,31 @@ class Silent:
 
 def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
     now = [0.0]
-    patience = Patience(2, lambda: now[0])
+    guard = StallGuard(2, lambda: now[0])
     silent: Any = [Silent() for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         for count, one in enumerate(silent, 1):
-            threads.submit(list, patience.each(one, one))
-            assert eventually(lambda count=count: len(patience) == count)  # type: ignore[misc]
+            threads.submit(list, guard.each(one, one))
+            assert eventually(lambda count=count: len(guard) == count)  # type: ignore[misc]
         now[0] = GRACE_S / 2
-        assert patience.tick() == 0
+        assert guard.tick() == 0
         now[0] = GRACE_S
-        assert patience.tick() == 2
+        assert guard.tick() == 2
         assert [one.is_ended for one in silent] == [True, True, False, False]
         now[0] = STALL_S - 0.1
-        assert patience.tick() == 0
+        assert guard.tick() == 0
         now[0] = STALL_S
-        assert patience.tick() == 2
-    assert len(patience) == 0
+        assert guard.tick() == 2
+    assert len(guard) == 0
 
 
 def test_what_is_sent_is_passed_on_and_a_call_without_its_message_is_told() -> None:
-    patience = Patience(1, lambda: 0.0)
+    guard = StallGuard(1, lambda: 0.0)
     context: Any = Silent()
-    assert patience.only(iter([b"one"]), context) == b"one"
-    assert list(patience.each(iter([b"a", b"b"]), context)) == [b"a", b"b"]
+    assert guard.only(iter([b"one"]), context) == b"one"
+    assert list(guard.each(iter([b"a", b"b"]), context)) == [b"a", b"b"]
     with pytest.raises(InvalidRequestError, match="message"):
-        patience.only(iter([]), context)
+        guard.only(iter([]), context)
 
 
 def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes]) -> Any:
@@ -89,7 +89,7 @@ def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes
 def test_calls_without_a_message_leave_threads_for_others_and_end(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    monkeypatch.setattr("kvstore.server.api.bounded_executor.GRACE_S", 0.4)
+    monkeypatch.setattr("kvstore.server.api.load_shedding.GRACE_S", 0.4)
     server = make_server("--workers", "8", "--cpu", "16MiB")
     wire = wire_to(server)
     request = pb.LookupRequest(digests=wire.key(1)[16:])
@@ -111,7 +111,7 @@ def test_calls_without_a_message_leave_threads_for_others_and_end(
 def test_a_put_that_stops_half_way_ends_and_leaves_nothing(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.server.api.bounded_executor.STALL_S", 0.3)
+    monkeypatch.setattr("kvstore.server.api.load_shedding.STALL_S", 0.3)
     server = make_server("--workers", "8", "--cpu", "16MiB")
     wire = wire_to(server)
     frame = frame_of(wire.key(9), SMALL).tobytes()

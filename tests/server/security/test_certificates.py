@@ -15,9 +15,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from kvstore.cli.doctor_checks import check_revocations
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.certificates import principal_of_certificate
+from kvstore.server.security.certificates import (
+    Revocations,
+    parse_revocations,
+    principal_of_certificate,
+)
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
-from kvstore.server.security.revocations import Revocations, parse_revocations
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import load_config
 

@@ -16,7 +16,7 @@ from typing import cast
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.api.unix_listener import is_trusted, listen
+from kvstore.server.api.unix_server import is_trusted, listen
 
 NOBODY, NO_NAMESPACE = 65534, 3
 
