@@ -28,7 +28,7 @@ LOOPS := $(NATIVE)/_loops.so
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
-.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long mutants bench proto format format-check lint types floors redis chromium clean
+.PHONY: help .venv demo real-model test vllm-env test-vllm sglang-env test-sglang test-transformers chart-test cluster-test museum-long check faults fault-tools soak fuzz soak-long mutants bench proto format format-check lint types layers redis chromium clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  %-14s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -136,7 +136,7 @@ cluster-test: $(STAMP) $(LOOPS) redis ## three nodes on hosts of their own and a
 museum-long: $(STAMP) $(LOOPS) redis ## the museum's tests, and where LMCache fails them: see tests/museum
 	$(BIN)/pytest tests/museum --peers $(ARGS)
 
-check: format-check lint types floors test ## everything that has to pass before a change lands
+check: format-check lint types layers test ## everything that has to pass before a change lands
 
 faults: $(STAMP) $(LOOPS) redis fault-tools ## every fault in its long form; ARGS=... goes to pytest
 	$(BIN)/pytest tests/faults --long -o timeout=7200 $(ARGS)
@@ -195,7 +195,7 @@ lint: $(STAMP) ## ruff's rules
 types: $(STAMP) ## mypy, strict
 	cd src && ../$(BIN)/mypy
 
-floors: $(STAMP) ## which room may import which
+layers: $(STAMP) ## which folder may import which
 	PYTHONPATH=src $(BIN)/lint-imports
 
 clean: ## remove what builds and checks left behind; .venv stays

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,12 +113,31 @@ def measure_product(report: Report) -> None:
     modules = [path for path in files if path.name != "__init__.py"]
     report.add("product_lines", lines, "hand-written, of server, tiers and proto", "33,000")
     report.add("modules", len(modules), "of them", "150")
+    report.add(
+        "upward_imports", len(upward_imports()), "between the server's folders, by their order", "0"
+    )
     circles = circles_of(imports_of(ROOT / "server", "kvstore.server"))
     report.add(
         "circles", len(circles), "groups of the server's modules that import each other", "0"
     )
     for circle in circles:
         report.note("circle", str(len(circle)), ", ".join(sorted(circle)))
+
+
+def upward_imports() -> list[tuple[str, str]]:
+    """Return the server's modules that import one of a folder above their own, and what."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(each["layers"] for each in contracts["contracts"] if "containers" in each)
+    order = {name.strip(): at for at, layer in enumerate(layers) for name in layer.split("|")}
+    found = []
+    for path in (ROOT / "server").rglob("*.py"):
+        own = path.relative_to(ROOT / "server").with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = node.module if isinstance(node, ast.ImportFrom) else None
+            folder = (named or "").removeprefix("kvstore.server.").partition(".")[0]
+            if own in order and order.get(folder, len(order)) < order[own]:
+                found.append((str(path.relative_to(ROOT)), str(named)))
+    return found
 
 
 def imports_of(folder: Path, package: str) -> dict[str, set[str]]:

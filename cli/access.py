@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:  # help is to load none of the rooms
+if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.access import Access
     from kvstore.client.connection import Connection
 

@@ -13,7 +13,7 @@ from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address, AddressArgument, one_of
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 
-if TYPE_CHECKING:  # help is to load none of the rooms
+if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
 
 _SAY_EVERY = 8

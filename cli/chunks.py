@@ -14,7 +14,7 @@ from kvstore.cli.exits import EXIT_NOT_HELD, EXIT_USAGE, fail
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 
-if TYPE_CHECKING:  # help is to load none of the rooms
+if TYPE_CHECKING:  # help is to load none of the product
     from collections.abc import Iterator, Sequence
 
     from kvstore.cli.spaces import Where

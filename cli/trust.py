@@ -13,7 +13,7 @@ from kvstore.cli.manual import Manual
 from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
 from kvstore.proto.errors import InvalidRequestError
 
-if TYPE_CHECKING:  # help is to load none of the rooms
+if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.server.security.api_keys import ApiKey
     from kvstore.server.security.encryption_keys import EncryptionKey
 

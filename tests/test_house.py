@@ -225,7 +225,7 @@ def test_the_rules_leave_the_rest_alone(rule: Rule, text: str) -> None:
     assert list(rule(ast.parse(text))) == []
 
 
-# --- floors
+# --- layers
 
 
 def test_every_room_imports_only_what_its_floor_allows() -> None:
@@ -396,4 +396,4 @@ def test_make_alone_lists_every_target_that_says_what_it_does() -> None:
     assert done.returncode == 0, done.stderr
     listed = {line.split()[0] for line in done.stdout.splitlines()}
     assert listed >= {".venv", "demo", "test", "check", "bench", "proto", "format", "lint",
-                      "types", "floors", "clean", "help"}  # fmt: skip
+                      "types", "layers", "clean", "help"}  # fmt: skip

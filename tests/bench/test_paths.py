@@ -43,7 +43,8 @@ def test_a_run_prints_every_key() -> None:
     values = json.loads(done.stdout)["values"]
     assert set(values) == {
         "put_files", "put_functions", "get_files", "get_functions", "product_lines", "modules",
-        "circles", "idle_threads",
+        "upward_imports", "circles", "idle_threads",
     }  # fmt: skip
     assert 10 < values["get_files"] < values["put_files"] < values["put_functions"]
+    assert values["upward_imports"] == 0
     assert values["idle_threads"] <= 20
