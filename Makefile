@@ -47,8 +47,8 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,transformers]'
 	@touch $@
 
-$(LOOPS): $(NATIVE)/build.py $(NATIVE)/loops.h $(wildcard $(NATIVE)/*.c) | $(STAMP)
-	$(BIN)/python $(NATIVE)/build.py
+$(LOOPS): $(NATIVE)/build.py $(NATIVE)/loops.h $(wildcard $(NATIVE)/*.c)
+	$(PYTHON) $(NATIVE)/build.py
 
 redis:
 	@command -v redis-server >/dev/null || { echo "installing Debian's redis-server"; \
@@ -80,12 +80,13 @@ test: $(STAMP) $(LOOPS) redis chromium ## run the test suite; ARGS=... goes to p
 vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 2 GB in build/vllm-VERSION; VERSION=0.32, 0.29, 0.26 (5.5 GB)
 
 $(VLLM_STAMP): tests/real_vllm/requirements.txt tests/real_vllm/requirements-$(VLLM_VERSION).txt pyproject.toml
+	@command -v cc >/dev/null || { echo "installing Debian's gcc"; $(APT_INSTALL) gcc libc6-dev; }
 	$(PYTHON) -m venv $(VLLM)/venv
 	$(VLLM)/venv/bin/python -m pip install -q --no-deps -r tests/real_vllm/requirements-$(VLLM_VERSION).txt
 	$(VLLM)/venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
-test-vllm: $(VLLM_STAMP) ## a real vLLM with the store and without; VERSION=0.32; ARGS=... goes to pytest
+test-vllm: $(VLLM_STAMP) $(LOOPS) ## a real vLLM with the store and without; VERSION=0.32; ARGS=... goes to pytest
 	$(VLLM)/venv/bin/python -m pytest tests/real_vllm -o filterwarnings=default -o timeout=900 $(ARGS)
 
 sglang-env: $(SGLANG_STAMP) ## that of vLLM and SGLang's wheel beside it: 300 MB in build/sglang
@@ -97,7 +98,7 @@ $(SGLANG_STAMP): $(VLLM_STAMP) tests/real_sglang/requirements.txt
 	$(SGLANG)/bin/python -m pip install -q --no-deps -r tests/real_sglang/requirements.txt
 	@touch $@
 
-test-sglang: $(SGLANG_STAMP) ## SGLang's own storage factory and host pools, with the store behind
+test-sglang: $(SGLANG_STAMP) $(LOOPS) ## SGLang's own storage factory and host pools, with the store behind
 	PYTHONPATH=src:tests $(SGLANG)/bin/python -m pytest tests/real_sglang \
 		-o filterwarnings=default $(ARGS)
 
@@ -108,7 +109,7 @@ $(TRANSFORMERS_STAMP): | $(STAMP)
 	$(TRANSFORMERS)/bin/python -m pip install -q transformers==$(TRANSFORMERS_VERSION)
 	@touch $@
 
-test-transformers: $(TRANSFORMERS_STAMP) ## the connector with another transformers: VERSION=5.17.0; ARGS=... goes to pytest
+test-transformers: $(TRANSFORMERS_STAMP) $(LOOPS) ## the connector with another transformers: VERSION=5.17.0; ARGS=... goes to pytest
 	$(TRANSFORMERS)/bin/python -m pytest tests/client/engines/test_transformers*.py $(ARGS)
 
 chart-tools: $(CHART_STAMP) ## helm, checkov and others for the chart's tests: 600 MB in build/chart

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
 from kvstore.codecs.floats import Floats, from_float32, to_float32
-from kvstore.codecs.kvq_classes import NO_CLASSES, Classes
+from kvstore.codecs.kvq_classes import KINDS, NO_CLASSES, Classes
 from kvstore.codecs.kvq_levels import LEVELS, FineBackend, Thirds, rows_of
 from kvstore.codecs.kvq_models import kvq_models
 from kvstore.codecs.kvq_tiles import ESCAPE_SHARE, TILE_CHANNELS, Angles, TileBackend, Tiles
@@ -90,12 +90,14 @@ def _writable(out: Part, dtype: DType) -> Iterator[Part]:
 
     Half floats are written as float32's bits first, and rounded by numpy.
     """
+    if not out.flags.writeable:
+        raise ValueError("assignment destination is read-only")
     if dtype is DType.float16:
-        wide = np.empty(out.shape, "<u4")
+        wide = np.zeros(out.shape, "<u4")  # as what a refused frame leaves is seen, too
         yield wide
         from_float32(wide.view(np.float32), dtype, out)
         return
-    room = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+    room = out if out.flags.c_contiguous else np.zeros(out.shape, out.dtype)
     yield room
     if room is not out:
         np.copyto(out, room)
@@ -108,7 +110,7 @@ def _quantise(
     words = _wide(bits, dtype)
     heads, tokens, dim = words.shape
     kinds = contiguous(classes)
-    if len(kinds) not in (0, tokens):
+    if len(kinds) not in (0, tokens) or (len(kinds) and int(kinds.max()) >= KINDS):
         raise ValueError(f"{len(kinds)} classes of {tokens} tokens")
     count = -(-heads * dim // TILE_CHANNELS)
     steps, errors = np.empty(count, np.float32), np.empty(count, np.float32)
@@ -131,7 +133,8 @@ def _quantise(
 
 def _check_tiles(tiles: Tiles, heads: int, dim: int) -> None:
     count = -(-heads * dim // TILE_CHANNELS)
-    if len(tiles.steps) != count or tiles.means.shape != (count, TILE_CHANNELS):
+    shapes = (len(tiles.steps), len(tiles.escapes), tiles.means.shape)
+    if shapes != (count, count, (count, TILE_CHANNELS)):
         raise ValueError(f"{len(tiles.steps)} tiles do not fill {heads} heads of {dim}")
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.native import address, addresses, loops
+from kvstore.proto.native import address, addresses, loops, out_address
 from kvstore.proto.types import Component, DType
 
 Words: TypeAlias = NDArray[Any]
@@ -63,14 +63,23 @@ def native_splitter(kind: str, path: str | None = None) -> Splitter:
     """Return the compiled loops of *path*; of this processor's best where it is None."""
     native = loops(path)
     split, join = getattr(native, f"split_{kind}"), getattr(native, f"join_{kind}")
-    return Splitter(native.path, partial(_run, split), partial(_run, join))
+    return Splitter(native.path, partial(_split, split), partial(_join, join))
 
 
-def _run(loop: Callable[..., int], words: Words, planes: Planes) -> None:
+def _split(loop: Callable[..., int], words: Words, planes: Planes) -> None:
+    _check(words, planes)
+    loop(address(words), *map(out_address, planes), words.size)
+
+
+def _join(loop: Callable[..., int], words: Words, planes: Planes) -> None:
+    _check(words, planes)
+    loop(out_address(words), *addresses(*planes), words.size)
+
+
+def _check(words: Words, planes: Planes) -> None:
     sizes = {words.size, *(plane.size for plane in planes)}
     if len(sizes) > 1 or not all(each.flags.c_contiguous for each in (words, *planes)):
         raise ValueError(f"planes of one size, C-ordered; not {sorted(sizes)}")
-    loop(address(words), *addresses(*planes), words.size)
 
 
 # --- parts as runs of rows

@@ -132,9 +132,9 @@ def _squeeze_native(
     native: Loops, data: Bytes, values: Bytes, scratch: Bytes, out: Bytes
 ) -> list[int] | None:
     _check(data, values, scratch)
-    given, counts = contiguous(data), np.empty(PASSES, np.int64)
+    given, kept, counts = contiguous(data), contiguous(values), np.empty(PASSES, np.int64)
     is_done = native.sieve_squeeze(
-        address(given), len(given), address(contiguous(values)), address(scratch), address(out),
+        address(given), len(given), address(kept), address(scratch), address(out),
         len(out), address(counts),
     )  # fmt: skip
     return counts.tolist() if is_done else None

@@ -109,6 +109,9 @@ def _copy_blocks(pieces: Pieces) -> int:
     return state.intdigest()
 
 
+loops()  # without the library nothing works: say so at once, not at the first large copy
+
+
 class PieceRow(ctypes.Structure):
     """A piece as the loops of ``native/sums.c`` take it; the last of a group has its size."""
 

@@ -307,7 +307,7 @@ class Node:
         address = self._config.health_address
         if address is None:
             return None
-        server, port = bind_health(address, self._health, self._shedder.refusals)
+        server, port = bind_health(address, self._health)
         self._closers.append(lambda: server.stop(None).wait())
         return port
 
@@ -358,11 +358,14 @@ class Node:
         maintenance = Maintenance(self._clock)
         parts = (self.store, self.events, self._shedder, self.data_plane, self._http)
         ticks = [part.tick for part in parts if part is not None]
-        maintenance.every(TICK_S, *ticks, self._expire_sessions, self._check_health)
+        jobs = (self._expire_sessions, self._end_revoked, self._check_health)
+        maintenance.every(TICK_S, *ticks, *jobs)
         return maintenance
 
     def _expire_sessions(self) -> None:
         self.counters.add("expired_sessions", self.sessions.expire())
+
+    def _end_revoked(self) -> None:
         self.counters.add("revoked_sessions", self.trust.tick())
 
     def _check_health(self) -> None:

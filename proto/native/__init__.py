@@ -23,6 +23,7 @@ PATHS = {"avx512": 4, "avx2": 2, "portable": 1}
 NO_MEMORY = -2
 
 LIBRARY = Path(__file__).with_name("_loops.so")
+_BUILD = f"run python {LIBRARY.with_name('build.py')}"
 
 _P, _I, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -60,7 +61,9 @@ class Loops:
         library = _library()
         self._functions: dict[str, Callable[..., int]] = {}
         for name, (returned, arguments) in _FUNCTIONS.items():
-            function = getattr(library, f"{name}_{path}")
+            function = getattr(library, f"{name}_{path}", None)
+            if function is None:
+                raise ImportError(f"{LIBRARY} has no {name}: {_BUILD}")
             function.restype, function.argtypes = returned, arguments
             self._functions[name] = function
 
@@ -76,14 +79,14 @@ class Loops:
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     if not LIBRARY.is_file():
-        raise ImportError(f"{LIBRARY} is not there: run python {LIBRARY.with_name('build.py')}")
-    library = ctypes.CDLL(str(LIBRARY))
-    found = library.kvstore_loops_abi()
+        raise ImportError(f"{LIBRARY} is not there: {_BUILD}")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        found = library.kvstore_loops_abi()
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"{LIBRARY} cannot be used ({error}): {_BUILD}") from None
     if found != ABI:
-        raise ImportError(
-            f"{LIBRARY} is of another version ({found}, not {ABI}): "
-            f"run python {LIBRARY.with_name('build.py')}"
-        )
+        raise ImportError(f"{LIBRARY} is of another version ({found}, not {ABI}): {_BUILD}")
     return library
 
 
@@ -107,6 +110,13 @@ def address(data: NDArray[Any]) -> int:
     if data.flags.writeable and data.flags.c_contiguous:  # a quarter of what numpy takes to say so
         return ctypes.addressof(ctypes.c_char.from_buffer(data.data))
     return int(data.ctypes.data)
+
+
+def out_address(data: NDArray[Any]) -> int:
+    """Return where *data* lies, to be written there. Raises ValueError where it is read-only."""
+    if not data.flags.writeable:
+        raise ValueError("assignment destination is read-only")
+    return address(data)
 
 
 def addresses(*data: NDArray[Any]) -> list[int]:

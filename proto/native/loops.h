@@ -8,6 +8,10 @@
 #ifndef KVSTORE_LOOPS_H
 #define KVSTORE_LOOPS_H
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "frames are little-endian, and so are the loops"
+#endif
+
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

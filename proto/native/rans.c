@@ -318,7 +318,8 @@ static int decode_end(const batch *b, const any16 *words, place *places, int64_t
         uint16_t padded[3 * GROUP] = {0};
         if (left < 0 || left > GROUP)
             return 0;
-        memcpy(padded, words + p->at, (size_t)left * sizeof *words);
+        if (left) /* there may be no words at all */
+            memcpy(padded, words + p->at, (size_t)left * sizeof *words);
         p->at = 0;
         p->limit = 2 * GROUP;
         base = decode_some(b, padded, places, tile, 1, base);

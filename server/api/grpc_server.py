@@ -35,6 +35,7 @@ OTHER_CONNECTIONS = 64
 HANDSHAKE_MS = 20_000
 """A connection that has not said what it is by then is closed; gRPC would wait 120 s."""
 
+HEALTH_THREADS = 2
 HEALTH_CALLS = 16
 """At once, of the health service that has a port of its own."""
 HEALTH_CONNECTIONS = 64
@@ -141,14 +142,15 @@ def _open(
 
 
 def bind_health(
-    address: tuple[str, int], servicer: health.HealthServicer, threads: futures.ThreadPoolExecutor
+    address: tuple[str, int], servicer: health.HealthServicer
 ) -> tuple[grpc.Server, int]:
-    """Return a started server of *servicer* alone, in plain text, on *threads*, and its port.
+    """Return a started server of *servicer* alone, in plain text, and its port.
 
-    Raises TierUnavailableError.
+    Its threads are its own: who calls there and sends nothing holds one. Raises
+    TierUnavailableError.
     """
     server = grpc.server(
-        threads,
+        futures.ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health"),
         maximum_concurrent_rpcs=HEALTH_CALLS,
         options=[
             ("grpc.so_reuseport", 0),

@@ -323,7 +323,11 @@ class DataCalls:
                 request.reservation_ids, request.offsets, strict=True
             ):
                 ticket = writes.claim(session, reservation_id)
-                self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
+                try:
+                    self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
+                except KVStoreError:
+                    writes.discard(ticket)
+                    raise
                 frame = staging[offset : offset + ticket.frame_bytes]
                 results.append(writes.commit(ticket, frame=frame))
                 keys.append(ticket.key)

@@ -31,19 +31,22 @@ def _slab(size_bytes: int) -> int:
     return size_bytes
 
 
-def parse_limits(value: object) -> object:
-    """Return the limits that ``NAME=VALUE,...`` gives, by name; of one given twice the later.
+def limits_by_name(text: str) -> dict[str, object]:
+    """Return the limits that ``NAME=VALUE,...`` gives; of one given twice the later.
 
-    What is no text is returned as it is. Raises ValueError.
+    Raises ValueError.
     """
-    if value is None:
-        return {}
-    if not isinstance(value, str):
-        return value
-    pairs = [part.strip().partition("=") for part in value.split(",") if part.strip()]
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     if not all(name and equals for name, equals, _ in pairs):
         raise ValueError("give NAME=VALUE, such as mover_queue=4096; with commas between them")
     return {name.strip(): given.strip() for name, _, given in pairs}
+
+
+def parse_limits(value: object) -> object:
+    """Return the limits that a text gives; nothing else is changed. Raises ValueError."""
+    if value is None:
+        return {}
+    return limits_by_name(value) if isinstance(value, str) else value
 
 
 class Limits(BaseModel):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import NoReturn, TypeAlias, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -43,6 +44,10 @@ REPLACED = {
 } | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
 """Settings that are gone, and what to give instead."""
 
+
+Split: TypeAlias = "Mapping[str, Callable[[object], dict[str, object]]]"
+"""From settings that name several things to what tells those apart, "" for all of them."""
+
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _PREFIX = "KVSTORE_"
 # Kubernetes puts these into every pod beside a service whose name starts with kvstore.
@@ -70,9 +75,11 @@ def user_folder(variable: str, otherwise: str) -> Path:
 
 
 def given_settings(
-    fields: Mapping[str, FieldInfo], argv: Sequence[str]
+    fields: Mapping[str, FieldInfo], argv: Sequence[str], split: Split
 ) -> tuple[dict[str, object], dict[str, str]]:
     """Return the settings that are given somewhere, unchecked, and where each of them came from.
+
+    What *split* tells apart is joined by name.
 
     Raises InvalidRequestError for flags that do not exist and for a file that is no YAML.
     """
@@ -90,10 +97,20 @@ def given_settings(
         and variable != "KVSTORE_CONFIG"
         and not _FROM_KUBERNETES.fullmatch(variable)
     }
-    values |= _by_full_name(dict(environment))
+    _add(values, _by_full_name(dict(environment)), split)
     origins |= {SHORT_NAMES.get(name, name): _PREFIX + name.upper() for name in environment}
-    values |= flags
+    _add(values, flags, split)
     return values, origins | {name: flag_of(name) for name in flags}
+
+
+def _add(values: dict[str, object], given: Mapping[str, object], split: Split) -> None:
+    """Put what is *given* over *values*: of what is named in one setting, each by itself."""
+    for name, value in given.items():
+        if name in split and name in values:
+            with suppress(ValueError):  # which is told of the setting when it is checked
+                below, above = (split[name](one) for one in (values[name], value))
+                value = above if "" in above else below | above
+        values[name] = value
 
 
 def _by_full_name(given: dict[str, object]) -> dict[str, object]:

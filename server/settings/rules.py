@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,6 +25,7 @@ from kvstore.codecs.base import REPLACED as REPLACED_CODECS
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.plans import MAX_CATEGORY_CHARS
 from kvstore.proto.types import POLICIES, Fidelity, policy_instead_of
+from kvstore.server.settings.limits import limits_by_name
 from kvstore.server.settings.loading import user_folder
 from kvstore.server.settings.values import (
     BUCKETS,
@@ -94,7 +96,8 @@ class RuleForm:
             if part
         }
         needed = {name for name in (*self.place, *self.terms) if not name.endswith("?")}
-        if not equals or not needed <= given.keys() or not terms.strip(":"):
+        is_open = any(len(parts) > 1 and not parts[-1] for parts in found)
+        if not equals or not needed <= given.keys() or not terms.strip(":") or is_open:
             raise ValueError(f"give {self.text}")
         return given
 
@@ -128,7 +131,7 @@ class ByTier:
             return dict(self.default)
         found: dict[str, object]
         if isinstance(value, str):
-            found = self._split(value)
+            found = self.split(value)
         elif isinstance(value, Mapping):
             found = dict(value)
         else:
@@ -139,7 +142,8 @@ class ByTier:
         every = dict(self.default) if plain is None else dict.fromkeys(self.default, plain)
         return {tier: self.check(one) for tier, one in (every | found).items()}
 
-    def _split(self, text: str) -> dict[str, object]:
+    def split(self, text: str) -> dict[str, object]:
+        """Return the parts of *text* by tier, "" for all of them. Raises ValueError."""
         parts = [part.strip() for part in re.split(self.comma, text)]
         keyed = [re.fullmatch(r"(?s:(?:([a-z]+)=)?(.*))", part) for part in parts if part]
         named = [(match[1] or "", match[2]) for match in keyed if match]
@@ -242,6 +246,23 @@ CODEC_FORM = ByTier(
     f",(?=(?:{'|'.join(TIER_NAMES)})=)",  # a codec's terms may have commas: kvq:2,sinks=4
 )
 TierCodecs = Annotated[dict[str, str], BeforeValidator(CODEC_FORM.parse), "TIER=CODEC"]
+
+
+def _by_name(split: Callable[[str], dict[str, object]], value: object) -> dict[str, object]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, str):
+        raise ValueError
+    return split(value)
+
+
+BY_NAME = {
+    "limits": partial(_by_name, limits_by_name),
+    "codec": partial(_by_name, CODEC_FORM.split),
+    "write": partial(_by_name, WRITE_FORM.split),
+    "write_budget": partial(_by_name, BUDGET_FORM.split),
+}
+"""Settings that name several things, and what tells those of one source apart."""
 
 
 class TenantCodec(BaseModel):

@@ -31,6 +31,7 @@ from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.loading import given_settings, refusal, user_folder
 from kvstore.server.settings.rules import (
     BUDGET_FORM,
+    BY_NAME,
     CODEC_FORM,
     POLICY_FORM,
     WRITE_FORM,
@@ -500,7 +501,7 @@ def load_config(argv: Sequence[str]) -> Settings:
 
 def load_with_origins(argv: Sequence[str]) -> tuple[Settings, dict[str, str]]:
     """Like ``load_config``, and say where each setting that is not a default came from."""
-    values, origins = given_settings(Settings.model_fields, argv)
+    values, origins = given_settings(Settings.model_fields, argv, BY_NAME)
     try:
         return Settings.model_validate(values), origins
     except ValidationError as error:

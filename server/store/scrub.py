@@ -85,8 +85,9 @@ class Scrub:
     def _start_thread(self) -> None:
         """For holders of the lock."""
         if self._is_started and self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="scrub", daemon=True)
+            thread.start()  # one that cannot start is not waited for at the end
+            self._thread = thread
 
     def begin(self, tiers: Sequence[str], bytes_per_s: int) -> bool:
         """Ask for a pass over *tiers*, none for the usual ones; False while one runs.
@@ -100,9 +101,9 @@ class Scrub:
         with self._changed:
             if self._report.is_running or self._asked is not None:
                 return False
+            self._start_thread()
             self._asked = (list(tiers) or self._tiers, bytes_per_s)
             self._report = ScrubReport(is_running=True, passes=self._report.passes)
-            self._start_thread()
             self._changed.notify_all()
         return True
 

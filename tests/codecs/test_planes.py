@@ -96,3 +96,14 @@ def test_bounds_of_layers_that_no_machine_holds_are_found_at_once() -> None:
         component = Component(LayerKind.attention, DType.float32, most, most, dim, most)
         bound = codec_by_name("zplane").max_segment_bytes(component)
         assert component.layer_bytes <= bound < 1.1 * component.layer_bytes
+
+
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float32, DType.uint8])
+def test_nothing_is_decoded_into_memory_that_is_read_only(dtype: DType) -> None:
+    splitter = best_splitter(kind_of(dtype))
+    words = np.zeros(64, f"u{dtype.item_bytes}")
+    planes = np.ones((dtype.item_bytes, 64), np.uint8)
+    words.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        splitter.join(words, planes)
+    assert not words.any()

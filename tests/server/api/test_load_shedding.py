@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import grpc
 import pytest
 from bare_wire import wire_to
 from conftest import ServerMaker
@@ -94,6 +97,46 @@ def test_puts_that_fill_their_queue_are_refused_and_lookups_go_on(busy: LocalSer
             assert wire.call("Lookup", pb.LookupRequest(digests=keys)).ready == 0
         over.set()
     assert busy.counter("shed_calls") >= 1
+
+
+def test_probes_that_send_nothing_hold_up_no_refusal(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server("--workers", "2", "--cpu", "16MiB", "--health", "127.0.0.1:0")
+    over = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        over.wait(20)
+        yield from ()
+
+    def silent_probe(channel: grpc.Channel) -> None:
+        call = channel.stream_unary("/grpc.health.v1.Health/Check", bytes, bytes)
+        with suppress(grpc.RpcError):
+            call(silent(), timeout=20)
+
+    wire = wire_to(server)
+    monkeypatch.setattr(server.node.store.announcements, "wait", lambda *_: over.wait(20))
+    request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
+    count = 2 * CALLS_PER_WORKER + 4
+    refused: list[QuotaExceededError] = []
+
+    def look() -> None:
+        try:
+            wire.call("Lookup", request)
+        except QuotaExceededError as error:
+            refused.append(error)
+
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{server.node.health_port}") as channel,
+        ThreadPoolExecutor(count + 4) as threads,
+    ):
+        for _ in range(4):
+            threads.submit(silent_probe, channel)
+        time.sleep(0.3)  # nothing says that they have come
+        for _ in range(count):
+            threads.submit(look)
+        assert eventually(lambda: bool(refused))
+        over.set()
 
 
 def test_lookups_beyond_their_queue_are_refused_at_once_and_served_again_after(

@@ -130,7 +130,7 @@ def test_staging_memory_that_was_never_written_is_refused_and_costs_nothing(
 ) -> None:
     wire, size_bytes, chunks = wire_to(server), 64 << 20, 60
     frame_bytes = raw_frame_bytes(KVLayout.of(SMALL, 16))
-    with staging(size_bytes=size_bytes) as descriptor:
+    with staging(size_bytes=size_bytes) as descriptor, server.unchanged():
         assert connect().attach(wire.terms, descriptor, size_bytes=size_bytes) is Reply.ok
         for number in range(chunks):
             (reservation,) = wire.call("Reserve", wire.reserve(frame_bytes)).reservation_ids

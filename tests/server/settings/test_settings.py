@@ -800,6 +800,28 @@ def test_limits_are_given_by_name_and_a_flag_that_is_given_again_adds_to_them(
     assert load_config(["--limits", str(one.limits)]) == one
 
 
+def test_what_a_setting_names_is_joined_over_file_environment_and_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(
+        tmp_path / "c.yaml",
+        "limits: {mover_queue: 77, events_kept: 5}\nwrite: disk=evict\ncodec: redis=raw\n",
+    )
+    monkeypatch.setenv("KVSTORE_LIMITS", "events_kept=6,peer_requests=3")
+    flags = ["--limits", "peer_requests=4", "--write", "redis=auto", "--codec", "kvq:2"]
+    config = load_config(["--config", path, *flags])
+    limits = config.limits
+    assert (limits.mover_queue, limits.events_kept, limits.peer_requests) == (77, 6, 4)
+    assert config.write == {"disk": "evict", "redis": "auto"}
+    assert config.codec == {"disk": "kvq:2", "redis": "kvq:2"}  # one for all wins over all below
+
+
+def test_a_part_of_a_rule_that_is_begun_and_empty_is_refused() -> None:
+    for rule in ("acme=1GiB:", "acme/=1GiB", "=1GiB"):
+        with pytest.raises(InvalidRequestError, match="tenant"):
+            load_config(["--tenant-quotas", rule])
+
+
 def test_each_limit_takes_a_value_and_is_shown(tmp_path: Path) -> None:
     for name, field in Limits.model_fields.items():
         text = "16MiB" if "SIZE" in field.metadata else "0.5" if field.annotation is float else "9"
