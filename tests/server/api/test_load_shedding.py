@@ -106,16 +106,16 @@ def test_probes_that_send_nothing_hold_up_no_refusal(
     over = threading.Event()
 
     def silent() -> Iterator[bytes]:
-        over.wait(20)
+        over.wait(120)
         yield from ()
 
     def silent_probe(channel: grpc.Channel) -> None:
         call = channel.stream_unary("/grpc.health.v1.Health/Check", bytes, bytes)
         with suppress(grpc.RpcError):
-            call(silent(), timeout=20)
+            call(silent(), timeout=120)
 
     wire = wire_to(server)
-    monkeypatch.setattr(server.node.store.announcements, "wait", lambda *_: over.wait(20))
+    monkeypatch.setattr(server.node.store.announcements, "wait", lambda *_: over.wait(120))
     request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
     count = 2 * CALLS_PER_WORKER + 4
     refused: list[QuotaExceededError] = []
