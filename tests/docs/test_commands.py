@@ -34,6 +34,7 @@ stop() { if [ -n "$pid" ]; then kill "$pid"; wait "$pid" || true; pid=; fi; }
 trap stop EXIT
 kvstore-server() {
     stop
+    : > server.out  # what the one before it said is not this one's
     PATH_TO_SERVER "$@" --listen 127.0.0.1:PORT --socket "$PWD/$RANDOM.sock" > server.out &
     pid=$!
     until grep -q "listening on" server.out; do

@@ -1,38 +1,22 @@
-"""A server that loads raw chunks from Redis reads them in rows, and asks for nothing twice."""
+"""A server that loads raw chunks from Redis asks for nothing twice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
 from conftest import ServerMaker
 from local_server import DEADLINE_MS, eventually
 from prompts import LARGE, is_right, store
 from redis_process import RedisProcess
 
 from kvstore.client import ClientOptions
-from kvstore.proto.types import ChunkKey
-from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_connection import SLICE_BYTES
 
 CHUNKS = 12
 TOKENS = 128
 
 
-def test_what_is_loaded_together_comes_in_rows(
-    make_server: ServerMaker, own_redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+def test_what_is_loaded_together_is_requested_once(
+    make_server: ServerMaker, own_redis: RedisProcess
 ) -> None:
-    followed: list[bool] = []
-    expect = RedisTier.expect
-
-    def watched(tier: RedisTier, row: Sequence[ChunkKey]) -> None:
-        # All are waiting before the first is read: what does not wait yet is in no row.
-        work_queue = server.node.store.moves.work_queue
-        assert followed or eventually(lambda: all(map(work_queue.named, keys)))
-        expect(tier, row)
-        if row:
-            followed.append(len(row) > 1)
-
     own_redis.start()
     server = make_server(
         *("--tiers", "cpu,redis", "--redis", own_redis.url, "--codec", "redis=raw"),
@@ -46,13 +30,10 @@ def test_what_is_loaded_together_comes_in_rows(
         lambda: all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys))
     )
     server.leave_memory(keys)
-    monkeypatch.setattr(RedisTier, "expect", watched)
     own_redis.client.config_resetstat()
     found = client.get(keys)
     assert len(found) == CHUNKS
     assert all(is_right(client, key, each) for key, each in zip(keys, found, strict=True))
-    assert len(followed) == CHUNKS
-    assert followed.count(True) >= CHUNKS // 2
     # Nothing was asked for in vain: a lookup's manifests, each frame's, and each slice once.
     parts = [name for name in own_redis.names() if not name.endswith(b":m")]
     slices = sum(-(-own_redis.client.strlen(name) // SLICE_BYTES) for name in parts)
