@@ -25,6 +25,9 @@ CHART_STAMP := $(CHART)/.installed
 NATIVE := proto/native
 LOOPS := $(NATIVE)/_loops.so
 
+# Tests wait more than they compute: one process more than there are cores, five at most.
+WORKERS := $(shell n=$$(nproc); [ $$n -lt 4 ] && expr $$n + 1 || echo 5)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # the parts of check print one after the other
@@ -75,7 +78,7 @@ $(REAL_MODEL_STAMP): bench/real_model.txt bench/real_model.py | $(STAMP)
 	@touch $@
 
 test: $(STAMP) $(LOOPS) redis chromium ## run the test suite; ARGS=... goes to pytest
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 2 GB in build/vllm-VERSION; VERSION=0.32, 0.29, 0.26 (5.5 GB)
 
