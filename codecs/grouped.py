@@ -27,7 +27,7 @@ from kvstore.codecs.floats import (
     largest_error,
     to_float32,
 )
-from kvstore.codecs.grouped_loops import GROUP, Loops, best_loops
+from kvstore.codecs.grouped_loops import GROUP, Loops, native_loops
 from kvstore.codecs.part_codec import Box, PartCodec, Role, boxes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
@@ -46,7 +46,7 @@ class GroupedCodec(PartCodec):
     @property
     def loops(self) -> Loops:
         """What computes: the fastest there is, unless the maker chose."""
-        return self._loops or best_loops()
+        return self._loops or native_loops()
 
     def coded_bytes(self, component: Component, role: Role) -> int:
         """Size of one coded part: scales, minima, packed codes, and the tokens left over."""

@@ -60,11 +60,6 @@ def native_loops(path: str | None = None) -> Loops:
     )
 
 
-def best_loops() -> Loops:
-    """Return the fastest loops."""
-    return native_loops()
-
-
 def _native_bounds(found: native.Loops, values: Floats, by_token: bool) -> tuple[Floats, Floats]:
     heads, tokens, dim = values.shape
     shape = (heads, -(-tokens // GROUP), dim) if by_token else (heads, tokens, -(-dim // GROUP))

@@ -43,7 +43,7 @@ from kvstore.codecs.kvq_models import ASSET
 from kvstore.codecs.kvq_native import fine_backend, tile_backend
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Angles, Cut, TileBackend, Tiles
 from kvstore.codecs.lossy import LossyCodec
-from kvstore.codecs.rans import Backend, best_backend
+from kvstore.codecs.rans import Backend, native_backend
 from kvstore.codecs.terms import EncodedLayer, LayerTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
@@ -137,7 +137,7 @@ class KvqCodec(LossyCodec):
     @property
     def entropy(self) -> Backend:
         """What codes the symbols."""
-        return self._entropy or best_backend()
+        return self._entropy or native_backend()
 
     @override
     def max_segment_bytes(self, component: Component) -> int:

@@ -43,7 +43,7 @@ from kvstore.codecs.kvq_tiles import (
     steps_of,
 )
 from kvstore.codecs.kvqs_tables import KvqsTables, PartStatistics, shifts_of
-from kvstore.codecs.rans import LANES, best_backend
+from kvstore.codecs.rans import LANES, native_backend
 from kvstore.codecs.rope import rotate
 from kvstore.codecs.terms import LayerTerms
 from kvstore.proto.buffers import Bytes
@@ -78,7 +78,7 @@ class KvqsCodec(AssetCodec):
         if statistics is None:
             raise self.another_model(layer)
         dtype = layer.component.dtype
-        encoding = Encoding(layer, 0, best_backend())
+        encoding = Encoding(layer, 0, native_backend())
         encoding.frequencies = _frequencies(statistics)
         shifts: list[NDArray[np.int8]] = []
         ratios = ratios_of(layer.component, RATIOS[self.quality])
@@ -113,7 +113,7 @@ class KvqsCodec(AssetCodec):
         if place != stored and not len(frequencies):
             raise InvalidRequestError("position", position, "the asset knows no rotary embedding")
         body = _parsed(data, component, statistics)
-        decoding = Decoding(body, component, best_backend())
+        decoding = Decoding(body, component, native_backend())
         dequantise = tile_backend().dequantise
         for block, tiles, _ in decoding.blocks():
             turned = (angles_of(frequencies, place, block), None)

@@ -128,7 +128,7 @@ def encode_tiles(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, 
     each tile has u32 (tiles,), and the words u16, one tile after another. Raises
     InvalidRequestError for shapes that disagree or a symbol that its model cannot code.
     """
-    return best_backend().encode_tiles(symbols, models, table)
+    return native_backend().encode_tiles(symbols, models, table)
 
 
 def decode_tiles(
@@ -139,7 +139,7 @@ def decode_tiles(
     Raises InvalidFrameError unless every lane ends at 2^16 and each tile uses exactly its
     words; *out* then holds rubbish.
     """
-    best_backend().decode_tiles(states, counts, words, models, table, out)
+    native_backend().decode_tiles(states, counts, words, models, table, out)
 
 
 def encode_tile(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U16]:
@@ -203,8 +203,3 @@ def native_backend(path: str | None = None) -> Backend:
         return done(found) == 1
 
     return Backend(native.path, encode, decode)
-
-
-def best_backend() -> Backend:
-    """Return the fastest backend."""
-    return native_backend()

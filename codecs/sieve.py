@@ -123,11 +123,6 @@ def native_sieve(path: str | None = None) -> Sieve:
     return Sieve(native.path, partial(_squeeze_native, native), partial(_spread_native, native))
 
 
-def best_sieve() -> Sieve:
-    """Return the fastest sieve."""
-    return native_sieve()
-
-
 def _squeeze_native(
     native: Loops, data: Bytes, values: Bytes, scratch: Bytes, out: Bytes
 ) -> list[int] | None:

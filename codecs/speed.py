@@ -128,17 +128,17 @@ def _rotated(keys: NDArray[np.float32]) -> NDArray[np.float32]:
 def backend_of(codec: Codec) -> str:
     """Return what does the work of *codec* here: ``numpy``, or the compiled loops it found."""
     if codec.name in _BY_ENTROPY:
-        from kvstore.codecs.rans import best_backend
+        from kvstore.codecs.rans import native_backend
 
-        return best_backend().name
+        return native_backend().name
     if codec.name in _BY_PLANES:
-        from kvstore.codecs.sieve import best_sieve
+        from kvstore.codecs.sieve import native_sieve
 
-        return best_sieve().name
+        return native_sieve().name
     if codec.name in _BY_GROUPS:
-        from kvstore.codecs.grouped_loops import best_loops
+        from kvstore.codecs.grouped_loops import native_loops
 
-        return best_loops().name
+        return native_loops().name
     return "numpy"
 
 

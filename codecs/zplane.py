@@ -29,7 +29,7 @@ from kvstore.codecs.planes import (
     row_blocks,
     scatter_rows,
 )
-from kvstore.codecs.sieve import Sieve, best_sieve, pack_sieved, scratch_for, unpack_sieved
+from kvstore.codecs.sieve import Sieve, native_sieve, pack_sieved, scratch_for, unpack_sieved
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import Component, DType, Fidelity
@@ -102,7 +102,7 @@ class ZplaneCodec(Codec):
     def __init__(
         self,
         splitter_of: Callable[[str], Splitter] = best_splitter,
-        sieve_of: Callable[[], Sieve] = best_sieve,
+        sieve_of: Callable[[], Sieve] = native_sieve,
     ) -> None:
         self._splitter_of = splitter_of
         self._sieve_of = sieve_of

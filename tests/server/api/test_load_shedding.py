@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import grpc
 import pytest
-from bare_wire import wire_to
+from bare_wire import Wire, wire_to
 from conftest import ServerMaker
 from local_server import LocalServer, eventually
 from prompts import SMALL, frame_of, store
@@ -24,6 +25,14 @@ from kvstore.server.api.load_shedding import (
     WRITES_PER_WORKER,
     BoundedExecutor,
 )
+
+
+def look_up(wire: Wire, request: pb.LookupRequest, refused: list[QuotaExceededError]) -> None:
+    """Look chunks up; add the error to *refused* where the server has too many calls."""
+    try:
+        wire.call("Lookup", request)
+    except QuotaExceededError as error:
+        refused.append(error)
 
 
 @pytest.fixture
@@ -119,13 +128,7 @@ def test_probes_that_send_nothing_hold_up_no_refusal(
     request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
     count = 2 * CALLS_PER_WORKER + 4
     refused: list[QuotaExceededError] = []
-
-    def look() -> None:
-        try:
-            wire.call("Lookup", request)
-        except QuotaExceededError as error:
-            refused.append(error)
-
+    look = partial(look_up, wire, request, refused)
     with (
         grpc.insecure_channel(f"127.0.0.1:{server.node.health_port}") as channel,
         ThreadPoolExecutor(count + 4) as threads,
@@ -148,13 +151,7 @@ def test_lookups_beyond_their_queue_are_refused_at_once_and_served_again_after(
     request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
     count = 2 * CALLS_PER_WORKER + 4
     refused: list[QuotaExceededError] = []
-
-    def look() -> None:
-        try:
-            wire.call("Lookup", request)
-        except QuotaExceededError as error:
-            refused.append(error)
-
+    look = partial(look_up, wire, request, refused)
     with ThreadPoolExecutor(count) as threads:
         for _ in range(count):
             threads.submit(look)
