@@ -218,9 +218,9 @@ class AsyncClient:
         """Tell the server what the engine counted."""
         await asyncio.to_thread(self.sync.send_counts)
 
-    async def promise(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
+    async def announce_puts(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
         """Say that *keys* will be put within *within_ms*."""
-        return await asyncio.to_thread(self.sync.promise, keys, within_ms)
+        return await asyncio.to_thread(self.sync.announce_puts, keys, within_ms)
 
     async def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl_ms: int = 0) -> PlannedBatch:
         """Announce a batch of prompts."""

@@ -32,7 +32,7 @@ from kvstore.proto.keys import join_digests
 from kvstore.proto.messages import fidelity_number
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChainDigest, Fidelity, Portion
+from kvstore.proto.types import ChainDigest, Fidelity, Shard
 
 if TYPE_CHECKING:
     from kvstore.proto import kvstore_pb2 as pb
@@ -78,7 +78,7 @@ class BulkTransport(Transport):
     @contextmanager
     def get_layers_of(
         self,
-        portion: Portion | None,
+        shard: Shard | None,
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,

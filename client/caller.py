@@ -342,12 +342,12 @@ class Caller:
         room: Room,
         asked: Asked,
     ) -> tuple[list[ChunkTensors], list[Stated]]:
-        portion = None
+        shard = None
         stated: dict[int, Stated] = {}
         if isinstance(room, RectangleRoom):
-            portion = room.usual_portion(self.options.chunk_tokens)
+            shard = room.usual_shard(self.options.chunk_tokens)
         landing = partial(direct, transport.session, keys, room)
-        with transport.get_layers_of(portion, *asked, landing) as arriving:
+        with transport.get_layers_of(shard, *asked, landing) as arriving:
             frames = as_true(arriving, asked.least, stated)
             found, broken = self._reader.read(transport.session, keys, frames, room)
         if broken is not None:

@@ -16,7 +16,7 @@ from kvstore.client.events import Following
 from kvstore.client.keeping import Keeping, check_wait
 from kvstore.client.lease import ChunkLease
 from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.client.outgoing import OutgoingPortion
+from kvstore.client.outgoing import OutgoingShard
 from kvstore.client.reader import given
 from kvstore.client.rectangle import Rectangle
 from kvstore.client.resolving import Resolving
@@ -39,7 +39,7 @@ from kvstore.proto.types import (
     ChunkKey,
     Fidelity,
     Match,
-    Portion,
+    Shard,
     Stated,
 )
 
@@ -131,19 +131,19 @@ class Client(Keeping, EngineCalls, Resolving, Following):
         self, session: Session, chunk: Chunk, rectangle: Rectangle | None = None
     ) -> Outgoing:
         self._digest(chunk.key)
-        portion: Portion | None = None
+        shard: Shard | None = None
         if rectangle is None:
             layout, arrays = chunk.arrays(self.representation)
         else:
-            portion, arrays = rectangle.arrays(self.representation, chunk)
-            layout = portion.whole
+            shard, arrays = rectangle.arrays(self.representation, chunk)
+            layout = shard.whole
         template = FrameTemplate(
             chunk.key, chunk.parent, session.representation_digest, chunk.content, layout,
             chunk.position, chunk.prefill_flops,
         )  # fmt: skip
         check_frame_bytes(session, layout)
-        if portion is not None:
-            return OutgoingPortion(template, arrays, portion)
+        if shard is not None:
+            return OutgoingShard(template, arrays, shard)
         return Outgoing(template, arrays)
 
     def lookup(
@@ -169,7 +169,7 @@ class Client(Keeping, EngineCalls, Resolving, Following):
             client.get_levelled(keys, PlanTerms(deadline_s, prefill, decode_bytes_per_s))
 
         With *wait_ms* the answer waits, for so long at most, until the chunks are here that
-        others are putting or have promised.
+        others are putting or have announced.
         """
         least = fidelity_number(min_fidelity)
         tokens = prompt_tokens or len(keys) * self.options.chunk_tokens

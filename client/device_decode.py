@@ -107,4 +107,4 @@ def _has_kernels(frame: FrameAt, paged: Paged) -> bool:
     components = frame.header.layout.components
     is_whole = not any(component.first_token for component in components)
     is_plain = len(paged.tables) == 1 and SKIPPED_BLOCK not in paged.tables[0]
-    return not frame.header.levels and is_whole and is_plain and paged.portion is None
+    return not frame.header.levels and is_whole and is_plain and paged.shard is None

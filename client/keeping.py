@@ -39,16 +39,16 @@ class Keeping(Caller):
         replies = self._ask("Unpin", pb.UnpinRequest(), keys, pb.UnpinResponse)
         return sum(reply.unpinned for reply in replies)
 
-    def promise(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
+    def announce_puts(self, keys: Sequence[ChunkKey], within_ms: int) -> int:
         """Say that this client will put *keys* within *within_ms*, at most ten minutes.
 
         Until then lookups of others count them as pending, and may wait for them. 0 takes the
-        promise back; the end of the session does, too. Return how many are pending by that: not
-        those that are there, or that somebody else has promised.
+        announcement back; the end of the session does, too. Return how many are pending by that: not
+        those that are there, or that somebody else has announced.
         """
         _check_uint32("within_ms", within_ms)
-        request = pb.PromiseRequest(ttl_ms=within_ms)
-        replies = self._ask("Promise", request, keys, pb.PromiseResponse)
+        request = pb.AnnouncePutsRequest(ttl_ms=within_ms)
+        replies = self._ask("AnnouncePuts", request, keys, pb.AnnouncePutsResponse)
         return sum(reply.pending for reply in replies)
 
     def plan(self, chains: Sequence[Sequence[ChunkKey]], ttl_ms: int = 0) -> PlannedBatch:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from kvstore.codecs.base import AnyTensors
-from kvstore.codecs.portions import encode_portion, portion_frame_bytes
 from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.shards import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
-from kvstore.proto.types import KVLayout, Portion
+from kvstore.proto.types import KVLayout, Shard
 
 RAW = RawCodec()
 
@@ -30,7 +30,7 @@ class Outgoing:
         return raw_frame_bytes(self.template.layout)
 
     @property
-    def extent(self) -> KVLayout | Portion:
+    def extent(self) -> KVLayout | Shard:
         """The layout of the chunk, or what there is of it."""
         return self.template.layout
 
@@ -54,25 +54,25 @@ class Outgoing:
 
 
 @dataclass(frozen=True, slots=True)
-class OutgoingPortion(Outgoing):
+class OutgoingShard(Outgoing):
     """The same of what one rank has: the template is the chunk's, the tensors are its own."""
 
-    portion: Portion
+    shard: Shard
 
     @property
     @override
     def frame_bytes(self) -> int:
-        return portion_frame_bytes(self.portion)
+        return shard_frame_bytes(self.shard)
 
     @property
     @override
-    def extent(self) -> KVLayout | Portion:
-        return self.portion
+    def extent(self) -> KVLayout | Shard:
+        return self.shard
 
     @override
     def encode(self, out: Bytes, flags: int = 0) -> None:
         """Write the frame, always summed and without *flags*."""
-        encode_portion(self.template, self.portion, self.tensors, out)
+        encode_shard(self.template, self.shard, self.tensors, out)
 
     @override
     def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:

@@ -21,8 +21,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.keys import join_digests
-from kvstore.proto.messages import hints_to_message, layout_to_message, portion_to_message
-from kvstore.proto.types import DIGEST_BYTES, Portion, PutOutcome
+from kvstore.proto.messages import hints_to_message, layout_to_message, shard_to_message
+from kvstore.proto.types import DIGEST_BYTES, PutOutcome, Shard
 
 _GROUPS_PER_RESERVE = 4
 _UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)
@@ -205,7 +205,7 @@ def _reserve_request(
         frame_bytes=[chunk.frame_bytes for chunk in group],
         layout=[layouts.index(chunk.extent) for chunk in group],
         layouts=[
-            portion_to_message(one) if isinstance(one, Portion) else layout_to_message(one)
+            shard_to_message(one) if isinstance(one, Shard) else layout_to_message(one)
             for one in layouts
         ],
         durable=terms.durable,

@@ -15,7 +15,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import ALIGN_BYTES, header_bytes, parse_header, raw_frame_bytes
-from kvstore.proto.types import Portion
+from kvstore.proto.types import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class SparseFrame:
         self.arrived_bytes += len(data)
 
 
-def layer_spans(portion: Portion) -> list[Span]:
-    """Return where a raw frame of ``portion.whole`` has its header, and the layers of *portion*."""
-    at = header_bytes(portion.whole)
+def layer_spans(shard: Shard) -> list[Span]:
+    """Return where a raw frame of ``shard.whole`` has its header, and the layers of *shard*."""
+    at = header_bytes(shard.whole)
     spans = [Span(0, at)]
-    for component, extent in zip(portion.whole.components, portion.extents, strict=True):
+    for component, extent in zip(shard.whole.components, shard.extents, strict=True):
         step = -(-component.layer_bytes // ALIGN_BYTES) * ALIGN_BYTES
         if extent is not None:
             last = at + (extent.layer_stop - 1) * step + component.layer_bytes
@@ -71,12 +71,12 @@ def layer_spans(portion: Portion) -> list[Span]:
 
 
 class RangedGet:
-    """One get of so many chunks' *portion*. Used once, by one thread."""
+    """One get of so many chunks' *shard*. Used once, by one thread."""
 
-    def __init__(self, portion: Portion, chunks: int) -> None:
-        self._portion = portion
+    def __init__(self, shard: Shard, chunks: int) -> None:
+        self._shard = shard
         self._chunks = chunks
-        self._spans = layer_spans(portion)
+        self._spans = layer_spans(shard)
         self.read = 0
         """Chunks that came; the next one is not raw, or of another length, or did not come."""
         self.is_over = False
@@ -94,7 +94,7 @@ class RangedGet:
     def frames(self, replies: Iterator[pb.GetResponse]) -> Iterator[tuple[str, SparseFrame]]:
         """Yield the tier and the frame of each chunk, up to one that has to be read whole."""
         wanted_bytes = sum(span.stop - span.start for span in self._spans)
-        usual_bytes = raw_frame_bytes(self._portion.whole)
+        usual_bytes = raw_frame_bytes(self._shard.whole)
         frame = SparseFrame(self._spans, usual_bytes)
         for reply in replies:
             part = reply.part
@@ -117,4 +117,4 @@ class RangedGet:
             header = parse_header(frame)
         except InvalidFrameError:
             return False  # of levels, or damaged: it shows when it is read whole
-        return not header.codec_id and header.layout == self._portion.whole
+        return not header.codec_id and header.layout == self._shard.whole

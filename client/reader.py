@@ -17,8 +17,8 @@ from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors, to_arrays
 from kvstore.client.transport import Arrived
 from kvstore.codecs.base import AnyTensors, ChunkTensors, codec_by_id, empty_tensors
-from kvstore.codecs.portions import cut
 from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.shards import cut
 from kvstore.proto.buffers import Bytes, Sliced
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -199,7 +199,7 @@ def decode(session: Session, key: ChunkKey, arrived: Arrived, room: Room) -> Chu
         header = check_header(session, key, frame, len(frame))
         tensors: ChunkTensors = room(arrived.index, header.layout)
         if isinstance(room, RectangleRoom):
-            cut(header, frame, room.portion(header.layout), tensors)
+            cut(header, frame, room.shard(header.layout), tensors)
         elif isinstance(frame, FileFrame) and header.codec_id == RawCodec.codec_id:
             frame.decode_into(header, tensors)
         else:

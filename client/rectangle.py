@@ -17,8 +17,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Portion,
     Representation,
+    Shard,
 )
 
 Span: TypeAlias = tuple[int, int]
@@ -59,8 +59,8 @@ class Rectangle:
             layers, tuple(_share(g.kv_heads, rank, ranks) for g in representation.layer_groups)
         )
 
-    def portion(self, representation: Representation, layout: KVLayout) -> Portion:
-        """Return which portion it is of a chunk of *layout*.
+    def shard(self, representation: Representation, layout: KVLayout) -> Shard:
+        """Return which shard it is of a chunk of *layout*.
 
         Raises LayoutMismatchError when it reaches outside the model, or has nothing of it.
         """
@@ -71,7 +71,7 @@ class Rectangle:
             )
         there = [(number, group) for number, group in enumerate(groups) if layout.has(group.kind)]
         pairs = zip(there, layout.components, strict=True)
-        return Portion(
+        return Shard(
             layout,
             tuple(self._extent(number, group, component) for (number, group), component in pairs),
         )
@@ -94,18 +94,18 @@ class Rectangle:
         fix = "say which: without attention the tensors do not tell"
         raise LayoutMismatchError("layout", None, fix)
 
-    def arrays(self, representation: Representation, chunk: Chunk) -> tuple[Portion, AnyTensors]:
+    def arrays(self, representation: Representation, chunk: Chunk) -> tuple[Shard, AnyTensors]:
         """Return what of its chunk the rank's *chunk* is, and its tensors as arrays.
 
         Raises LayoutMismatchError when they are not what rectangle and *representation* state.
         """
-        portion = self.portion(representation, self.whole(representation, chunk))
+        shard = self.shard(representation, self.whole(representation, chunk))
         arrays = to_arrays(chunk.tensors)
-        for component, layers in zip(portion.layout.components, chunk.tensors, strict=False):
+        for component, layers in zip(shard.layout.components, chunk.tensors, strict=False):
             for parts in layers:
                 check_dtypes(component, parts)
-        check_tensors(portion.layout, arrays)
-        return portion, arrays
+        check_tensors(shard.layout, arrays)
+        return shard, arrays
 
     def _has(self, layer: int) -> bool:
         return self.layers is None or self.layers[0] <= layer < self.layers[1]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore.client.rectangle import Rectangle
-from kvstore.proto.types import END_KINDS, KVLayout, Portion, Representation
+from kvstore.proto.types import END_KINDS, KVLayout, Representation, Shard
 
 
 class RectangleRoom:
@@ -22,11 +22,11 @@ class RectangleRoom:
         self._rectangle = rectangle
         self._representation = representation
 
-    def portion(self, layout: KVLayout) -> Portion:
+    def shard(self, layout: KVLayout) -> Shard:
         """Return what is read of a chunk of *layout*. Raises LayoutMismatchError."""
-        return self._rectangle.portion(self._representation, layout)
+        return self._rectangle.shard(self._representation, layout)
 
-    def usual_portion(self, chunk_tokens: int) -> Portion | None:
+    def usual_shard(self, chunk_tokens: int) -> Shard | None:
         """Return what is read of a chunk of *chunk_tokens*, if that leaves out some layers.
 
         None also for models whose chunks do not all have the same layers.
@@ -34,9 +34,9 @@ class RectangleRoom:
         groups = self._representation.layer_groups
         if self._rectangle.layers is None or any(group.kind in END_KINDS for group in groups):
             return None
-        portion = self.portion(KVLayout.of(self._representation, chunk_tokens))
-        is_all = portion.layout.segment_count == portion.whole.segment_count
-        return None if is_all else portion
+        shard = self.shard(KVLayout.of(self._representation, chunk_tokens))
+        is_all = shard.layout.segment_count == shard.whole.segment_count
+        return None if is_all else shard
 
     def behind(self, first: int) -> RectangleRoom:
         """Return the same for a get whose first chunk is number *first* here."""
@@ -48,4 +48,4 @@ class RectangleRoom:
 
     def __call__(self, index: int, layout: KVLayout) -> Any:
         """Return where the tensors of chunk number *index* go, which as a whole has *layout*."""
-        return self._room(index, self.portion(layout).layout)
+        return self._room(index, self.shard(layout).layout)

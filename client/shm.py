@@ -48,7 +48,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Portion
+from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Shard
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
 _SOCKET_TIMEOUT_S = 2.0
@@ -167,7 +167,7 @@ class ShmTransport(Transport):
     @contextmanager
     def get_layers_of(
         self,
-        portion: Portion | None,
+        shard: Shard | None,
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
@@ -176,7 +176,7 @@ class ShmTransport(Transport):
     ) -> Iterator[Iterator[Arrived]]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
         read: ReadLent | None = None
-        if direct is not None and portion is None and self.session.options.read_peers:
+        if direct is not None and shard is None and self.session.options.read_peers:
             until = time.monotonic() + deadline_ms / 1000
             space = self.session.terms.namespace
             request.peers.extend(self._peers.numbers())

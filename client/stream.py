@@ -30,7 +30,7 @@ from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.messages import MESSAGE_BYTES, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChainDigest, Fidelity, Portion
+from kvstore.proto.types import ChainDigest, Fidelity, Shard
 
 
 def _stays() -> None:
@@ -117,7 +117,7 @@ class StreamTransport(Transport):
     @contextmanager
     def get_layers_of(
         self,
-        portion: Portion | None,
+        shard: Shard | None,
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
@@ -125,21 +125,21 @@ class StreamTransport(Transport):
         direct: Direct | None = None,
     ) -> Iterator[Iterator[Arrived]]:
         with ExitStack() as stack:
-            yield self._ranged(stack, portion, digests, lease_id, deadline_ms, least)
+            yield self._ranged(stack, shard, digests, lease_id, deadline_ms, least)
 
     def _ranged(
         self,
         stack: ExitStack,
-        portion: Portion | None,
+        shard: Shard | None,
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
         least: Fidelity,
     ) -> Iterator[Arrived]:
-        """Yield frames of the layers of *portion*, and from one on that is not raw, whole ones."""
+        """Yield frames of the layers of *shard*, and from one on that is not raw, whole ones."""
         started, until_s = 0, time.monotonic() + deadline_ms / 1000
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        ranged = None if portion is None else RangedGet(portion, len(digests))
+        ranged = None if shard is None else RangedGet(shard, len(digests))
         if ranged is not None and len(ranged.ranges) <= self.session.terms.max_batch_chunks:
             request.ranges.extend(ranged.ranges)
             with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:

@@ -30,7 +30,7 @@ from kvstore.proto.keys import join_digests
 from kvstore.proto.messages import fidelity_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, Portion, PutOutcome, Stated
+from kvstore.proto.types import ChainDigest, ChunkKey, Fidelity, PutOutcome, Shard, Stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,14 @@ class Transport(ABC):
 
     def get_layers_of(
         self,
-        portion: Portion | None,
+        shard: Shard | None,
         digests: Sequence[ChainDigest],
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
         direct: Direct | None = None,
     ) -> AbstractContextManager[Iterator[Arrived]]:
-        """Do the same as ``get`` for who reads a *portion* of each chunk; None: everything.
+        """Do the same as ``get`` for who reads a *shard* of each chunk; None: everything.
 
         Whole frames, unless a transport does better: those in reach at once cost nothing more.
         One whose frames come in parts gives them to what *direct* returns for the first.

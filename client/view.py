@@ -24,7 +24,7 @@ from kvstore.proto.frame import (
     parse_header,
     raw_frame_bytes,
 )
-from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout, Portion
+from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout, Shard
 from kvstore.proto.unix_socket import Place
 
 if TYPE_CHECKING:
@@ -127,14 +127,14 @@ class ChunkView:
             for number, component in enumerate(self.layout.components)
         ]
 
-    def cut(self, portion: Portion) -> ChunkTensors:
-        """Return what *portion* covers of every layer, as slices of the server's memory."""
+    def cut(self, shard: Shard) -> ChunkTensors:
+        """Return what *shard* covers of every layer, as slices of the server's memory."""
         return [
             [
                 list(self.layer(index, number)[:, extent.first_head : extent.head_stop])
                 for index in range(extent.first_layer, extent.layer_stop)
             ]
-            for number, extent in portion.numbered
+            for number, extent in shard.numbered
         ]
 
     def confirm(self) -> None:

@@ -29,7 +29,7 @@ from kvstore.codecs.paged import (
 from kvstore.proto.cuda import import_cupy
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import Component, KVLayout, Portion
+from kvstore.proto.types import Component, KVLayout, Shard
 
 SOURCE = Path(__file__).with_suffix(".cu")
 COMPILER_FLAGS = ("-std=c++17",)
@@ -103,7 +103,7 @@ class LaunchedKernels(FrameKernels):
     def __init__(self, device: torch.device, launch: Launch) -> None:
         self._device = device
         self._launch = launch
-        self._plans: OrderedDict[tuple[KVLayout, int, int, Portion | None], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[KVLayout, int, int, Shard | None], _Plan] = OrderedDict()
         self._lock = Lock()  # guards the plans
 
     @override
@@ -167,7 +167,7 @@ class LaunchedKernels(FrameKernels):
         each is read once, and what was copied is what was summed.
         """
         plan = self._plan(frames[0].header, paged)
-        if paged.portion is not None or self._word(plan, memory, frames) != _WORD_BYTES:
+        if paged.shard is not None or self._word(plan, memory, frames) != _WORD_BYTES:
             return super().start(memory, frames, paged, tables)
         there = tables or self.tables(frame_starts(frames), paged)
         starts, blocks = there.starts, there.blocks
@@ -235,7 +235,7 @@ class LaunchedKernels(FrameKernels):
     def _plan(self, header: FrameHeader, paged: Paged) -> _Plan:
         """Return what is made once for frames like that of *header* and these pages."""
         offset = int(header.segments["offset"][0])
-        key = header.layout, offset, id(paged.pages), paged.portion
+        key = header.layout, offset, id(paged.pages), paged.shard
         with self._lock:
             plan = self._plans.get(key)
             if plan is None:
@@ -249,7 +249,7 @@ class LaunchedKernels(FrameKernels):
         rows: list[tuple[int, ...]] = []
         shapes, first_rows = [], []
         part_bytes = 0
-        offsets = FrameAt(0, header, 0).part_offsets(paged.portion)
+        offsets = FrameAt(0, header, 0).part_offsets(paged.shard)
         for number, (those, (component, starts)) in enumerate(
             zip(paged.pages, offsets, strict=True)
         ):
@@ -268,7 +268,7 @@ class LaunchedKernels(FrameKernels):
                 self._device,
                 segments["offset"].astype(np.int64),
                 segments["stored_bytes"].astype(np.int64),
-                np.array(first_rows, np.int64) if paged.portion is None else None,
+                np.array(first_rows, np.int64) if paged.shard is None else None,
             ),
             there[0],
             there[1],

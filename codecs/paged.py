@@ -28,7 +28,7 @@ from kvstore.proto.frame import (
     check_segment,
     pack_header,
 )
-from kvstore.proto.types import Component, DType, Extent, KVLayout, LayerKind, Portion
+from kvstore.proto.types import Component, DType, Extent, KVLayout, LayerKind, Shard
 
 RAW = RawCodec()
 
@@ -86,13 +86,13 @@ class Paged:
 
     Token t of the request lies in slot ``t % block_tokens`` of ``table[t // block_tokens]``, of
     the table of each layer. All tables have one length. What belongs in a ``SKIPPED_BLOCK`` is
-    neither read nor written. ``portion``: what the pages have of each chunk, as those of a rank
+    neither read nor written. ``shard``: what the pages have of each chunk, as those of a rank
     of a parallel engine; None: everything.
     """
 
     pages: tuple[Pages, ...]
     tables: Sequence[Sequence[int] | NDArray[np.int64]]
-    portion: Portion | None = None
+    shard: Shard | None = None
 
     @property
     def table_blocks(self) -> int:
@@ -105,10 +105,10 @@ class Paged:
         LayoutMismatchError for pages of another layout, InvalidRequestError for other slots.
         """
         components = layout.components
-        if self.portion is not None:
-            if self.portion.whole != layout:
-                raise LayoutMismatchError("rectangle", self.portion.whole, "be of this chunk")
-            components = self.portion.layout.components
+        if self.shard is not None:
+            if self.shard.whole != layout:
+                raise LayoutMismatchError("rectangle", self.shard.whole, "be of this chunk")
+            components = self.shard.layout.components
         if len(self.pages) != len(components):
             raise LayoutMismatchError("pages", len(self.pages), f"give {len(components)}")
         if len({len(table) for table in self.tables}) != 1:
@@ -147,14 +147,14 @@ class FrameAt:
     header: FrameHeader
     first_token: int
 
-    def part_offsets(self, portion: Portion | None = None) -> Iterator[tuple[Component, list[int]]]:
+    def part_offsets(self, shard: Shard | None = None) -> Iterator[tuple[Component, list[int]]]:
         """Yield each component, and where in memory each part of each of its layers begins.
 
-        Of a *portion*: its layers, from its first head on.
+        Of a *shard*: its layers, from its first head on.
         """
         offsets = iter(self.header.segments["offset"].tolist())
         components = self.header.layout.components
-        extents = map(Extent.whole, components) if portion is None else portion.extents
+        extents = map(Extent.whole, components) if shard is None else shard.extents
         for component, extent in zip(components, extents, strict=True):
             starts = [self.offset + next(offsets) for _ in range(component.layers)]
             if extent is None:
@@ -348,7 +348,7 @@ class HostKernels(FrameKernels):
     ) -> None:
         ids_of = [torch.tensor([*table]) for table in paged.tables]
         for frame in frames:
-            offsets = frame.part_offsets(paged.portion)
+            offsets = frame.part_offsets(paged.shard)
             for pages, (component, starts) in zip(paged.pages, offsets, strict=True):
                 first_slot = frame.first_token + component.first_token
                 slots = torch.arange(component.tokens) + first_slot

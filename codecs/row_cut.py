@@ -33,7 +33,7 @@ def kept_rows(header: FrameHeader, skipped: SkippedRows | None, chunk: int) -> R
     """
     if skipped is None or header.codec_id != RawCodec.codec_id or header.levels:
         return None
-    if header.portion is not None or any(c.kind not in _ROWED for c in header.layout.components):
+    if header.shard is not None or any(c.kind not in _ROWED for c in header.layout.components):
         return None
     return skipped.kept(chunk, header.layout.tokens)
 

@@ -30,7 +30,7 @@ from kvstore.proto.types import (
     Fidelity,
     KVLayout,
     LayerKind,
-    Portion,
+    Shard,
     Stated,
 )
 
@@ -43,10 +43,10 @@ _NOTHING = (0, 0, 0, 0)
 assert COMPONENT.size == 48
 
 
-def pack_components(layout: KVLayout, portion: Portion | None = None) -> bytes:
-    """Return the component table of *layout*, or of the *portion* that a frame covers of it."""
-    whole = layout if portion is None else portion.whole
-    extents = [Extent.whole(c) for c in layout.components] if portion is None else portion.extents
+def pack_components(layout: KVLayout, shard: Shard | None = None) -> bytes:
+    """Return the component table of *layout*, or of the *shard* that a frame covers of it."""
+    whole = layout if shard is None else shard.whole
+    extents = [Extent.whole(c) for c in layout.components] if shard is None else shard.extents
     return b"".join(
         COMPONENT.pack(
             c.kind, c.dtype, c.parts, c.layers, c.kv_heads, c.head_dim, c.tokens,
@@ -66,17 +66,17 @@ def unpack_components(table: bytes) -> KVLayout:
 
     Raises InvalidFrameError, also for a rectangle of one.
     """
-    layout, portion = unpack_table(table)
-    if portion is not None:
-        raise InvalidFrameError("rectangle", portion.extents, "whole chunks are taken here")
+    layout, shard = unpack_table(table)
+    if shard is not None:
+        raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
     return layout
 
 
 @lru_cache(maxsize=1024)
-def unpack_table(table: bytes) -> tuple[KVLayout, Portion | None]:
+def unpack_table(table: bytes) -> tuple[KVLayout, Shard | None]:
     """Parse a component table; equal tables share one layout.
 
-    Return the layout of what is covered, and which portion of the chunk that is; None: all of
+    Return the layout of what is covered, and which shard of the chunk that is; None: all of
     it. Raises InvalidFrameError.
     """
     if not table or len(table) % COMPONENT.size or len(table) > MAX_COMPONENTS * COMPONENT.size:
@@ -96,10 +96,10 @@ def unpack_table(table: bytes) -> tuple[KVLayout, Portion | None]:
         extents.append(None if tuple(rectangle) == _NOTHING else Extent(*rectangle))
     whole = KVLayout(tuple(components))
     try:
-        portion = Portion(whole, tuple(extents))
+        shard = Shard(whole, tuple(extents))
     except LayoutMismatchError as error:
         raise InvalidFrameError("rectangle", extents, str(error)) from None
-    return (whole, None) if portion.is_whole else (portion.layout, portion)
+    return (whole, None) if shard.is_whole else (shard.layout, shard)
 
 
 ALIGN_BYTES = 64
@@ -122,13 +122,13 @@ assert SEGMENT_DTYPE.itemsize == 32
 
 
 @lru_cache(maxsize=64)
-def empty_rows(layout: KVLayout, levels: int, portion: Portion | None = None) -> NDArray[Any]:
+def empty_rows(layout: KVLayout, levels: int, shard: Shard | None = None) -> NDArray[Any]:
     """Return the segment table of *layout* with everything but the names still zero."""
     rows = np.zeros(layout.segment_count * (1 + levels), dtype=SEGMENT_DTYPE)
     layers = [component.layers for component in layout.components]
     spans = [(number, 0) for number in range(len(layers))]
-    if portion is not None:
-        spans = [(number, extent.first_layer) for number, extent in portion.numbered]
+    if shard is not None:
+        spans = [(number, extent.first_layer) for number, extent in shard.numbered]
     rows["section"] = np.repeat(np.arange(1 + levels), layout.segment_count)
     rows["component"] = np.tile(np.repeat([number for number, _ in spans], layers), 1 + levels)
     numbers = [np.arange(at, at + n) for (_, at), n in zip(spans, layers, strict=True)]
@@ -158,7 +158,7 @@ def check_shape(table: bytes, shape: bytes, levels: int, sizes: Sizes) -> None:
     Its rows have the names of the layout's and follow each other. Frames of one shape are
     looked at once: it takes as long as the checksum of a mebibyte.
     """
-    layout, portion = unpack_table(table)
+    layout, shard = unpack_table(table)
     rows = np.frombuffer(shape, "<u8").reshape(-1, 3)
     if (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens) != (
         len(rows), sizes.raw_bytes, sizes.tokens,
@@ -169,7 +169,7 @@ def check_shape(table: bytes, shape: bytes, levels: int, sizes: Sizes) -> None:
         raise InvalidFrameError("frame_bytes", sizes.frame_bytes, f"at most {MAX_FRAME_BYTES}")
     names, offset, stored = rows.T
     # The first eight bytes of a row: component, section, layer.
-    if not np.array_equal(names, empty_rows(layout, levels, portion).view("<u8")[::4]):
+    if not np.array_equal(names, empty_rows(layout, levels, shard).view("<u8")[::4]):
         raise InvalidFrameError("segments", len(rows), "must be one a layer, in order")
     if (offset > MAX_FRAME_BYTES).any() or (stored > MAX_FRAME_BYTES).any():
         raise InvalidFrameError("segments", int(stored.max()), f"at most {MAX_FRAME_BYTES} bytes")
@@ -205,12 +205,12 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def header_bytes(layout: KVLayout, levels: int = 0, portion: Portion | None = None) -> int:
+def header_bytes(layout: KVLayout, levels: int = 0, shard: Shard | None = None) -> int:
     """Size of the header of a frame of *layout* with *levels* refinements behind its base.
 
-    *portion* is which one of a chunk *layout* is, if it is not all of it.
+    *shard* is which one of a chunk *layout* is, if it is not all of it.
     """
-    components = layout.components if portion is None else portion.whole.components
+    components = layout.components if shard is None else shard.whole.components
     table = COMPONENT.size * len(components) + 32 * layout.segment_count * (1 + levels)
     return _aligned(FIXED_BYTES + table)
 
@@ -232,7 +232,7 @@ class FrameHeader:
     ``position`` is the token index of the chunk's first token in its chain;
     ``error_bound`` is meaningful when ``fidelity`` is ``bounded``. ``levels`` counts the
     refinements behind the base; ``asset`` names the tables that the codec needs. ``origin``: of a
-    frame that was restored, the codec of the lossy copy; else 0. With a ``portion``, ``layout`` is
+    frame that was restored, the codec of the lossy copy; else 0. With a ``shard``, ``layout`` is
     of what it covers, and segments bear the numbers of the whole.
     """
 
@@ -252,13 +252,13 @@ class FrameHeader:
     segments: NDArray[Any]
     levels: int = 0
     asset: bytes = NO_ASSET
-    portion: Portion | None = None
+    shard: Shard | None = None
     origin: int = 0
 
     @property
     def header_bytes(self) -> int:
         """Bytes before the first segment."""
-        return header_bytes(self.layout, self.levels, self.portion)
+        return header_bytes(self.layout, self.levels, self.shard)
 
     @property
     def stated(self) -> Stated:
@@ -373,7 +373,7 @@ class FrameWriter:
 def pack_header(header: FrameHeader) -> bytes:
     """Return the header's bytes, checksum included."""
     layout, size = header.layout, header.header_bytes
-    whole = layout if header.portion is None else header.portion.whole
+    whole = layout if header.shard is None else header.shard.whole
     fixed = (
         MAGIC, VERSION, header.flags, size, len(whole.components), header.codec_id,
         header.codec_revision, header.fidelity, header.levels, len(header.segments),
@@ -384,18 +384,18 @@ def pack_header(header: FrameHeader) -> bytes:
     body = bytearray(size)
     _FIXED.pack_into(body, 0, *fixed, 0)
     end = FIXED_BYTES + COMPONENT.size * len(whole.components)
-    body[FIXED_BYTES:end] = pack_components(layout, header.portion)
+    body[FIXED_BYTES:end] = pack_components(layout, header.shard)
     body[end : end + header.segments.nbytes] = header.segments.tobytes()
     body[_CHECKSUM_OFFSET:FIXED_BYTES] = struct.pack("<Q", checksum(bytes(body)))
     return bytes(body)
 
 
 def parse_header(
-    frame: Sliced, known_flags: int = _KNOWN_FLAGS, *, takes_portions: bool = False
+    frame: Sliced, known_flags: int = _KNOWN_FLAGS, *, takes_shards: bool = False
 ) -> FrameHeader:
     """Parse and check the header at the start of *frame*; segments are not read.
 
-    A frame of a portion of its chunk is refused, unless the caller *takes_portions*.
+    A frame of a shard of its chunk is refused, unless the caller *takes_shards*.
 
     Every length and offset is checked against the header's own sizes before it is used, and
     ``frame_bytes`` against MAX_FRAME_BYTES; compare it with ``len(frame)`` before reading
@@ -424,15 +424,15 @@ def parse_header(
         raise InvalidFrameError("cost or bound", fixed[18:20], "must be finite, not negative")
     segments = np.frombuffer(bytes(head), SEGMENT_DTYPE, segment_count, table_end)
     table = bytes(head[FIXED_BYTES:table_end])
-    layout, portion = unpack_table(table)
-    if portion is not None and not takes_portions:
-        raise InvalidFrameError("rectangle", portion.extents, "whole chunks are taken here")
+    layout, shard = unpack_table(table)
+    if shard is not None and not takes_shards:
+        raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
     sizes = Sizes(size, frame_bytes, raw_bytes, tokens)
     check_shape(table, shape_of(segments), levels, sizes)
     return FrameHeader(
         ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
         revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
-        levels, fixed[20], portion, fixed[21],
+        levels, fixed[20], shard, fixed[21],
     )  # fmt: skip
 
 

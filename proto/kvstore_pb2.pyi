@@ -602,7 +602,7 @@ class PutDeviceRequest(_message.Message):
     hints: Hints
     def __init__(self, session_id: _Optional[int] = ..., headers: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[_Iterable[int]] = ..., event: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
-class PromiseRequest(_message.Message):
+class AnnouncePutsRequest(_message.Message):
     __slots__ = ("session_id", "digests", "ttl_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
@@ -612,7 +612,7 @@ class PromiseRequest(_message.Message):
     ttl_ms: int
     def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
-class PromiseResponse(_message.Message):
+class AnnouncePutsResponse(_message.Message):
     __slots__ = ("server", "pending")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]

@@ -114,10 +114,10 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PutDeviceRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PutResponse.FromString,
                 _registered_method=True)
-        self.Promise = channel.unary_unary(
-                '/kvstore.v1.KVStore/Promise',
-                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.FromString,
+        self.AnnouncePuts = channel.unary_unary(
+                '/kvstore.v1.KVStore/AnnouncePuts',
+                request_serializer=kvstore_dot_proto_dot_kvstore__pb2.AnnouncePutsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_kvstore__pb2.AnnouncePutsResponse.FromString,
                 _registered_method=True)
         self.Weigh = channel.unary_unary(
                 '/kvstore.v1.KVStore/Weigh',
@@ -307,7 +307,7 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Promise(self, request, context):
+    def AnnouncePuts(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -496,10 +496,10 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PutDeviceRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_kvstore__pb2.PutResponse.SerializeToString,
             ),
-            'Promise': grpc.unary_unary_rpc_method_handler(
-                    servicer.Promise,
-                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.SerializeToString,
+            'AnnouncePuts': grpc.unary_unary_rpc_method_handler(
+                    servicer.AnnouncePuts,
+                    request_deserializer=kvstore_dot_proto_dot_kvstore__pb2.AnnouncePutsRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_kvstore__pb2.AnnouncePutsResponse.SerializeToString,
             ),
             'Weigh': grpc.unary_unary_rpc_method_handler(
                     servicer.Weigh,
@@ -1025,7 +1025,7 @@ class KVStore(object):
             _registered_method=True)
 
     @staticmethod
-    def Promise(request,
+    def AnnouncePuts(request,
             target,
             options=(),
             channel_credentials=None,
@@ -1038,9 +1038,9 @@ class KVStore(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1.KVStore/Promise',
-            kvstore_dot_proto_dot_kvstore__pb2.PromiseRequest.SerializeToString,
-            kvstore_dot_proto_dot_kvstore__pb2.PromiseResponse.FromString,
+            '/kvstore.v1.KVStore/AnnouncePuts',
+            kvstore_dot_proto_dot_kvstore__pb2.AnnouncePutsRequest.SerializeToString,
+            kvstore_dot_proto_dot_kvstore__pb2.AnnouncePutsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,9 +56,9 @@ from kvstore.proto.types import (
     LayerGroup,
     LayerKind,
     Match,
-    Portion,
     Representation,
     RopeParameters,
+    Shard,
     check_count,
 )
 
@@ -225,16 +225,16 @@ def layout_to_message(layout: KVLayout) -> pb.Layout:
     return pb.Layout(components=[_message(pb.Component, one) for one in layout.components])
 
 
-def portion_to_message(portion: Portion) -> pb.Layout:
-    """Return the protobuf form of *portion*."""
-    message = layout_to_message(portion.whole)
-    for extent in portion.extents:
+def shard_to_message(shard: Shard) -> pb.Layout:
+    """Return the protobuf form of *shard*."""
+    message = layout_to_message(shard.whole)
+    for extent in shard.extents:
         message.extents.append(pb.Extent() if extent is None else _message(pb.Extent, extent))
     return message
 
 
-def portion_from_message(message: pb.Layout) -> Portion | None:
-    """Return the portion that *message* is of; None for a whole chunk.
+def shard_from_message(message: pb.Layout) -> Shard | None:
+    """Return the shard that *message* is of; None for a whole chunk.
 
     Raises InvalidRequestError or LayoutMismatchError.
     """
@@ -242,8 +242,8 @@ def portion_from_message(message: pb.Layout) -> Portion | None:
     if not message.extents:
         return None
     extents = tuple(_value(Extent, one) if one.ByteSize() else None for one in message.extents)
-    portion = Portion(whole, extents)
-    return None if portion.is_whole else portion
+    shard = Shard(whole, extents)
+    return None if shard.is_whole else shard
 
 
 def layout_from_message(message: pb.Layout) -> KVLayout:

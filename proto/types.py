@@ -456,7 +456,7 @@ class PutOutcome(IntEnum):
     exists = 1
     refused = 2
     pending = 3
-    """A portion is there; the chunk is once its other portions are."""
+    """A shard is there; the chunk is once its other shards are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +492,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class Shard:
     """The extents that a frame covers of the chunk of layout ``whole``, one for each component.
 
     None: nothing of that component, as for a pipeline stage without layers of a group. Raises

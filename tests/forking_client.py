@@ -184,7 +184,7 @@ class Beside:
         self.keys, chunks = prompt(both.client, 90)
         both.client.put(chunks)
         self.awaited, self.late = prompt(both.client, 91)
-        both.client.promise(self.awaited, 60_000)
+        both.client.announce_puts(self.awaited, 60_000)
         self.hears, self.has_heard, self.stop = (threading.Event() for _ in range(3))
         works = (self.read, self.read, self.wait, self.follow)
         self.threads = [threading.Thread(target=self.tried, args=(work,)) for work in works]

@@ -280,9 +280,7 @@ class DeviceSide(Side):
         self.chunk_bytes = -(-raw_frame_bytes(self._layouts[True]) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.device = device or open_device(pages.device)
         whole = KVLayout.of(client.representation, tokens)
-        self._portion = (
-            None if rectangle is None else rectangle.portion(client.representation, whole)
-        )
+        self._shard = None if rectangle is None else rectangle.shard(client.representation, whole)
         self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
         # A rank's too: what is read straight into the pages is verified as a whole.
         frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes
@@ -451,7 +449,7 @@ class DeviceSide(Side):
         if self._is_straight and isinstance(client, CudaClient) and work.digests:
             keys = [chunk_key(client.namespace, digest) for digest in work.digests]
             paged = self._paged(self._layouts[True], work, 0, len(keys))
-            paged = replace(paged, portion=self._portion)
+            paged = replace(paged, shard=self._shard)
             straight = partial(client.read_on_device, keys, paged, self.reader)
             done = self._connector.ask(lambda: straight(work.after, work.arrived), 0)
         while done < len(work.digests) and not work.is_over() and not client.is_shut:
@@ -533,7 +531,7 @@ def _rank_layout(
     representation: Representation, rectangle: Rectangle | None, tokens: int, *, has_windows: bool
 ) -> KVLayout:
     layout = KVLayout.of(representation, tokens, window=has_windows)
-    return layout if rectangle is None else rectangle.portion(representation, layout).layout
+    return layout if rectangle is None else rectangle.shard(representation, layout).layout
 
 
 def _blank_header(layout: KVLayout) -> FrameHeader:

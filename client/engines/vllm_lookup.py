@@ -115,7 +115,7 @@ class LookupDesk:
     it may take its time. After a failure the next tickets are answered by 0 at once, and after
     *retry_s* one of them, already answered, is what the store is asked about again. The first
     question is about no digests at all: it opens a session before a request needs one.
-    *withdraw* takes back what *find* promised of digests; of tickets that are over nothing stays.
+    *withdraw* takes back what *find* announced of digests; of tickets that are over nothing stays.
     """
 
     def __init__(
@@ -160,12 +160,12 @@ class LookupDesk:
         return ticket
 
     def give_up(self, ticket: Ticket, digests: Sequence[ChainDigest]) -> None:
-        """Have what was promised of *digests* taken back, and nothing more asked of *ticket*."""
+        """Have what was announced of *digests* taken back, and nothing more asked of *ticket*."""
         ticket.is_over = True
         self.take_back(digests)
 
     def take_back(self, digests: Sequence[ChainDigest]) -> None:
-        """Have what was promised of *digests* taken back; where too much waits, time does it."""
+        """Have what was announced of *digests* taken back; where too much waits, time does it."""
         if self._withdraw is not None and digests and not self.is_down:
             self._do(partial(self._withdraw_all, digests))
 

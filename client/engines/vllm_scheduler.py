@@ -119,12 +119,12 @@ class VllmScheduler:
         )
 
     def _find(self, digests: Sequence[ChainDigest]) -> int | None:
-        """Return how many chunks are there, and promise the others. In a thread of the desk."""
+        """Return how many chunks are there, and announce the others. In a thread of the desk."""
         digests = digests[:MAX_LOOKUP_CHUNKS]
         ready = self._lookups.ask(partial(self._look, digests), None)
         found = found_of(ready)
         if ready is not None and self._role.handover_ms and found < len(digests):
-            self._lookups.ask(partial(self._promise, digests[found:]), None)
+            self._lookups.ask(partial(self._announce, digests[found:]), None)
         return ready
 
     def _look(self, digests: Sequence[ChainDigest]) -> int | None:
@@ -139,11 +139,11 @@ class VllmScheduler:
         # A prefix of windows can be gone on from at its end only.
         return Fewer(0 if self._has_ends else worth, match.ready)
 
-    def _promise(self, digests: Sequence[ChainDigest]) -> int | None:
-        return self._lookups.client.promise(self._keys(digests), self._role.handover_ms)
+    def _announce(self, digests: Sequence[ChainDigest]) -> int | None:
+        return self._lookups.client.announce_puts(self._keys(digests), self._role.handover_ms)
 
     def _withdraw(self, digests: Sequence[ChainDigest]) -> None:
-        self._lookups.ask(lambda: self._lookups.client.promise(self._keys(digests), 0), None)
+        self._lookups.ask(lambda: self._lookups.client.announce_puts(self._keys(digests), 0), None)
 
     def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
         """Name chunks; asking for the namespace opens a session, even for none."""
@@ -290,7 +290,7 @@ class VllmScheduler:
             self._give_up(tracked)
 
     def _give_up(self, tracked: Tracked) -> None:
-        """Take back what is promised of a request, but for what others have promised, too."""
+        """Take back what is announced of a request, but for what others have announced, too."""
         chain = tracked.ticket.chain
         left = [] if chain is None else chain.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
         if left and self._role.handover_ms:
@@ -318,7 +318,7 @@ class VllmScheduler:
         *tables_of* returns the block tables of a request.
         """
         for request_id in getattr(output, "preempted_req_ids", None) or ():
-            if request_id in self._tracked:  # promised again once it goes on
+            if request_id in self._tracked:  # announced again once it goes on
                 self._give_up(self._tracked[request_id])
         self._learn_speed(output.num_scheduled_tokens)
         self._computing, self._patience_s = set(output.num_scheduled_tokens), TOGETHER_S

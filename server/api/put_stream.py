@@ -182,7 +182,7 @@ class PutStream:
         if not frame_bytes:
             raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
         self._checks.batch("frames", len(self._keys) + 1)
-        header = parse_header(data, takes_portions=True)
+        header = parse_header(data, takes_shards=True)
         info, part = self._checks.header(session, header, frame_bytes)
         if self._held is not None and self._held.ticket is not None:
             self._commit_held(is_last=info.parent_key != self._held.ticket.key)

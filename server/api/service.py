@@ -378,14 +378,14 @@ class DataCalls:
             raise InvalidRequestError("codec_id, frame_bytes", found, f"raw: {wanted}")
         return header
 
-    def Promise(
-        self, request: pb.PromiseRequest, context: grpc.ServicerContext
-    ) -> pb.PromiseResponse:
+    def AnnouncePuts(
+        self, request: pb.AnnouncePutsRequest, context: grpc.ServicerContext
+    ) -> pb.AnnouncePutsResponse:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         pending = self._store.announcements.announce(session, keys, request.ttl_ms)
-        return pb.PromiseResponse(server=self._stamp, pending=pending)
+        return pb.AnnouncePutsResponse(server=self._stamp, pending=pending)
 
     def Weigh(self, request: pb.WeighRequest, context: grpc.ServicerContext) -> pb.WeighResponse:
         """Remember which tokens of chunks matter, until they are encoded."""

@@ -11,7 +11,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from kvstore.codecs.base import boundless_codecs, codec_by_id, codec_name
-from kvstore.codecs.portions import portion_frame_bytes
+from kvstore.codecs.shards import shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.blend import (
@@ -156,20 +156,20 @@ class Checks:
             raise InvalidRequestError(
                 "frame_bytes", frame_bytes, f"its header: {header.frame_bytes}"
             )
-        portion = header.portion
-        if portion is None:
+        shard = header.shard
+        if shard is None:
             return self.info(session, header.info()), None
-        part = ChunkPart(portion, frame_bytes, is_streamed=True)
+        part = ChunkPart(shard, frame_bytes, is_streamed=True)
         return self._whole(session, header.key, header.parent, part), part
 
     def _whole(
         self, session: Session, key: ChunkKey, parent: ChainDigest, part: ChunkPart
     ) -> ChunkInfo:
         """Return the info of the raw chunk that *part* is of."""
-        if part.frame_bytes != portion_frame_bytes(part.portion):
-            fix = f"a raw rectangle like this has {portion_frame_bytes(part.portion)}"
+        if part.frame_bytes != shard_frame_bytes(part.shard):
+            fix = f"a raw rectangle like this has {shard_frame_bytes(part.shard)}"
             raise InvalidRequestError("frame_bytes", part.frame_bytes, fix)
-        whole = part.portion.whole
+        whole = part.shard.whole
         return self.info(session, ChunkInfo(key, parent, whole, 0, raw_frame_bytes(whole)))
 
     def reserved(
@@ -187,18 +187,18 @@ class Checks:
             )
         self.batch("layouts", len(request.layouts))
         layouts = [messages.layout_from_message(message) for message in request.layouts]
-        portions = [messages.portion_from_message(message) for message in request.layouts]
+        shards = [messages.shard_from_message(message) for message in request.layouts]
         if any(index >= len(layouts) for index in request.layout):
             raise InvalidRequestError("layout", max(request.layout), "index into layouts")
         found: list[tuple[ChunkInfo, ChunkPart | None]] = []
         rows = zip(keys, parents, request.layout, request.frame_bytes, strict=True)
         for key, parent, index, size in rows:
-            portion = portions[index]
-            if portion is None:
+            shard = shards[index]
+            if shard is None:
                 info = ChunkInfo(key, parent, layouts[index], 0, size)
                 found.append((self.info(session, info), None))
             else:
-                part = ChunkPart(portion, size)
+                part = ChunkPart(shard, size)
                 found.append((self._whole(session, key, parent, part), part))
         return found
 

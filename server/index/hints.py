@@ -32,7 +32,7 @@ _LEAST_S = 1e-9
 """What a chunk is said to have left to live whose time is up."""
 
 
-class HintTable:
+class RowHints:
     """Columns by row, 13 bytes each. Not thread-safe: the catalog's lock guards it.
 
     Times are seconds on the caller's clock. A row that was never spoken of has no priority, lives
@@ -258,7 +258,7 @@ class ChunkMetadata:
     """
 
     history: AccessHistory = field(default_factory=AccessHistory)
-    hints: HintTable = field(default_factory=HintTable)
+    hints: RowHints = field(default_factory=RowHints)
     partitions: PartitionTable = field(default_factory=PartitionTable)
     category_ttls_s: Mapping[str, float] = field(default_factory=dict)
     evicted_limit: int = EVICTED_LIMIT

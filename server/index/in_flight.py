@@ -9,71 +9,73 @@ from dataclasses import dataclass
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 from kvstore.server.index.state import CatalogState
 
-MAX_PROMISED_CHUNKS = 1 << 16
-"""Chunks promised at once; of more nothing is known before they come."""
-MAX_PROMISES = 1024
-"""Promises at once."""
+MAX_ANNOUNCED_CHUNKS = 1 << 16
+"""Chunks announced at once; of more nothing is known before they come."""
+MAX_ANNOUNCEMENTS = 1024
+"""Announcements at once."""
 
 
 @dataclass(slots=True, eq=False)
-class _Promise:
-    """What one call promised and has not come yet, and until when it stands."""
+class _Announcement:
+    """What one call announced and has not come yet, and until when it stands."""
 
     session_id: int
     until: float
     left: set[ChunkKey]
 
 
-class Promises:
-    """Promised chunks. The catalog's lock guards it. ``until`` is in the clock's seconds."""
+class Announcements:
+    """Announced chunks. The catalog's lock guards it. ``until`` is in the clock's seconds."""
 
     def __init__(self) -> None:
-        self._promises: list[_Promise] = []
-        self._by_key: dict[ChunkKey, _Promise] = {}
+        self._announcements: list[_Announcement] = []
+        self._by_key: dict[ChunkKey, _Announcement] = {}
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._by_key
 
     def make(self, session_id: int, keys: Sequence[ChunkKey], until: float) -> int:
-        """Promise those of *keys* that nobody has promised; return how many there was room for."""
-        room = MAX_PROMISED_CHUNKS - len(self._by_key)
+        """Announce those of *keys* that are not announced yet; return how many found room."""
+        room = MAX_ANNOUNCED_CHUNKS - len(self._by_key)
         new = {key for key in keys[: max(0, room)] if key not in self._by_key}
-        if not new or len(self._promises) >= MAX_PROMISES:
+        if not new or len(self._announcements) >= MAX_ANNOUNCEMENTS:
             return 0
-        promise = _Promise(session_id, until, new)
-        self._promises.append(promise)
-        self._by_key.update(dict.fromkeys(new, promise))
+        announcement = _Announcement(session_id, until, new)
+        self._announcements.append(announcement)
+        self._by_key.update(dict.fromkeys(new, announcement))
         return len(new)
 
     def over(self, key: ChunkKey) -> bool:
-        """A chunk came, or will not come; return whether it was promised."""
-        promise = self._by_key.pop(key, None)
-        if promise is None:
+        """A chunk came, or will not come; return whether it was announced."""
+        announcement = self._by_key.pop(key, None)
+        if announcement is None:
             return False
-        promise.left.discard(key)
-        if not promise.left:
-            self._promises.remove(promise)
+        announcement.left.discard(key)
+        if not announcement.left:
+            self._announcements.remove(announcement)
         return True
 
     def take_back(self, session_id: int, keys: Sequence[ChunkKey]) -> int:
-        """End the session's own promises of *keys*; return how many there were."""
+        """End the session's own announcements of *keys*; return how many there were."""
         own = [key for key in keys if key in self._by_key]
         own = [key for key in own if self._by_key[key].session_id == session_id]
         return sum(self.over(key) for key in own)
 
     def expire(self, now: float) -> bool:
-        """End the promises whose time is up; return whether there was any."""
-        return self._drop(lambda promise: promise.until <= now)
+        """End the announcements whose time is up; return whether there was any."""
+        return self._drop(lambda announcement: announcement.until <= now)
 
     def end(self, session_id: int) -> bool:
-        """End the promises of a session; return whether there was any."""
-        return self._drop(lambda promise: promise.session_id == session_id)
+        """End the announcements of a session; return whether there was any."""
+        return self._drop(lambda announcement: announcement.session_id == session_id)
 
-    def _drop(self, is_over: Callable[[_Promise], bool]) -> bool:
-        over = [promise for promise in self._promises if is_over(promise)]
-        self._promises = [promise for promise in self._promises if promise not in over]
-        for promise in over:
-            for key in promise.left:
+    def _drop(self, is_over: Callable[[_Announcement], bool]) -> bool:
+        over = [announcement for announcement in self._announcements if is_over(announcement)]
+        self._announcements = [
+            announcement for announcement in self._announcements if announcement not in over
+        ]
+        for announcement in over:
+            for key in announcement.left:
                 del self._by_key[key]
         return bool(over)
 
@@ -87,7 +89,7 @@ class InFlightPuts:
     def __init__(self, state: CatalogState) -> None:
         self._state = state
         self._writers: dict[ChunkKey, int] = {}
-        self._promises = Promises()
+        self._announcements = Announcements()
         self._no_waits = False
         self._arrived = threading.Condition(state.lock)
 
@@ -102,7 +104,7 @@ class InFlightPuts:
                 return False
             if self._state.index.holders(row, Fidelity.exact):
                 self._state.metadata.live_on(row, self._state.clock())
-                self._promises.over(key)
+                self._announcements.over(key)
                 return False
             self._writers[key] = self._writers.get(key, 0) + 1
             return True
@@ -115,7 +117,7 @@ class InFlightPuts:
                 self._writers[key] = left
             else:
                 del self._writers[key]
-            self._promises.over(key)
+            self._announcements.over(key)
             self._arrived.notify_all()
 
     def count(self) -> int:
@@ -123,23 +125,23 @@ class InFlightPuts:
         with self._state.lock:
             return sum(self._writers.values())
 
-    def promise(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> int:
-        """A session will put *keys* within *ttl_s*; return how many nobody has put or promised.
+    def announce(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> int:
+        """A session will put *keys* within *ttl_s*; return how many nobody has put or announced.
 
         Without *ttl_s* it will not.
         """
         with self._state.lock:
             if not ttl_s:
-                count = self._promises.take_back(session_id, keys)
+                count = self._announcements.take_back(session_id, keys)
                 self._arrived.notify_all()
                 return count
             absent = [
                 key for key in keys if not self._state.index.holders(self._state.index.row(key))
             ]
-            return self._promises.make(session_id, absent, self._state.clock() + ttl_s)
+            return self._announcements.make(session_id, absent, self._state.clock() + ttl_s)
 
     def is_any_coming(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether the chunk behind those of *keys* that are here is being put, or promised."""
+        """Whether the chunk behind those of *keys* that are here is being put, or announced."""
         with self._state.lock:
             at = self._first_absent(keys, 0)
             return at < len(keys) and self.is_coming(keys[at])
@@ -173,23 +175,23 @@ class InFlightPuts:
     # --- under the lock
 
     def is_coming(self, key: ChunkKey) -> bool:
-        """Whether the chunk is being put, or promised."""
-        return key in self._writers or key in self._promises
+        """Whether the chunk is being put, or announced."""
+        return key in self._writers or key in self._announcements
 
     def is_written(self, key: ChunkKey) -> bool:
         """Whether somebody is putting the chunk."""
         return key in self._writers
 
-    def is_promised(self, key: ChunkKey) -> bool:
+    def is_announced(self, key: ChunkKey) -> bool:
         """Whether a session said that it will put the chunk."""
-        return key in self._promises
+        return key in self._announcements
 
     def end_session(self, session_id: int) -> None:
         """A session will put nothing any more."""
-        if self._promises.end(session_id):
+        if self._announcements.end(session_id):
             self._arrived.notify_all()
 
     def expire(self, now: float) -> None:
-        """End the promises whose time is up."""
-        if self._promises.expire(now):
+        """End the announcements whose time is up."""
+        if self._announcements.expire(now):
             self._arrived.notify_all()

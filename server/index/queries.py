@@ -46,7 +46,7 @@ class ChunkStatus:
 
     copies: Mapping[str, ChunkInfo]
     is_pending: bool
-    is_promised: bool
+    is_announced: bool
     is_evicted: bool
     is_expired: bool
 
@@ -168,7 +168,7 @@ class CatalogQueries:
             return ChunkStatus(
                 index.copies(row),
                 self._in_flight.is_written(key),
-                self._in_flight.is_promised(key),
+                self._in_flight.is_announced(key),
                 not row and index.remembers(key),
                 bool(row) and self._state.metadata.hints.is_expired(row, self._state.clock()),
             )

@@ -34,7 +34,7 @@ METHODS: Mapping[str, str] = {
     "Commit": "write",
     "Abort": "write",
     "PutDevice": "write",
-    "Promise": "write",
+    "AnnouncePuts": "write",
     "Weigh": "write",
     "Pin": "write",
     "Unpin": "write",

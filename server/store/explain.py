@@ -272,8 +272,8 @@ class Explainer:
             return self._of_copies(facts, copies)
         if seen.is_pending:
             return Reason(key, "pending", "it is being put")
-        if seen.is_promised:
-            return Reason(key, "pending", "promised: a session is about to put it")
+        if seen.is_announced:
+            return Reason(key, "pending", "announced: a session is about to put it")
         if outcome is not None:
             passed_s = max(0.0, facts.at_s - outcome.at_s)
             return Reason(key, outcome.fate.value, _told(outcome, f"{passed_s:.0f} s {ago}"))

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
-from kvstore.codecs.portions import decode_portion
 from kvstore.codecs.raw import RawCodec, raw_header
+from kvstore.codecs.shards import decode_shard
 from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.frame import (
@@ -32,7 +32,7 @@ from kvstore.proto.frame import (
     stated_header_bytes,
 )
 from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Portion, PutOutcome
+from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome, Shard
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import (
     NO_OPTIONS,
@@ -54,7 +54,7 @@ _FREE, _CLAIMED, _COVERED = range(3)
 _RAW = RawCodec()
 
 Claim: TypeAlias = "list[NDArray[np.bool_]]"
-"""Which tiles a writer fills: for each extent of its portion, (layers, heads)."""
+"""Which tiles a writer fills: for each extent of its shard, (layers, heads)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class PartialChunkLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """What is put of a chunk: a frame of ``frame_bytes`` of a portion.
+    """What is put of a chunk: a frame of ``frame_bytes`` of a shard.
 
     A streamed one waits in memory of the server until it is whole.
     """
 
-    portion: Portion
+    shard: Shard
     frame_bytes: int
     is_streamed: bool = False
 
@@ -144,7 +144,7 @@ class PartialChunk:
 
     def join(self, ticket: PartTicket) -> None:
         """Have its session take part. Raises InvalidRequestError for a part of another chunk."""
-        _same("layout", ticket.part.portion.whole, self.info.layout)
+        _same("layout", ticket.part.shard.whole, self.info.layout)
         _same("parent", ticket.info.parent.hex(), self.info.parent.hex())
         self.sessions.add(ticket.session.session_id)
 
@@ -162,39 +162,39 @@ class PartialChunk:
 
     # --- tiles
 
-    def claim(self, portion: Portion) -> Claim:
-        """Return which tiles of *portion* nobody has claimed before: they are the caller's."""
+    def claim(self, shard: Shard) -> Claim:
+        """Return which tiles of *shard* nobody has claimed before: they are the caller's."""
         claim = []
-        for tiles in self._tiles_of(portion):
+        for tiles in self._tiles_of(shard):
             claim.append(tiles == _FREE)
             tiles[claim[-1]] = _CLAIMED
         self.writers += 1
         return claim
 
-    def leave(self, portion: Portion, claim: Claim, *, is_filled: bool) -> bool:
+    def leave(self, shard: Shard, claim: Claim, *, is_filled: bool) -> bool:
         """End a claim; return whether the chunk is whole by that."""
         self.writers -= 1
-        for tiles, ours in zip(self._tiles_of(portion), claim, strict=True):
+        for tiles, ours in zip(self._tiles_of(shard), claim, strict=True):
             tiles[ours] = _COVERED if is_filled else _FREE
         is_any = any(ours.any() for ours in claim)
         return is_filled and is_any and all((tiles == _COVERED).all() for tiles in self._tiles)
 
-    def _tiles_of(self, portion: Portion) -> list[NDArray[Any]]:
+    def _tiles_of(self, shard: Shard) -> list[NDArray[Any]]:
         return [
             self._tiles[number][one.first_layer : one.layer_stop, one.first_head : one.head_stop]
-            for number, one in portion.numbered
+            for number, one in shard.numbered
         ]
 
     # --- bytes
 
-    def fill(self, header: FrameHeader, frame: Bytes, portion: Portion, claim: Claim) -> None:
-        """Verify *frame*, of *portion*, and decode what is claimed of it into the room.
+    def fill(self, header: FrameHeader, frame: Bytes, shard: Shard, claim: Claim) -> None:
+        """Verify *frame*, of *shard*, and decode what is claimed of it into the room.
 
-        Raises as ``decode_portion``; what was claimed then holds rubbish.
+        Raises as ``decode_shard``; what was claimed then holds rubbish.
         """
         out: list[list[list[Part]]] = []
         beside: list[tuple[Part, Part, NDArray[np.bool_]]] = []
-        for (number, one), ours in zip(portion.numbered, claim, strict=True):
+        for (number, one), ours in zip(shard.numbered, claim, strict=True):
             layers = self._tensors[number][one.first_layer : one.layer_stop]
             out.append([])
             for parts, heads in zip(layers, ours, strict=True):
@@ -204,7 +204,7 @@ class PartialChunk:
                     beside += [(*pair, heads) for pair in zip(aside, places, strict=True)]
                     places = aside
                 out[-1].append(places)
-        decode_portion(header, frame, out)
+        decode_shard(header, frame, out)
         for part, place, heads in beside:
             place[heads] = part[heads]
 
@@ -327,7 +327,7 @@ class ParallelWrites:
             header = _read_header(ticket, frame)
             with self._lock:
                 chunk = self._chunks.get(ticket.key)
-                claim = None if chunk is None else chunk.claim(ticket.part.portion)
+                claim = None if chunk is None else chunk.claim(ticket.part.shard)
             if chunk is None or claim is None:
                 return self._too_late(ticket)
             return self._fill(chunk, claim, ticket, header, frame)
@@ -340,7 +340,7 @@ class ParallelWrites:
     def _too_late(self, ticket: PartTicket) -> PutResult:
         if self._reservations.has(ticket.key):
             return PutResult(PutOutcome.exists)
-        return self._reservations.refuse(ticket.key, "its other portions did not come in time")
+        return self._reservations.refuse(ticket.key, "its other shards did not come in time")
 
     def _fill(
         self,
@@ -350,25 +350,25 @@ class ParallelWrites:
         header: FrameHeader,
         frame: Bytes,
     ) -> PutResult:
-        portion = ticket.part.portion
+        shard = ticket.part.shard
         is_right = is_whole = False
         try:
-            chunk.fill(header, frame, portion, claim)
+            chunk.fill(header, frame, shard, claim)
             with self._lock:
                 chunk.agree(header, ticket.options.hints)
             is_right = True
         finally:
             with self._lock:
-                is_whole = chunk.leave(portion, claim, is_filled=is_right)
+                is_whole = chunk.leave(shard, claim, is_filled=is_right)
                 is_gone = chunk.is_dropped and not chunk.writers
                 chunk.is_sealing = chunk.is_sealing or (is_whole and not chunk.is_dropped)
             if is_gone:
                 self._reservations.discard(chunk.ticket)
         if chunk.is_dropped:
             return self._too_late(ticket)
-        self._counters.add("put_portions")
+        self._counters.add("put_shards")
         if not is_whole:
-            return PutResult(PutOutcome.pending, "waits for the chunk's other portions")
+            return PutResult(PutOutcome.pending, "waits for the chunk's other shards")
         try:
             return self._reservations.commit(chunk.ticket, chunk.sum_up())
         finally:  # not before it is visible: it is known all the time
@@ -426,9 +426,9 @@ def _read_header(ticket: PartTicket, frame: Bytes) -> FrameHeader:
     """
     start = frame[:FIXED_BYTES].copy()
     end = min(max(stated_header_bytes(start), FIXED_BYTES), len(frame)) if len(start) else 0
-    header = parse_header(frame[:end].copy(), takes_portions=True)
+    header = parse_header(frame[:end].copy(), takes_shards=True)
     check_identity(header, len(frame), ticket.key)
-    if header.portion != ticket.part.portion or header.parent != ticket.info.parent:
+    if header.shard != ticket.part.shard or header.parent != ticket.info.parent:
         raise InvalidRequestError(
             "frame", header.key.hex(), "its rectangle or parent is not what was reserved"
         )

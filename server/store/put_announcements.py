@@ -46,12 +46,12 @@ class PutAnnouncements:
         """
         if ttl_ms > MAX_HANDOVER_MS:
             raise InvalidRequestError("ttl_ms", ttl_ms, f"use 0 to {MAX_HANDOVER_MS}")
-        count = self._catalog.in_flight.promise(session.session_id, keys, ttl_ms / 1000)
+        count = self._catalog.in_flight.announce(session.session_id, keys, ttl_ms / 1000)
         if session.is_closed:  # its announcements were already ended; these are too late for that
-            self._catalog.in_flight.promise(session.session_id, keys, 0.0)
+            self._catalog.in_flight.announce(session.session_id, keys, 0.0)
         if not ttl_ms:
             return 0
-        self._counters.add("promised_chunks", count)
+        self._counters.add("announced_puts", count)
         return count
 
     def end(self) -> None:

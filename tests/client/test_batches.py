@@ -144,7 +144,7 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
         (lambda client, keys: client.pin(keys, 60_000), CHUNKS),
         (lambda client, keys: client.delete(keys), CHUNKS),
         (lambda client, keys: len(client.stat(keys)), CHUNKS),
-        (lambda client, keys: client.promise(keys_of(client, 2, 9), 60_000), 9),
+        (lambda client, keys: client.announce_puts(keys_of(client, 2, 9), 60_000), 9),
     ],
     ids=["pin", "delete", "stat", "promise"],
 )

@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from local_server import LocalServer
-from portions import WIDE, portion_of, slices
 from prompts import chunks_of, equal, frame_of, keys_of, outcomes, tensors_of
+from shards import WIDE, shard_of, slices
 
 from kvstore.client import Rectangle
 from kvstore.client.ranged_get import RangedGet, SparseFrame, layer_spans
 from kvstore.codecs.base import ChunkTensors, empty_tensors
-from kvstore.codecs.portions import cut
+from kvstore.codecs.shards import cut
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import parse_header, raw_frame_bytes
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
 
 LAYOUT = KVLayout.of(WIDE, 16)
-STAGE = portion_of(LAYOUT, (1, 2))
+STAGE = shard_of(LAYOUT, (1, 2))
 KEYS = [ChunkKey(bytes([number]) * 32) for number in range(3)]
 FRAMES = [frame_of(key, WIDE) for key in KEYS]
 

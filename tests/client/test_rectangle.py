@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from portions import TWO_GROUPS, WIDE
+from shards import TWO_GROUPS, WIDE
 
 from kvstore.client import Rectangle
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
-from kvstore.proto.types import Extent, KVLayout, Portion
+from kvstore.proto.types import Extent, KVLayout, Shard
 
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 
 
 def test_layers_are_the_models_and_a_single_span_of_heads_is_not_of_latents() -> None:
     # Layers 0, 2, 5 are attention, 1, 3, 4 are latent.
-    assert Rectangle((1, 5), ((1, 3),)).portion(TWO_GROUPS, LAYOUT) == Portion(
+    assert Rectangle((1, 5), ((1, 3),)).shard(TWO_GROUPS, LAYOUT) == Shard(
         LAYOUT, (Extent(1, 2, 1, 3), Extent(0, 3, 0, 1))
     )
-    assert Rectangle((2, 3)).portion(TWO_GROUPS, LAYOUT).extents == (Extent(1, 2, 0, 4), None)
-    assert Rectangle().portion(TWO_GROUPS, LAYOUT).is_whole
+    assert Rectangle((2, 3)).shard(TWO_GROUPS, LAYOUT).extents == (Extent(1, 2, 0, 4), None)
+    assert Rectangle().shard(TWO_GROUPS, LAYOUT).is_whole
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_ranks_of_any_engine_cover_the_model(ranks: int, cut: int) -> None:
     covered = set()
     for layers in ((0, cut), (cut, 3)):
         for rank in range(ranks):
-            (one,) = Rectangle.of_rank(WIDE, rank, ranks, layers).portion(WIDE, layout).extents
+            (one,) = Rectangle.of_rank(WIDE, rank, ranks, layers).shard(WIDE, layout).extents
             assert one is not None
             covered |= {
                 (layer, head)
@@ -75,4 +75,4 @@ def test_spans_that_are_none_are_refused() -> None:
 )
 def test_what_is_outside_the_model_is_refused(rectangle: Rectangle) -> None:
     with pytest.raises(LayoutMismatchError):
-        rectangle.portion(TWO_GROUPS, LAYOUT)
+        rectangle.shard(TWO_GROUPS, LAYOUT)

@@ -44,8 +44,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Portion,
     Representation,
+    Shard,
 )
 
 CPU = torch.device("cpu")
@@ -224,8 +224,8 @@ def test_pages_of_a_rank_get_their_layers_and_heads_and_the_whole_frame_is_summe
     pages = make_pages(
         "block_major", (extent.layers, *size, extent.heads, dim), DType.bfloat16, CPU
     )
-    portion = Portion(frames[0].header.layout, (extent,))
-    paged = Paged((pages,), [ids], portion)
+    shard = Shard(frames[0].header.layout, (extent,))
+    paged = Paged((pages,), [ids], shard)
     found = kernels.scatter(aligned(memory), frames, paged)()
     assert found == [f.header.segments["checksum"].tolist() for f in frames]
     slots = np.arange(first_token, first_token + 2 * tokens)
@@ -239,17 +239,17 @@ def test_pages_of_a_rank_get_their_layers_and_heads_and_the_whole_frame_is_summe
             assert torch.equal(mine, theirs[:, extent.first_head : extent.head_stop])
 
 
-def test_pages_of_a_rank_are_checked_against_its_portion(compiled: LaunchedKernels) -> None:
+def test_pages_of_a_rank_are_checked_against_its_shard(compiled: LaunchedKernels) -> None:
     memory, frames = two_frames((DType.bfloat16, 3, 4, 16, 17, 4, 3))
     pages = make_pages("layer_major", (3, 20, 4, 4, 16), DType.bfloat16, CPU)
     layout = frames[0].header.layout
-    for portion in (Portion(layout, (Extent(0, 2, 0, 4),)), Portion(layout, (Extent(0, 3, 0, 2),))):
+    for shard in (Shard(layout, (Extent(0, 2, 0, 4),)), Shard(layout, (Extent(0, 3, 0, 2),))):
         with pytest.raises(LayoutMismatchError):
-            compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], portion))
+            compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], shard))
     other = make_representation(2, 4, 16, DType.bfloat16)
-    portion = Portion(KVLayout.of(other, 17), (Extent(0, 2, 0, 4),))
+    shard = Shard(KVLayout.of(other, 17), (Extent(0, 2, 0, 4),))
     with pytest.raises(LayoutMismatchError):
-        compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], portion))
+        compiled.check(aligned(memory), frames, Paged((pages,), [range(20)], shard))
 
 
 @pytest.mark.parametrize("order", ORDERS)

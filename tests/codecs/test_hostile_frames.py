@@ -16,7 +16,7 @@ from golden.samples import FOLDER
 from kvstore.codecs.asset_shelf import ASSETS
 from kvstore.codecs.assets import read_asset
 from kvstore.codecs.base import codec_by_id, empty_tensors
-from kvstore.codecs.portions import decode_portion
+from kvstore.codecs.shards import decode_shard
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -74,7 +74,7 @@ def change_header(draw: random.Random, frame: Bytes, header: FrameHeader) -> Non
 
 def seal(frame: Bytes, header: FrameHeader) -> None:
     """Set right the checksums of the segments, where they were, and that of the header."""
-    whole = header.layout if header.portion is None else header.portion.whole
+    whole = header.layout if header.shard is None else header.shard.whole
     table_at = FIXED_BYTES + COMPONENT.size * len(whole.components)
     for index in range(len(header.segments)):
         found = checksum(header.segment(frame, index)).to_bytes(8, "little")
@@ -98,12 +98,12 @@ def changed(draw: random.Random, frame: Bytes, header: FrameHeader) -> Bytes:
 def read(frame: Bytes) -> int:
     """Read *frame* as a server or a client would; return the bytes that came of it, 0 of none."""
     try:
-        header = parse_header(frame, takes_portions=True)
+        header = parse_header(frame, takes_shards=True)
         if header.layout.raw_bytes > _MOST_BYTES:  # whoever reads has made that room before
             return 0
         check_identity(header, len(frame), None)
-        if header.portion is not None:
-            decode_portion(header, frame, empty_tensors(header.layout))
+        if header.shard is not None:
+            decode_shard(header, frame, empty_tensors(header.layout))
             return header.layout.raw_bytes
         check_frame(frame)
         codec = codec_by_id(header.codec_id)
@@ -117,7 +117,7 @@ def read(frame: Bytes) -> int:
 @pytest.mark.parametrize("name", FRAMES)
 def test_changed_frames_are_read_or_refused_by_name(name: str, pytestconfig: pytest.Config) -> None:
     frame = np.fromfile(FOLDER / name, np.uint8)
-    header = parse_header(frame, takes_portions=True)
+    header = parse_header(frame, takes_shards=True)
     assert read(frame) == header.layout.raw_bytes
     count = -(-pytestconfig.getoption("--fuzz-frames") // len(FRAMES))
     taken = 0
@@ -130,7 +130,7 @@ def test_changed_frames_are_read_or_refused_by_name(name: str, pytestconfig: pyt
 @pytest.mark.parametrize("name", FRAMES)
 def test_a_changed_frame_takes_no_more_memory_than_a_whole_one(name: str) -> None:
     frame = np.fromfile(FOLDER / name, np.uint8)
-    header = parse_header(frame, takes_portions=True)
+    header = parse_header(frame, takes_shards=True)
     read(frame)
     most = peak_bytes(lambda: read(frame)) + header.layout.raw_bytes + (64 << 10)
     for number in range(100):

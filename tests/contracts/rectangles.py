@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from portions import TWO_GROUPS, WIDE, part_of, slices
 from prompts import assert_reads, chunks_of, equal, keys_of, outcomes, tensors_of
+from shards import TWO_GROUPS, WIDE, part_of, slices
 
 from kvstore.client import Chunk, Client, Rectangle
 from kvstore.codecs.base import empty_tensors
@@ -24,8 +24,8 @@ LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 def put(client: Client, chunks: list[Chunk], rectangle: Rectangle) -> set[PutOutcome]:
     """Put what *rectangle* has of whole *chunks*; return what became of them."""
     layout = KVLayout.of(client.representation, 16)
-    portion = rectangle.portion(client.representation, layout)
-    puts = client.put([part_of(chunk, portion) for chunk in chunks], rectangle=rectangle)
+    shard = rectangle.shard(client.representation, layout)
+    puts = client.put([part_of(chunk, shard) for chunk in chunks], rectangle=rectangle)
     assert len(puts) == len(chunks)
     return {one.outcome for one in puts}
 
@@ -65,10 +65,10 @@ class RectanglesContract:
         assert_reads(clients[0], keys)
         for readers in ENGINES:
             for rectangle in readers:
-                portion = rectangle.portion(TWO_GROUPS, LAYOUT)
-                room = [empty_tensors(portion.layout) for _ in keys]
+                shard = rectangle.shard(TWO_GROUPS, LAYOUT)
+                room = [empty_tensors(shard.layout) for _ in keys]
                 assert len(clients[1].get(keys, room, rectangle=rectangle)) == 2
-                wanted = [slices(chunk.tensors, portion) for chunk in chunks]  # type: ignore[arg-type]
+                wanted = [slices(chunk.tensors, shard) for chunk in chunks]  # type: ignore[arg-type]
                 assert all(map(equal, room, wanted))
 
     def test_chunks_are_pending_until_the_last_rank_has_put_its_part(
@@ -90,14 +90,12 @@ class RectanglesContract:
         client = connect(TWO_GROUPS)
         keys = keys_of(client, 1, 1)
         outcomes(client, chunks_of(client, keys))
-        portion = Rectangle((1, 5), ((1, 3),)).portion(TWO_GROUPS, LAYOUT)
+        shard = Rectangle((1, 5), ((1, 3),)).shard(TWO_GROUPS, LAYOUT)
         with client.lease(keys) as lease:
             view = lease.view(0)
             if client.transport_name == "shm":
                 assert view is not None
-                assert equal(
-                    view.cut(portion), slices(tensors_of(keys[0], TWO_GROUPS, 16), portion)
-                )
+                assert equal(view.cut(shard), slices(tensors_of(keys[0], TWO_GROUPS, 16), shard))
             else:
                 assert view is None
 
@@ -133,7 +131,7 @@ class RectanglesContract:
         prefill, decode = connect(WIDE), connect(WIDE)
         keys = keys_of(prefill, 1, 2)
         chunks = chunks_of(prefill, keys)
-        assert prefill.promise(keys, 60_000) == 2
+        assert prefill.announce_puts(keys, 60_000) == 2
         assert decode.lookup(keys).pending == 2
         answers: list[int] = []
         asked = threading.Event()
@@ -148,8 +146,8 @@ class RectanglesContract:
         hints = Hints(handover_ms=60_000)
         for rank in range(2):
             rectangle = Rectangle.of_rank(WIDE, rank, 2)
-            portion = rectangle.portion(WIDE, KVLayout.of(WIDE, 16))
-            parts = [part_of(chunk, portion) for chunk in chunks]
+            shard = rectangle.shard(WIDE, KVLayout.of(WIDE, 16))
+            parts = [part_of(chunk, shard) for chunk in chunks]
             prefill.put(parts, hints=hints, rectangle=rectangle)
         thread.join()
         assert answers == [2]
@@ -158,7 +156,7 @@ class RectanglesContract:
     def test_a_lookup_whose_writer_ends_is_answered_at_once(self, connect: Connect) -> None:
         prefill, decode = connect(), connect()
         keys: list[ChunkKey] = keys_of(prefill, 1, 2)
-        assert prefill.promise(keys, 60_000) == 2
+        assert prefill.announce_puts(keys, 60_000) == 2
         answers: list[int] = []
         thread = threading.Thread(
             target=lambda: answers.append(decode.lookup(keys, wait_ms=20_000).pending)

@@ -40,7 +40,7 @@ NEEDS = {
         *("Explain", "Events", "Spaces"),
     ),
     "write": (
-        *("Put", "Reserve", "Commit", "Abort", "PutDevice", "Promise", "Weigh", "ReportReuse"),
+        *("Put", "Reserve", "Commit", "Abort", "PutDevice", "AnnouncePuts", "Weigh", "ReportReuse"),
         *("Pin", "Unpin", "Delete", "Clear"),
     ),
     "admin": ("SetQuota", "Drain", "Scrub", "Trace"),

@@ -71,7 +71,7 @@ _RESTING = {"Drain", "Clear"}
 
 def header(data: bytes) -> None:
     """A frame's header."""
-    parse_header(as_bytes(data), takes_portions=True)
+    parse_header(as_bytes(data), takes_shards=True)
 
 
 def frame(data: bytes) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-from golden.samples import FOLDER, portion, portion_tensors, template, tensors
+from golden.samples import FOLDER, shard, shard_tensors, template, tensors
 
 from kvstore.codecs.base import codec_by_name
-from kvstore.codecs.portions import encode_portion, portion_frame_bytes
+from kvstore.codecs.shards import encode_shard, shard_frame_bytes
 
 
 def main() -> int:
@@ -28,17 +28,17 @@ def main() -> int:
         out = np.empty(codec.max_frame_bytes(template().layout), np.uint8)
         header = codec.encode(template(), tensors(), out)
         path.write_bytes(out[: header.frame_bytes].tobytes())
-    return kept + make_portion()
+    return kept + make_shard()
 
 
-def make_portion() -> int:
+def make_shard() -> int:
     """Write the frame of a rectangle of the chunk, unless it exists."""
-    path = FOLDER / "portion-r1.frame"
+    path = FOLDER / "shard-r1.frame"
     if path.exists():
         sys.stderr.write(f"{path.name} exists; it is golden, add a new one instead\n")
         return 1
-    out = np.zeros(portion_frame_bytes(portion()), np.uint8)
-    encode_portion(template(), portion(), portion_tensors(), out)
+    out = np.zeros(shard_frame_bytes(shard()), np.uint8)
+    encode_shard(template(), shard(), shard_tensors(), out)
     path.write_bytes(out.tobytes())
     return 0
 

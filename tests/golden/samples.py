@@ -23,9 +23,9 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Portion,
     Representation,
     RopeParameters,
+    Shard,
 )
 
 FOLDER = Path(__file__).parent
@@ -85,11 +85,11 @@ def tensors() -> list[list[list[Part]]]:
     return out
 
 
-def portion() -> Portion:
+def shard() -> Shard:
     """Return the rectangle of the example's second layer and second head."""
-    return Portion(template().layout, (Extent(1, 2, 1, 2),))
+    return Shard(template().layout, (Extent(1, 2, 1, 2),))
 
 
-def portion_tensors() -> list[list[list[Part]]]:
+def shard_tensors() -> list[list[list[Part]]]:
     """Return the words of that rectangle."""
     return [[[part[1:2] for part in tensors()[0][1]]]]

@@ -221,7 +221,7 @@ def test_turbovec_342_puts_go_ahead_of_the_lookups_that_wait_for_them(
         async with connect(server) as client, connect(server) as writer:
             prompts = [keys_of(client.sync, seed, 2) for seed in range(WAITERS)]
             for keys in prompts:
-                assert await writer.promise(keys, 60_000) == 2
+                assert await writer.announce_puts(keys, 60_000) == 2
             lookups = [
                 asyncio.ensure_future(client.lookup(keys, wait_ms=WAIT_MS)) for keys in prompts
             ]
@@ -241,12 +241,12 @@ def test_a_lookup_waits_no_longer_than_it_was_told_to(server: LocalServer) -> No
     async def work() -> None:
         async with connect(server) as client:
             keys = keys_of(client.sync, 1, 2)
-            await client.promise(keys, 60_000)
+            await client.announce_puts(keys, 60_000)
             started = time.monotonic()
             match = await client.lookup(keys, wait_ms=700)
             assert (match.ready, match.pending) == (0, 2)
             assert 0.7 <= time.monotonic() - started < 3
-            await client.promise(keys, 0)
+            await client.announce_puts(keys, 0)
             assert (await client.lookup(keys, wait_ms=60_000)).missing == 2  # at once
 
     asyncio.run(work())

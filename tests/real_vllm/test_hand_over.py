@@ -44,7 +44,7 @@ def prefill(make_engine: EngineMaker) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def decode(make_engine: EngineMaker) -> Iterator[EngineProcess]:
-    """An engine that waits for what the other promised."""
+    """An engine that waits for what the other announced."""
     engine = make_engine({"kv_role": "kv_consumer", "wait_ms": WAIT_MS})
     yield engine
     engine.close()
@@ -55,11 +55,11 @@ def test_a_decode_engine_loads_what_a_prefill_engine_promised_and_had_not_comput
 ) -> None:
     prompts = [prompt(30 + number, TOKENS) for number in range(4)]
     expected = oracle.generate(*prompts, max_tokens=24)
-    promised, stored = (counter(name) for name in ("promised_chunks", "put_stored_chunks"))
+    announced, stored = (counter(name) for name in ("announced_puts", "put_stored_chunks"))
     chunks = len(prompts) * STORED // CHUNK_TOKENS
     computing = threading.Thread(target=lambda: prefill.generate(*prompts, max_tokens=1))
     computing.start()
-    assert eventually(lambda: counter("promised_chunks") == promised + chunks)
+    assert eventually(lambda: counter("announced_puts") == announced + chunks)
     assert counter("put_stored_chunks") < stored + chunks, "it came too late to be waited for"
     found = decode.generate(*prompts, max_tokens=24)
     computing.join()
@@ -80,10 +80,10 @@ def test_what_is_asked_of_the_decode_engine_first_is_computed_there(
 def test_prompts_given_up_by_the_prefill_engine_are_not_waited_for(
     prefill: EngineProcess, decode: EngineProcess, oracle: EngineProcess, counter: Counter
 ) -> None:
-    promised = counter("promised_chunks")
+    announced = counter("announced_puts")
     one = prompt(50, TOKENS)
     assert prefill.ask("abort", prompts=[one], steps=2) == 0
-    assert counter("promised_chunks") > promised
+    assert counter("announced_puts") > announced
     found = decode.generate(one, max_tokens=8)
     assert_same(found, oracle.generate(one, max_tokens=8))
     assert found[0]["cached"] < STORED

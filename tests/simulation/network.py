@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from contracts.chunks import make_representation
-from portions import portion_frame, portion_of
 from prompts import frame_of
+from shards import shard_frame, shard_of
 from simulation.world import BREAKER_RETRY_S, World
 
 from kvstore.codecs.base import codec_by_name
@@ -153,7 +153,7 @@ class NetworkSchedule:
                 key, ROOT, representation_digest(REPRESENTATION), bytes(DIGEST_BYTES), LAYOUT
             )
             ranks = [
-                portion_frame(template, REPRESENTATION, portion_of(LAYOUT, (0, 2), heads))
+                shard_frame(template, REPRESENTATION, shard_of(LAYOUT, (0, 2), heads))
                 for heads in ((0, 1), (1, 2))
             ]
             self._frames[key] = Frames(whole, (ranks[0], ranks[1]))

@@ -1,4 +1,4 @@
-"""Prefill in one engine, decode in another: what is promised is waited for."""
+"""Prefill in one engine, decode in another: what is announced is waited for."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def start(server: LocalServer, request: pytest.FixtureRequest) -> Start:
     return make
 
 
-def promised(start: Start, server: LocalServer) -> Engine:
+def announced(start: Start, server: LocalServer) -> Engine:
     """Return a prefill engine at which PROMPT has arrived, and nothing been computed of it."""
     engine = start(PREFILL)
     engine.scheduler.arrived(FakeRequest("first", list(PROMPT)))
-    assert eventually(lambda: server.counter("promised_chunks") == 3)
+    assert eventually(lambda: server.counter("announced_puts") == 3)
     return engine
 
 
@@ -54,7 +54,7 @@ def waiting(start: Start, server: LocalServer) -> tuple[Engine, FakeRequest]:
 def test_a_decode_engine_waits_for_what_a_prefill_engine_promised(
     start: Start, server: LocalServer
 ) -> None:
-    prefill = promised(start, server)
+    prefill = announced(start, server)
     decode, request = waiting(start, server)
     prefill.run("first", PROMPT)
     assert decode.matched(request) == 192
@@ -63,14 +63,14 @@ def test_a_decode_engine_waits_for_what_a_prefill_engine_promised(
 
 def test_who_waits_holds_up_nobody_else(start: Start, server: LocalServer) -> None:
     start(Role()).run("other", OTHER)
-    promised(start, server)
+    announced(start, server)
     decode, request = waiting(start, server)
     assert decode.matched(FakeRequest("third", list(OTHER))) == 192
     assert decode.scheduler.matched_tokens(request, 0) is None
 
 
 def test_a_prefill_engine_that_goes_is_not_waited_for(start: Start, server: LocalServer) -> None:
-    prefill = promised(start, server)
+    prefill = announced(start, server)
     decode, request = waiting(start, server)
     prefill.close()
     assert decode.matched(request) == 0
@@ -83,7 +83,7 @@ def test_what_nobody_promised_is_not_waited_for(start: Start, server: LocalServe
 
 
 def test_a_prompt_that_is_given_up_is_not_waited_for(start: Start, server: LocalServer) -> None:
-    prefill = promised(start, server)
+    prefill = announced(start, server)
     decode, request = waiting(start, server)
     prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
     assert decode.matched(request) == 0
@@ -93,7 +93,7 @@ def test_a_prompt_that_is_given_up_is_not_waited_for(start: Start, server: Local
 def test_a_prompt_that_is_preempted_is_waited_for_again_once_it_goes_on(
     start: Start, server: LocalServer
 ) -> None:
-    prefill = promised(start, server)
+    prefill = announced(start, server)
     decode, request = waiting(start, server)
     output = step()
     output.preempted_req_ids = {"first"}
@@ -101,7 +101,7 @@ def test_a_prompt_that_is_preempted_is_waited_for_again_once_it_goes_on(
     assert decode.matched(request) == 0
     first = FakeRequest("first", list(PROMPT), num_preemptions=1)
     prefill.scheduler.matched_tokens(first, 0)
-    assert eventually(lambda: server.counter("promised_chunks") == 6)
+    assert eventually(lambda: server.counter("announced_puts") == 6)
 
 
 def test_a_prompt_given_up_before_it_was_looked_up_is_not_waited_for(
@@ -122,10 +122,10 @@ def test_a_prompt_given_up_before_it_was_looked_up_is_not_waited_for(
 def test_what_another_request_promised_too_is_waited_for_all_the_same(
     start: Start, server: LocalServer
 ) -> None:
-    prefill = promised(start, server)
+    prefill = announced(start, server)
     longer = [*PROMPT[:192], *OTHER[:70]]
     prefill.scheduler.arrived(FakeRequest("longer", longer))
-    assert eventually(lambda: server.counter("promised_chunks") == 4)
+    assert eventually(lambda: server.counter("announced_puts") == 4)
     prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))
     assert eventually(lambda: not prefill.scheduler._desk._waiting)
     decode, request = waiting(start, server)
@@ -134,7 +134,7 @@ def test_what_another_request_promised_too_is_waited_for_all_the_same(
 
 
 def test_chunks_there_is_no_room_for_are_not_waited_for(start: Start, server: LocalServer) -> None:
-    prefill = promised(start, server)
+    prefill = announced(start, server)
     worker = prefill.workers[0]
     worker._queue_bytes = 1
     decode, request = waiting(start, server)

@@ -1,4 +1,4 @@
-"""The HintTable: priorities, lifetimes and partitions by row."""
+"""The RowHints: priorities, lifetimes and partitions by row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.index.hints import LOOK_AHEAD, LOOK_AHEAD_SHARE, NEVER, HintTable
+from kvstore.server.index.hints import LOOK_AHEAD, LOOK_AHEAD_SHARE, NEVER, RowHints
 
 MANY = 1_000
 
@@ -20,12 +20,12 @@ def no_parent(_: int) -> int:
     return NO_ROW
 
 
-def ordered(table: HintTable, victims: list[int]) -> list[int]:
+def ordered(table: RowHints, victims: list[int]) -> list[int]:
     return list(table.in_order(iter(victims), no_parent, MANY))
 
 
 def test_without_priorities_victims_come_as_the_policy_names_them() -> None:
-    table = HintTable()
+    table = RowHints()
     asked: list[int] = []
 
     def victims() -> Iterator[int]:
@@ -38,7 +38,7 @@ def test_without_priorities_victims_come_as_the_policy_names_them() -> None:
 
 
 def test_the_lower_priority_goes_first_and_no_word_counts_as_fifty() -> None:
-    table = HintTable()
+    table = RowHints()
     table.set_priority(1, 90)
     table.set_priority(3, 10)
     table.set_priority(4, 50)
@@ -48,7 +48,7 @@ def test_the_lower_priority_goes_first_and_no_word_counts_as_fifty() -> None:
 
 
 def test_priorities_reach_no_further_than_the_next_to_go() -> None:
-    table = HintTable()
+    table = RowHints()
     table.set_priority(1, 100)
     table.set_priority(LOOK_AHEAD + 5, 1)
     order = ordered(table, list(range(1, 3 * LOOK_AHEAD)))
@@ -57,7 +57,7 @@ def test_priorities_reach_no_further_than_the_next_to_go() -> None:
 
 
 def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
-    table = HintTable()
+    table = RowHints()
     for row in range(1, 10):
         table.set_priority(row, 100)
     few = list(table.in_order(iter([1, 2, 20, 3, 21]), no_parent, 3 * LOOK_AHEAD_SHARE))
@@ -67,7 +67,7 @@ def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
 
 
 def test_chunks_that_are_all_of_the_highest_priority_go_all_the_same() -> None:
-    table = HintTable()
+    table = RowHints()
     for row in range(1, 50):
         table.set_priority(row, 100)
     assert ordered(table, list(range(1, 50))) == list(range(1, 50))
@@ -75,7 +75,7 @@ def test_chunks_that_are_all_of_the_highest_priority_go_all_the_same() -> None:
 
 @given(st.lists(st.integers(0, 100), min_size=30, max_size=30))
 def test_a_chunk_never_goes_before_what_continues_it(priorities: list[int]) -> None:
-    table, policy = HintTable(), LruEviction()
+    table, policy = RowHints(), LruEviction()
     parents = {row: row // 2 for row in range(1, 31)}
     for row, parent in parents.items():
         policy.insert(row, parent, 1, 0.0)
@@ -87,7 +87,7 @@ def test_a_chunk_never_goes_before_what_continues_it(priorities: list[int]) -> N
 
 
 def test_rows_count_up_to_the_first_whose_time_is_up() -> None:
-    table = HintTable()
+    table = RowHints()
     chain = rows(range(6))
     assert table.unexpired(chain, 5.0) is chain
     table.set_expiry(3, 10.0)
@@ -103,7 +103,7 @@ def test_rows_count_up_to_the_first_whose_time_is_up() -> None:
 
 
 def test_the_first_to_expire_are_named_first_until_they_are_forgotten() -> None:
-    table = HintTable()
+    table = RowHints()
     for row, expiry in ((1, 5.0), (2, 3.0), (3, 9.0), (4, 4.0)):
         table.set_expiry(row, expiry)
     assert table.expired(2.9, 10) == []
@@ -116,7 +116,7 @@ def test_the_first_to_expire_are_named_first_until_they_are_forgotten() -> None:
 
 
 def test_a_life_that_is_prolonged_again_and_again_takes_no_more_room() -> None:
-    table = HintTable()
+    table = RowHints()
     for second in range(20_000):
         table.set_expiry(1 + second % 3, 1.0 + second)
     assert len(table._times) < 2_000
@@ -125,7 +125,7 @@ def test_a_life_that_is_prolonged_again_and_again_takes_no_more_room() -> None:
 
 
 def test_partitions_are_those_last_given() -> None:
-    table = HintTable()
+    table = RowHints()
     assert table.partition(7) == 0
     table.assign_partition(7, 3)
     assert table.partition(7) == 3

@@ -13,7 +13,17 @@ SEES = {"Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List
 SEES |= {"Spaces", "Events", "Slab", "Extent"}
 OF_THE_SOCKET = {"Slab", "Extent", "Ring"}
 CHANGES = {
-    *("Put", "Reserve", "Commit", "Abort", "PutDevice", "Promise", "Weigh", "ReportReuse", "Ring"),
+    *(
+        "Put",
+        "Reserve",
+        "Commit",
+        "Abort",
+        "PutDevice",
+        "AnnouncePuts",
+        "Weigh",
+        "ReportReuse",
+        "Ring",
+    ),
     *("Pin", "Unpin", "Delete", "Clear"),
 }
 RULES = {"SetQuota", "Drain", "Trace", "Scrub"}

@@ -132,10 +132,10 @@ def test_a_chunk_that_is_being_put_is_pending(server: LocalServer) -> None:
 def test_a_chunk_that_was_promised_is_pending_and_says_so(server: LocalServer) -> None:
     client = server.connect()
     keys = keys_of(client, 1, 2)
-    assert client.promise(keys, 60_000) == 2
+    assert client.announce_puts(keys, 60_000) == 2
     reply = explained(server, keys)
     assert states(reply) == ["pending"] * 2
-    assert "promised" in reply.chunks[0].reason
+    assert "announced" in reply.chunks[0].reason
 
 
 def test_an_evicted_chunk_says_from_where_and_that_nobody_took_a_copy(
@@ -407,7 +407,7 @@ def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: Local
 
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
     log = MissLog(FakeClock())
-    seen = ChunkStatus({}, is_pending=False, is_promised=False, is_evicted=False, is_expired=False)
+    seen = ChunkStatus({}, is_pending=False, is_announced=False, is_evicted=False, is_expired=False)
     facts = ChunkFacts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
     for number in range(MAX_MISSES + 20):
         one = session_of(number)

@@ -1,4 +1,4 @@
-"""Chunks that come portion by portion: invisible until whole, bounded, and nobody's for ever."""
+"""Chunks that come shard by shard: invisible until whole, bounded, and nobody's for ever."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from portions import WIDE, portion_frame, portion_of
 from prompts import frame_of
+from shards import WIDE, shard_frame, shard_of
 from simulation.core import Core
 
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
@@ -29,7 +29,7 @@ from kvstore.proto.frame import (
 )
 from kvstore.proto.keys import chain_digest, chunk_key, tokens_le32
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, Portion, PutOutcome
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, PutOutcome, Shard
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
 from kvstore.server.store.reservations import PutResult
@@ -37,8 +37,8 @@ from kvstore.server.store.store import StoreLimits
 
 LAYOUT = KVLayout.of(WIDE, 16)
 SIZE = raw_frame_bytes(LAYOUT)
-TOP, REST = portion_of(LAYOUT, (0, 1)), portion_of(LAYOUT, (1, 3))
-LEFT, RIGHT = portion_of(LAYOUT, (0, 3), (0, 2)), portion_of(LAYOUT, (0, 3), (2, 4))
+TOP, REST = shard_of(LAYOUT, (0, 1)), shard_of(LAYOUT, (1, 3))
+LEFT, RIGHT = shard_of(LAYOUT, (0, 3), (0, 2)), shard_of(LAYOUT, (0, 3), (2, 4))
 PENDING, STORED, EXISTS = PutOutcome.pending, PutOutcome.stored, PutOutcome.exists
 
 
@@ -51,7 +51,7 @@ class Clock:
 
 
 class Writers:
-    """A store with memory for a few chunks, and sessions that put portions of one model's."""
+    """A store with memory for a few chunks, and sessions that put shards of one model's."""
 
     def __init__(self, **limits: float) -> None:
         self.clock = Clock()
@@ -80,21 +80,21 @@ class Writers:
     def begin(
         self,
         session: Session,
-        portion: Portion,
+        shard: Shard,
         number: int = 0,
         *,
         is_streamed: bool = False,
         hints: Hints | None = None,
     ) -> PartTicket | PutResult:
-        info = ChunkInfo(self.key(number), ROOT, portion.whole, 0, raw_frame_bytes(portion.whole))
-        part = ChunkPart(portion, len(self.frame(portion, number)), is_streamed)
+        info = ChunkInfo(self.key(number), ROOT, shard.whole, 0, raw_frame_bytes(shard.whole))
+        part = ChunkPart(shard, len(self.frame(shard, number)), is_streamed)
         hints = hints or Hints()
         begun = self.writes.begin_all(session, [info], self.core.later(), hints, [part])[0]
         assert isinstance(begun, PartTicket | PutResult)
         return begun
 
-    def frame(self, portion: Portion, number: int = 0, **changes: object) -> Bytes:
-        return portion_frame(replace(self.template(number), **changes), WIDE, portion)  # type: ignore[arg-type]
+    def frame(self, shard: Shard, number: int = 0, **changes: object) -> Bytes:
+        return shard_frame(replace(self.template(number), **changes), WIDE, shard)  # type: ignore[arg-type]
 
     def finish(self, ticket: PartTicket | PutResult, frame: Bytes) -> PutOutcome:
         if isinstance(ticket, PutResult):
@@ -102,8 +102,8 @@ class Writers:
         claimed = self.writes.claim(ticket.session, ticket.ticket_id)
         return self.writes.commit(claimed, frame=frame).outcome
 
-    def put(self, session: Session, portion: Portion, number: int = 0) -> PutOutcome:
-        return self.finish(self.begin(session, portion, number), self.frame(portion, number))
+    def put(self, session: Session, shard: Shard, number: int = 0) -> PutOutcome:
+        return self.finish(self.begin(session, shard, number), self.frame(shard, number))
 
     def found(self, number: int = 0) -> tuple[int, int]:
         match = self.core.store.lookup(self.one, [self.key(number)], self.core.later(), lease=False)
@@ -130,21 +130,21 @@ def writers() -> Iterator[Writers]:
 
 
 @pytest.mark.parametrize(
-    "portions",
+    "shards",
     [
         (TOP, REST),
         (RIGHT, LEFT),
         (LEFT, TOP, RIGHT),
-        (portion_of(LAYOUT, (0, 2), (0, 3)), portion_of(LAYOUT, (1, 3), (1, 4)), LEFT, RIGHT),
+        (shard_of(LAYOUT, (0, 2), (0, 3)), shard_of(LAYOUT, (1, 3), (1, 4)), LEFT, RIGHT),
     ],
     ids=["pipeline", "tensor", "overlap", "corners"],
 )
-def test_a_chunk_is_pending_until_its_last_portion_and_then_what_one_writer_puts(
-    writers: Writers, portions: tuple[Portion, ...]
+def test_a_chunk_is_pending_until_its_last_shard_and_then_what_one_writer_puts(
+    writers: Writers, shards: tuple[Shard, ...]
 ) -> None:
-    *first, last = portions
-    for portion in first:
-        assert writers.put(writers.one, portion) is PENDING
+    *first, last = shards
+    for shard in first:
+        assert writers.put(writers.one, shard) is PENDING
         assert writers.found() == (0, 1)
     assert writers.put(writers.other, last) is STORED
     assert writers.found() == (1, 0)
@@ -153,17 +153,17 @@ def test_a_chunk_is_pending_until_its_last_portion_and_then_what_one_writer_puts
     writers.assert_nothing_left()
 
 
-def test_the_same_portion_twice_changes_nothing(writers: Writers) -> None:
+def test_the_same_shard_twice_changes_nothing(writers: Writers) -> None:
     assert [writers.put(writers.one, TOP) for _ in range(3)] == [PENDING] * 3
     assert writers.put(writers.one, REST) is STORED
     assert writers.is_right()
 
 
-def test_a_later_portion_does_not_overwrite_what_another_writer_put(writers: Writers) -> None:
+def test_a_later_shard_does_not_overwrite_what_another_writer_put(writers: Writers) -> None:
     assert writers.put(writers.one, TOP) is PENDING
     other = writers.frame(LEFT)
-    header = parse_header(other, takes_portions=True)
-    spoilt = portion_frame(writers.template(), WIDE, LEFT)
+    header = parse_header(other, takes_shards=True)
+    spoilt = shard_frame(writers.template(), WIDE, LEFT)
     spoilt[int(header.segments[0]["offset"]) :][:64] = 7  # other bytes of layer 0
     resummed = _resummed(spoilt)
     assert writers.finish(writers.begin(writers.other, LEFT), resummed) is PENDING
@@ -172,7 +172,7 @@ def test_a_later_portion_does_not_overwrite_what_another_writer_put(writers: Wri
 
 
 def _resummed(frame: Bytes) -> Bytes:
-    header = parse_header(frame, takes_portions=True)
+    header = parse_header(frame, takes_shards=True)
     segments = header.segments.copy()
     segments["checksum"] = [checksum(header.segment(frame, i)) for i in range(len(segments))]
     fixed = pack_header(replace(header, segments=segments))
@@ -180,7 +180,7 @@ def _resummed(frame: Bytes) -> Bytes:
     return frame
 
 
-def test_a_damaged_portion_leaves_nothing_and_may_come_again(writers: Writers) -> None:
+def test_a_damaged_shard_leaves_nothing_and_may_come_again(writers: Writers) -> None:
     frame = writers.frame(TOP)
     frame[-1] ^= 1
     with pytest.raises(ChunkCorruptError):
@@ -206,13 +206,13 @@ def test_facts_that_contradict_another_writer_are_refused_by_name(
     assert writers.is_right()
 
 
-def test_a_portion_of_another_layout_is_refused_by_name(writers: Writers) -> None:
+def test_a_shard_of_another_layout_is_refused_by_name(writers: Writers) -> None:
     assert writers.put(writers.one, TOP) is PENDING
     with pytest.raises(InvalidRequestError, match="layout"):
-        writers.begin(writers.other, portion_of(KVLayout.of(WIDE, 32), (1, 3)))
+        writers.begin(writers.other, shard_of(KVLayout.of(WIDE, 32), (1, 3)))
 
 
-def test_only_the_portion_that_was_announced_is_taken_raw_exact_and_original(
+def test_only_the_shard_that_was_announced_is_taken_raw_exact_and_original(
     writers: Writers,
 ) -> None:
     wrong = (
@@ -257,7 +257,7 @@ def test_an_unfinished_chunk_ends_with_the_last_session_that_has_a_part_in_it(
     writers.assert_nothing_left()
 
 
-def test_a_chunk_put_whole_meanwhile_needs_no_further_portion(writers: Writers) -> None:
+def test_a_chunk_put_whole_meanwhile_needs_no_further_shard(writers: Writers) -> None:
     assert writers.put(writers.one, TOP) is PENDING
     late = writers.begin(writers.one, REST)
     frame = frame_of(writers.key(), WIDE)
@@ -289,7 +289,7 @@ def test_unfinished_chunks_have_a_quarter_of_the_memory_and_streams_count(
     assert writers.writes.parallel.used_bytes <= limit
 
 
-def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None:
+def test_a_session_has_no_more_shards_open_than_puts(writers: Writers) -> None:
     tickets = [writers.begin(writers.one, TOP) for _ in range(4)]
     with pytest.raises(QuotaExceededError):
         writers.begin(writers.one, TOP)
@@ -302,19 +302,19 @@ def test_a_session_has_no_more_portions_open_than_puts(writers: Writers) -> None
 def test_many_writers_at_once_make_one_chunk() -> None:
     writers = Writers(max_reservations_per_session=100)
     corners = [
-        portion_of(LAYOUT, (layer, layer + 1), (head, head + 1))
+        shard_of(LAYOUT, (layer, layer + 1), (head, head + 1))
         for layer in range(3)
         for head in range(4)
     ]
-    portions = [*corners, LEFT, RIGHT, TOP, REST]
-    frames = [writers.frame(portion) for portion in portions]
+    shards = [*corners, LEFT, RIGHT, TOP, REST]
+    frames = [writers.frame(shard) for shard in shards]
     barrier = threading.Barrier(4)
     outcomes: list[PutOutcome] = []
 
     def put(mine: int) -> None:
         barrier.wait()
-        for number in range(mine, len(portions), 4):
-            ticket = writers.begin(writers.one, portions[number])
+        for number in range(mine, len(shards), 4):
+            ticket = writers.begin(writers.one, shards[number])
             outcomes.append(writers.finish(ticket, frames[number]))
 
     threads = [threading.Thread(target=put, args=(mine,)) for mine in range(4)]

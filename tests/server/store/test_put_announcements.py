@@ -1,4 +1,4 @@
-"""Hand-over: chunks that were promised, lookups that wait, and what is kept until it was read."""
+"""Hand-over: chunks that were announced, lookups that wait, and what is kept until it was read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simulation.core import Core, prompt
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.index.in_flight import MAX_PROMISED_CHUNKS, MAX_PROMISES, Promises
+from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS, Announcements
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
 from kvstore.server.store.store import StoreLimits
@@ -59,7 +59,7 @@ def waits(core: Core, count: int = 1) -> bool:
     return eventually(lambda: core.counters["waited_lookups"] == count)
 
 
-def test_promised_chunks_are_pending_until_they_come(core: Core) -> None:
+def test_announced_puts_are_pending_until_they_come(core: Core) -> None:
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(3)
     keys = [version.info.key for version in versions]
@@ -70,10 +70,10 @@ def test_promised_chunks_are_pending_until_they_come(core: Core) -> None:
     assert (match.ready, match.pending, match.missing) == (1, 2, 0)
     core.put(writer, versions[1:])
     assert look(core, reader, keys).ready == 3
-    assert core.counters["promised_chunks"] == 3
+    assert core.counters["announced_puts"] == 3
 
 
-def test_a_lookup_waits_for_all_that_is_promised(core: Core) -> None:
+def test_a_lookup_waits_for_all_that_is_announced(core: Core) -> None:
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(3)
     keys = [version.info.key for version in versions]
@@ -170,18 +170,18 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     session = core.open_session()
     with pytest.raises(InvalidRequestError, match="ttl_ms"):
         core.store.announcements.announce(session, [], 600_001)
-    promises = Promises()
-    keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(MAX_PROMISED_CHUNKS + 5)]
-    assert promises.make(1, keys, 1.0) == len(promises) == MAX_PROMISED_CHUNKS
-    assert promises.end(1)
-    made = [promises.make(1, [key], 1.0) for key in keys[: MAX_PROMISES + 1]]
-    assert (sum(made), made[-1]) == (MAX_PROMISES, 0)
-    assert promises.over(keys[0])
-    assert promises.take_back(2, keys) == 0
-    assert promises.take_back(1, keys[:3]) == 2
-    assert promises.expire(1.0)
-    assert not promises.expire(2.0)
-    assert len(promises) == 0
+    announcements = Announcements()
+    keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(MAX_ANNOUNCED_CHUNKS + 5)]
+    assert announcements.make(1, keys, 1.0) == len(announcements) == MAX_ANNOUNCED_CHUNKS
+    assert announcements.end(1)
+    made = [announcements.make(1, [key], 1.0) for key in keys[: MAX_ANNOUNCEMENTS + 1]]
+    assert (sum(made), made[-1]) == (MAX_ANNOUNCEMENTS, 0)
+    assert announcements.over(keys[0])
+    assert announcements.take_back(2, keys) == 0
+    assert announcements.take_back(1, keys[:3]) == 2
+    assert announcements.expire(1.0)
+    assert not announcements.expire(2.0)
+    assert len(announcements) == 0
 
 
 def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:

@@ -1,4 +1,4 @@
-"""Portions of chunks: raw frames of what a rank holds, and what a rank needs of whole frames."""
+"""Shards of chunks: raw frames of what a rank holds, and what a rank needs of whole frames."""
 
 from __future__ import annotations
 
@@ -23,37 +23,35 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.types import Component, Extent, Portion
+from kvstore.proto.types import Component, Extent, Shard
 
 _RAW = RawCodec()
 
 
 @lru_cache(maxsize=64)
-def portion_frame_bytes(portion: Portion) -> int:
-    """Size of the raw frame of *portion*."""
-    return raw_frame_bytes(portion.layout) + _longer_header(portion)
+def shard_frame_bytes(shard: Shard) -> int:
+    """Size of the raw frame of *shard*."""
+    return raw_frame_bytes(shard.layout) + _longer_header(shard)
 
 
-def _longer_header(portion: Portion) -> int:
+def _longer_header(shard: Shard) -> int:
     """Return what rows of components that are left out add to a header."""
-    return header_bytes(portion.layout, 0, portion) - header_bytes(portion.layout)
+    return header_bytes(shard.layout, 0, shard) - header_bytes(shard.layout)
 
 
-def encode_portion(
-    template: FrameTemplate, portion: Portion, tensors: AnyTensors, out: Bytes
+def encode_shard(
+    template: FrameTemplate, shard: Shard, tensors: AnyTensors, out: Bytes
 ) -> FrameHeader:
-    """Write the raw frame of *portion* to the start of *out* and return its header.
+    """Write the raw frame of *shard* to the start of *out* and return its header.
 
-    *template* is that of the chunk, *tensors* those of ``portion.layout``. Raises
+    *template* is that of the chunk, *tensors* those of ``shard.layout``. Raises
     LayoutMismatchError, InvalidFrameError when *out* is too short.
     """
-    shift = _longer_header(portion)
-    plain = _RAW.encode(replace(template, layout=portion.layout), tensors, out[shift:])
-    segments = _named(plain, empty_rows(portion.layout, 0, portion))
+    shift = _longer_header(shard)
+    plain = _RAW.encode(replace(template, layout=shard.layout), tensors, out[shift:])
+    segments = _named(plain, empty_rows(shard.layout, 0, shard))
     segments["offset"] += np.uint64(shift)
-    header = replace(
-        plain, portion=portion, segments=segments, frame_bytes=plain.frame_bytes + shift
-    )
+    header = replace(plain, shard=shard, segments=segments, frame_bytes=plain.frame_bytes + shift)
     copy_bytes(out[: header.header_bytes], as_bytes(pack_header(header)))
     return header
 
@@ -65,33 +63,33 @@ def _named(header: FrameHeader, names: NDArray[Any]) -> NDArray[Any]:
     return segments
 
 
-def decode_portion(header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
-    """Verify the frame of a portion and decode it into *out*, tensors of its layout.
+def decode_shard(header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
+    """Verify the frame of a shard and decode it into *out*, tensors of its layout.
 
     Raises as ``Codec.decode_into``.
     """
     segments = _named(header, empty_rows(header.layout, header.levels))
-    plain = replace(header, portion=None, segments=segments)
+    plain = replace(header, shard=None, segments=segments)
     codec_by_id(header.codec_id).decode_into(plain, frame, out)
 
 
-def cut(header: FrameHeader, frame: Sliced, portion: Portion, out: AnyTensors) -> None:
-    """Decode what *portion* covers of the whole chunk in *frame* into *out*.
+def cut(header: FrameHeader, frame: Sliced, shard: Shard, out: AnyTensors) -> None:
+    """Decode what *shard* covers of the whole chunk in *frame* into *out*.
 
     Layers that it does not reach are not looked at. Of the others every byte is verified, those
     of other heads too, as a layer has one checksum. A window or state that *out* has no layers
     for is not looked at either. Raises as ``Codec.decode_into``, and
     InvalidFrameError for a frame of another layout.
     """
-    if header.portion is not None or header.layout != portion.whole:
-        raise InvalidFrameError("layout", header.layout, f"expected {portion.whole}")
+    if header.shard is not None or header.layout != shard.whole:
+        raise InvalidFrameError("layout", header.layout, f"expected {shard.whole}")
     codec = codec_by_id(header.codec_id)
     codec.check_header(header)
-    check_room(portion.layout, out)
+    check_room(shard.layout, out)
     if header.levels:
         raise InvalidFrameError("levels", header.levels, "such frames are read whole")
-    segments = list(_segments(portion))
-    for number, _, parts in each_wanted(portion.layout, out):
+    segments = list(_segments(shard))
+    for number, _, parts in each_wanted(shard.layout, out):
         index, component, extent = segments[number]
         data = header.segment(frame, index)
         if extent.heads == component.kv_heads:
@@ -102,10 +100,10 @@ def cut(header: FrameHeader, frame: Sliced, portion: Portion, out: AnyTensors) -
             _place([part[extent.first_head : extent.head_stop] for part in whole], parts)
 
 
-def _segments(portion: Portion) -> Iterator[tuple[int, Component, Extent]]:
-    """Yield the segment of each layer that *portion* reaches, its component and extent."""
+def _segments(shard: Shard) -> Iterator[tuple[int, Component, Extent]]:
+    """Yield the segment of each layer that *shard* reaches, its component and extent."""
     start = 0
-    for component, extent in zip(portion.whole.components, portion.extents, strict=True):
+    for component, extent in zip(shard.whole.components, shard.extents, strict=True):
         if extent is not None:
             for layer in range(extent.first_layer, extent.layer_stop):
                 yield start + layer, component, extent

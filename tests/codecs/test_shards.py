@@ -1,4 +1,4 @@
-"""Portions of chunks come out of frames of ranks and of whole frames with the same bytes."""
+"""Shards of chunks come out of frames of ranks and of whole frames with the same bytes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from portions import TWO_GROUPS, portion_frame, slices
 from prompts import equal, frame_of, tensors_of
+from shards import TWO_GROUPS, shard_frame, slices
 
 from kvstore.codecs.base import codec_by_name, empty_tensors
-from kvstore.codecs.portions import cut, decode_portion
+from kvstore.codecs.shards import cut, decode_shard
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameTemplate, parse_header
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion
+from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Shard
 
 LAYOUT = KVLayout.of(TWO_GROUPS, 16)
 KEY = ChunkKey(bytes(range(32)))
@@ -29,24 +29,24 @@ def spans(count: int) -> st.SearchStrategy[tuple[int, int]]:
 
 
 @st.composite
-def portions(draw: st.DrawFn) -> Portion:
+def shards(draw: st.DrawFn) -> Shard:
     extents = [
         Extent(*draw(spans(c.layers)), *draw(spans(c.kv_heads))) if draw(st.booleans()) else None
         for c in LAYOUT.components
     ]
-    return Portion(LAYOUT, tuple(extents if any(extents) else (None, Extent(0, 3, 0, 1))))
+    return Shard(LAYOUT, tuple(extents if any(extents) else (None, Extent(0, 3, 0, 1))))
 
 
 @settings(max_examples=40)
-@given(portions())
-def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(portion: Portion) -> None:
-    frame = portion_frame(TEMPLATE, TWO_GROUPS, portion)
-    wanted = slices(TENSORS, portion)
-    decoded = empty_tensors(portion.layout)
-    decode_portion(parse_header(frame, takes_portions=True), frame, decoded)
+@given(shards())
+def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(shard: Shard) -> None:
+    frame = shard_frame(TEMPLATE, TWO_GROUPS, shard)
+    wanted = slices(TENSORS, shard)
+    decoded = empty_tensors(shard.layout)
+    decode_shard(parse_header(frame, takes_shards=True), frame, decoded)
     assert equal(decoded, wanted)
-    out = empty_tensors(portion.layout)
-    cut(parse_header(WHOLE), WHOLE, portion, out)
+    out = empty_tensors(shard.layout)
+    cut(parse_header(WHOLE), WHOLE, shard, out)
     assert equal(out, wanted)
 
 
@@ -54,26 +54,26 @@ def test_compressed_frames_are_cut() -> None:
     codec = codec_by_name("zplane")
     frame = np.zeros(max_transcoded_bytes(LAYOUT, codec), np.uint8)
     header = transcode(WHOLE, codec, frame)
-    portion = Portion(LAYOUT, (Extent(1, 2, 1, 3), None))
-    out = empty_tensors(portion.layout)
-    cut(header, frame[: header.frame_bytes], portion, out)
-    assert equal(out, slices(TENSORS, portion))
+    shard = Shard(LAYOUT, (Extent(1, 2, 1, 3), None))
+    out = empty_tensors(shard.layout)
+    cut(header, frame[: header.frame_bytes], shard, out)
+    assert equal(out, slices(TENSORS, shard))
 
 
 def test_a_byte_of_another_head_that_is_wrong_shows_and_one_of_another_layer_does_not() -> None:
-    portion = Portion(LAYOUT, (Extent(1, 2, 1, 3), None))
-    out = empty_tensors(portion.layout)
+    shard = Shard(LAYOUT, (Extent(1, 2, 1, 3), None))
+    out = empty_tensors(shard.layout)
     header = parse_header(WHOLE)
     damaged = WHOLE.copy()
     damaged[int(header.segments[0]["offset"])] ^= 1
-    cut(header, damaged, portion, out)
-    assert equal(out, slices(TENSORS, portion))
+    cut(header, damaged, shard, out)
+    assert equal(out, slices(TENSORS, shard))
     damaged[int(header.segments[1]["offset"])] ^= 1
     with pytest.raises(ChunkCorruptError):
-        cut(header, damaged, portion, out)
+        cut(header, damaged, shard, out)
 
 
 def test_a_chunk_of_another_layout_is_not_cut() -> None:
-    other = Portion(KVLayout.of(TWO_GROUPS, 32), (Extent(0, 1, 0, 4), None))
+    other = Shard(KVLayout.of(TWO_GROUPS, 32), (Extent(0, 1, 0, 4), None))
     with pytest.raises(InvalidFrameError, match="layout"):
         cut(parse_header(WHOLE), WHOLE, other, empty_tensors(other.layout))

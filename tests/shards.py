@@ -1,4 +1,4 @@
-"""Chunks that ranks put portion by portion: their parts, and frames of them."""
+"""Chunks that ranks put shard by shard: their parts, and frames of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prompts import tensors_of
 
 from kvstore.client import Chunk
 from kvstore.codecs.base import ChunkTensors
-from kvstore.codecs.portions import encode_portion, portion_frame_bytes
+from kvstore.codecs.shards import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
@@ -19,8 +19,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
-    Portion,
     Representation,
+    Shard,
 )
 
 WIDE = make_representation(layers=3, kv_heads=4, head_dim=8)
@@ -36,35 +36,33 @@ TWO_GROUPS = replace(
 """Layers of two kinds, by turns; the latent is one for all ranks."""
 
 
-def portion_of(
+def shard_of(
     layout: KVLayout, layers: tuple[int, int], heads: tuple[int, int] | None = None
-) -> Portion:
+) -> Shard:
     """Return the same layers and heads of each component of *layout*."""
     extents = [Extent(*layers, *(heads or (0, c.kv_heads))) for c in layout.components]
-    return Portion(layout, tuple(extents))
+    return Shard(layout, tuple(extents))
 
 
-def slices(tensors: ChunkTensors, portion: Portion) -> ChunkTensors:
-    """Return what *portion* covers of a whole chunk's tensors."""
+def slices(tensors: ChunkTensors, shard: Shard) -> ChunkTensors:
+    """Return what *shard* covers of a whole chunk's tensors."""
     return [
         [
             [part[one.first_head : one.head_stop] for part in parts]
             for parts in tensors[number][one.first_layer : one.layer_stop]
         ]
-        for number, one in portion.numbered
+        for number, one in shard.numbered
     ]
 
 
-def part_of(chunk: Chunk, portion: Portion) -> Chunk:
-    """Return the chunk that a rank puts which has *portion* of *chunk*."""
-    return replace(chunk, tensors=slices(chunk.tensors, portion))  # type: ignore[arg-type]
+def part_of(chunk: Chunk, shard: Shard) -> Chunk:
+    """Return the chunk that a rank puts which has *shard* of *chunk*."""
+    return replace(chunk, tensors=slices(chunk.tensors, shard))  # type: ignore[arg-type]
 
 
-def portion_frame(
-    template: FrameTemplate, representation: Representation, portion: Portion
-) -> Bytes:
-    """Return the frame of *portion* of the chunk that ``tensors_of`` makes."""
-    tensors = tensors_of(template.key, representation, portion.whole.tokens)
-    frame = np.zeros(portion_frame_bytes(portion), np.uint8)
-    encode_portion(template, portion, slices(tensors, portion), frame)
+def shard_frame(template: FrameTemplate, representation: Representation, shard: Shard) -> Bytes:
+    """Return the frame of *shard* of the chunk that ``tensors_of`` makes."""
+    tensors = tensors_of(template.key, representation, shard.whole.tokens)
+    frame = np.zeros(shard_frame_bytes(shard), np.uint8)
+    encode_shard(template, shard, slices(tensors, shard), frame)
     return frame

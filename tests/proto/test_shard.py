@@ -1,4 +1,4 @@
-"""Portions: which layers and heads of a chunk a frame covers, and tables that lie about it."""
+"""Shards: which layers and heads of a chunk a frame covers, and tables that lie about it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from golden.samples import FOLDER, portion, portion_tensors, template, vectors
+from golden.samples import FOLDER, shard, shard_tensors, template, vectors
 from hypothesis import given
 from hypothesis import strategies as st
-from portions import TWO_GROUPS, WIDE, portion_frame, portion_of
+from shards import TWO_GROUPS, WIDE, shard_frame, shard_of
 
-from kvstore.codecs.portions import encode_portion, portion_frame_bytes
+from kvstore.codecs.shards import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, LayoutMismatchError
 from kvstore.proto.frame import (
@@ -28,8 +28,8 @@ from kvstore.proto.frame import (
     unpack_table,
 )
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.messages import portion_from_message, portion_to_message
-from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Portion
+from kvstore.proto.messages import shard_from_message, shard_to_message
+from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Shard
 
 LAYOUT = KVLayout.of(WIDE, 16)
 BOTH = KVLayout.of(TWO_GROUPS, 16)
@@ -39,7 +39,7 @@ RECTANGLE_AT = FIXED_BYTES + 20
 
 
 def small_frame() -> Bytes:
-    return portion_frame(TEMPLATE, WIDE, portion_of(LAYOUT, (1, 3), (2, 4)))
+    return shard_frame(TEMPLATE, WIDE, shard_of(LAYOUT, (1, 3), (2, 4)))
 
 
 def resigned(frame: Bytes, rectangle: tuple[int, int, int, int]) -> Bytes:
@@ -53,7 +53,7 @@ def resigned(frame: Bytes, rectangle: tuple[int, int, int, int]) -> Bytes:
 
 
 def test_a_table_of_all_layers_and_heads_is_that_of_the_whole_chunk() -> None:
-    whole = portion_of(LAYOUT, (0, 3))
+    whole = shard_of(LAYOUT, (0, 3))
     assert whole.is_whole
     assert pack_components(whole.layout, whole) == pack_components(LAYOUT)
     assert unpack_table(pack_components(LAYOUT)) == (LAYOUT, None)
@@ -61,9 +61,9 @@ def test_a_table_of_all_layers_and_heads_is_that_of_the_whole_chunk() -> None:
 
 def test_a_frame_says_which_layers_and_heads_it_has_by_their_numbers_in_the_whole() -> None:
     frame = small_frame()
-    header = parse_header(frame, takes_portions=True)
-    assert header.portion == Portion(LAYOUT, (Extent(1, 3, 2, 4),))
-    assert header.layout == header.portion.layout
+    header = parse_header(frame, takes_shards=True)
+    assert header.shard == Shard(LAYOUT, (Extent(1, 3, 2, 4),))
+    assert header.layout == header.shard.layout
     assert [(c.layers, c.kv_heads, c.tokens) for c in header.layout.components] == [(2, 2, 16)]
     assert header.segments["layer"].tolist() == [1, 2]
     assert header.frame_bytes == len(frame)
@@ -71,15 +71,15 @@ def test_a_frame_says_which_layers_and_heads_it_has_by_their_numbers_in_the_whol
 
 
 def test_components_that_are_left_out_keep_their_rows_and_have_no_segments() -> None:
-    latents = Portion(BOTH, (None, Extent(1, 2, 0, 1)))
-    frame = portion_frame(replace(TEMPLATE, layout=BOTH), TWO_GROUPS, latents)
-    header = parse_header(frame, takes_portions=True)
-    assert header.portion == latents
+    latents = Shard(BOTH, (None, Extent(1, 2, 0, 1)))
+    frame = shard_frame(replace(TEMPLATE, layout=BOTH), TWO_GROUPS, latents)
+    header = parse_header(frame, takes_shards=True)
+    assert header.shard == latents
     assert header.segments["component"].tolist() == [1]
     assert header.layout.components == (replace(BOTH.components[1], layers=1),)
 
 
-def test_whoever_takes_whole_chunks_takes_no_portion() -> None:
+def test_whoever_takes_whole_chunks_takes_no_shard() -> None:
     frame = small_frame()
     room = np.zeros(len(frame), np.uint8)
     check = FrameVerifier(frame, KEY, 320)
@@ -115,7 +115,7 @@ def test_a_rectangle_that_is_empty_or_outside_or_not_the_segments_is_refused(
     rectangle: tuple[int, int, int, int],
 ) -> None:
     with pytest.raises(InvalidFrameError):
-        parse_header(resigned(small_frame(), rectangle), takes_portions=True)
+        parse_header(resigned(small_frame(), rectangle), takes_shards=True)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 5), min_size=8, max_size=8))
@@ -124,26 +124,26 @@ def test_any_rectangles_in_a_table_are_read_back_or_refused(numbers: list[int]) 
     struct.pack_into("<4I", table, 20, *numbers[:4])
     struct.pack_into("<4I", table, COMPONENT.size + 20, *numbers[4:])
     try:
-        layout, portion = unpack_table(bytes(table))
+        layout, shard = unpack_table(bytes(table))
     except InvalidFrameError:
         return
-    assert pack_components(layout, portion) == bytes(table)
-    assert portion is None or portion_from_message(portion_to_message(portion)) == portion
+    assert pack_components(layout, shard) == bytes(table)
+    assert shard is None or shard_from_message(shard_to_message(shard)) == shard
 
 
-def test_a_portion_of_nothing_or_of_too_few_components_is_none() -> None:
+def test_a_shard_of_nothing_or_of_too_few_components_is_none() -> None:
     for extents in ((), (None, None), (Extent(0, 1, 0, 1),)):
         with pytest.raises(LayoutMismatchError, match="rectangle"):
-            Portion(BOTH, extents)
+            Shard(BOTH, extents)
 
 
 def test_the_golden_rectangle_is_that_of_the_format_page_and_written_again() -> None:
-    golden = np.fromfile(FOLDER / "portion-r1.frame", np.uint8)
-    header = parse_header(golden, takes_portions=True)
-    assert header.portion == portion()
-    assert len(golden) == int(vectors()["portion_frame_bytes"])
-    assert f"{checksum(golden):016x}" == vectors()["portion_frame_xxh3_64"]
-    assert golden[: header.header_bytes].tobytes().hex() == vectors()["portion_header"]
-    out = np.zeros(portion_frame_bytes(portion()), np.uint8)
-    encode_portion(template(), portion(), portion_tensors(), out)
+    golden = np.fromfile(FOLDER / "shard-r1.frame", np.uint8)
+    header = parse_header(golden, takes_shards=True)
+    assert header.shard == shard()
+    assert len(golden) == int(vectors()["shard_frame_bytes"])
+    assert f"{checksum(golden):016x}" == vectors()["shard_frame_xxh3_64"]
+    assert golden[: header.header_bytes].tobytes().hex() == vectors()["shard_header"]
+    out = np.zeros(shard_frame_bytes(shard()), np.uint8)
+    encode_shard(template(), shard(), shard_tensors(), out)
     assert np.array_equal(out, golden)
