@@ -43,7 +43,7 @@ class Keeping(Caller):
         """Say that this client will put *keys* within *within_ms*, at most ten minutes.
 
         Until then lookups of others count them as pending, and may wait for them. 0 takes the
-        announcement back; the end of the session does, too. Return how many are pending by that: not
+        announcement back; the end of the session does, too. Return how many are pending by it: not
         those that are there, or that somebody else has announced.
         """
         _check_uint32("within_ms", within_ms)

@@ -48,7 +48,7 @@ class VllmSettings:
     server did not answer nobody asks it for ``retry_after_ms``. ``queue_bytes``: KV of pages in
     CPU memory that waits to be stored; what comes beyond it is not stored. ``durable``: stores are
     on disk when they are over. ``transport``: as in ClientOptions. ``handover_ms``: what is stored
-    is announced when its prompt arrives, and kept until another engine read it, for so long at most.
+    is announced when its prompt arrives, and kept until another engine reads it, so long at most.
     ``wait_ms``: what a request waits for what another engine has announced. ``first_token_ms``:
     of requests that have none of their own, from their arrival to their first token: what loads
     later is computed; 0: none. ``prefill_token_us``: about what the engine takes to compute a
