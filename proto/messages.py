@@ -87,7 +87,7 @@ _FIDELITY_OF = {fidelity.value: fidelity for fidelity in Fidelity}
 _FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
 
 
-def _message(kind: type[M], value: object, /, **others: Any) -> M:
+def as_message(kind: type[M], value: object, /, **others: Any) -> M:
     """Return the message of *kind* with what *value* has under its fields' names, and *others*."""
     same = (name for name in kind.DESCRIPTOR.fields_by_name if name not in others)
     return kind(**{name: getattr(value, name) for name in same if hasattr(value, name)}, **others)
@@ -158,17 +158,17 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
 
 def representation_to_message(representation: Representation) -> pb.Representation:
     """Return the protobuf form of *representation*."""
-    return _message(
+    return as_message(
         pb.Representation,
         representation,
         rope=_rope_to_message(representation.rope),
-        layer_groups=[_message(pb.LayerGroup, group) for group in representation.layer_groups],
+        layer_groups=[as_message(pb.LayerGroup, group) for group in representation.layer_groups],
     )
 
 
 def _rope_to_message(rope: RopeParameters) -> pb.Rope:
     factors = [pb.RopeFactor(name=name, value=value) for name, value in rope.factors]
-    return _message(pb.Rope, rope, factors=factors)
+    return as_message(pb.Rope, rope, factors=factors)
 
 
 def _rope(message: pb.Rope) -> RopeParameters:
@@ -207,7 +207,7 @@ def hints_to_message(hints: Hints | None) -> pb.Hints | None:
     """Return the protobuf form of *hints*; None when nothing is said."""
     if hints is None or hints == NO_HINTS:
         return None
-    return _message(pb.Hints, hints, reuse=f"REUSE_{hints.reuse.name.upper()}")
+    return as_message(pb.Hints, hints, reuse=f"REUSE_{hints.reuse.name.upper()}")
 
 
 def hints_from_message(message: pb.Hints) -> Hints:
@@ -222,14 +222,14 @@ def hints_from_message(message: pb.Hints) -> Hints:
 
 def layout_to_message(layout: KVLayout) -> pb.Layout:
     """Return the protobuf form of *layout*."""
-    return pb.Layout(components=[_message(pb.Component, one) for one in layout.components])
+    return pb.Layout(components=[as_message(pb.Component, one) for one in layout.components])
 
 
 def shard_to_message(shard: Shard) -> pb.Layout:
     """Return the protobuf form of *shard*."""
     message = layout_to_message(shard.whole)
     for extent in shard.extents:
-        message.extents.append(pb.Extent() if extent is None else _message(pb.Extent, extent))
+        message.extents.append(pb.Extent() if extent is None else as_message(pb.Extent, extent))
     return message
 
 
@@ -269,7 +269,7 @@ def engine_to_message(engine: EngineTerms | None) -> pb.Prefill | None:
     """Return the protobuf form of what an engine takes."""
     if engine is None:
         return None
-    return _message(pb.Prefill, engine.prefill, tokens=engine.prompt_tokens)
+    return as_message(pb.Prefill, engine.prefill, tokens=engine.prompt_tokens)
 
 
 def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> EngineTerms | None:
@@ -285,7 +285,7 @@ def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
         return
     reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
     for one in plan.ranges:
-        reply.plan.append(_message(pb.PlanRange, one))
+        reply.plan.append(as_message(pb.PlanRange, one))
 
 
 def plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
@@ -349,7 +349,7 @@ def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegm
 
 def gate_to_message(gate: GateView) -> pb.Gate:
     """Return the protobuf form of *gate*."""
-    return _message(pb.Gate, gate, open=gate.is_open, calibrated=gate.is_calibrated)
+    return as_message(pb.Gate, gate, open=gate.is_open, calibrated=gate.is_calibrated)
 
 
 def gate_from_message(message: pb.Gate) -> GateView:
@@ -371,12 +371,12 @@ def resolution_to_message(
     """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
     numbers = {name: number for number, name in enumerate(tier_names)}
     segments = [
-        _message(
+        as_message(
             pb.ResolvedSegment, one, chunks=[_chunk_to_message(two, numbers) for two in one.chunks]
         )
         for one in found.segments
     ]
-    return _message(
+    return as_message(
         pb.ResolveResponse,
         found,
         server=server,
@@ -391,7 +391,7 @@ def resolution_to_message(
 def _chunk_to_message(chunk: ResolvedChunk, numbers: dict[str, int]) -> pb.ResolvedChunk:
     return pb.ResolvedChunk(
         exact=chunk.is_exact,
-        variants=[_message(pb.Variant, one, tier=numbers[one.tier]) for one in chunk.variants],
+        variants=[as_message(pb.Variant, one, tier=numbers[one.tier]) for one in chunk.variants],
         priority=chunk.priority,
     )
 

@@ -27,7 +27,7 @@ from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import LocalCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
 from kvstore.server.api.validation import Checks, ServiceLimits
-from kvstore.server.cluster.setup import Me, open_directory, ready_peers
+from kvstore.server.cluster.setup import open_directory, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
@@ -174,8 +174,9 @@ class Node:
         if self.directory is not None:
             self._closers.append(self.directory.close)
             self.store.catalog.listeners.append(self.directory)
-        me = Me(self.port, identity.boot_id)
-        self._begin_peers = ready_peers(config, self.store, self.directory, me)
+        self._begin_peers = ready_peers(
+            config, self.store, self.directory, self.port, identity.boot_id
+        )
         self._serve(checks, identity)
         self.health_port = self._open_health()
         self._http = self._open_http()

@@ -18,7 +18,7 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import chunk_stat, fidelity, fitting, tier_status
 from kvstore.server.index.known_models import ModelNamespace
-from kvstore.server.security.pools import PREFIX
+from kvstore.server.security.authorization import POOL_PREFIX, access_to
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
@@ -54,7 +54,7 @@ class AdminCalls:
         self._checks = backend.checks
         self._clock = backend.checks.clock
         self._identity = backend.identity
-        self._standings = backend.standings
+        self._pools = backend.pools
         self._limits = trust.limits if trust else TenantLimits({}, self._clock)
         self._data_plane = backend.data_plane
         self._scrub = backend.scrub
@@ -157,8 +157,8 @@ class AdminCalls:
         """Say which namespaces sessions of a tenant had; of others' to admins alone."""
         caller = principal_of(context)
         tenant = request.tenant or caller.tenant
-        if tenant.startswith(PREFIX):
-            tenant = self._standings.of(caller, tenant).tenant
+        if tenant.startswith(POOL_PREFIX):
+            tenant, _ = access_to(self._pools, caller, tenant)
         counts = self._catalog.queries.spaces()
         spaces = [
             pb.KnownSpace(

@@ -28,9 +28,10 @@ from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import DataPlane
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
 from kvstore.server.index.results import Leasing
-from kvstore.server.security.pools import Standings
+from kvstore.server.security.authorization import access_to
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
+from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.scrub import Scrub
@@ -89,9 +90,9 @@ class Backend:
         return pb.Server(boot_id=self.identity.boot_id, features=features)
 
     @property
-    def standings(self) -> Standings:
-        """In whose name callers may act."""
-        return self.trust.standings if self.trust else Standings()
+    def pools(self) -> Sequence[Pool]:
+        """The shared pools that callers may open sessions for."""
+        return self.trust.pools if self.trust else ()
 
 
 class DataCalls:
@@ -104,7 +105,7 @@ class DataCalls:
         self._blend_checks = BlendChecks(backend.checks)
         self._clock = backend.checks.clock
         self._identity = backend.identity
-        self._standings = backend.standings
+        self._pools = backend.pools
         self._data_plane = backend.data_plane
         self._device_puts = backend.device_puts
         self._stamp = backend.stamp
@@ -120,9 +121,9 @@ class DataCalls:
         client = check_text("client", request.client, MAX_CLIENT_CHARS)
         representation = messages.representation_from_message(request.representation)
         caller = principal_of(context)
-        standing = self._standings.of(caller, request.tenant)
+        tenant, roles = access_to(self._pools, caller, request.tenant)
         session = self._sessions.open(
-            representation, client, standing.tenant, caller, standing.roles, request.process
+            representation, client, tenant, caller, roles, request.process
         )
         plane, gpu = self._data_plane, self._store.moves.tiers.gpu_tier
         return pb.OpenSessionResponse(
@@ -455,7 +456,7 @@ class DataCalls:
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
         slot = self._store.moves.tiers.remote
-        return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
+        return cast("PeerTier", slot.tier).reachable()[:MAX_TOLD_PEERS] if slot else []
 
     def LendPeer(
         self, request: pb.LendPeerRequest, context: grpc.ServicerContext
@@ -463,18 +464,19 @@ class DataCalls:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
         slot = self._store.moves.tiers.remote
-        peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
+        known = cast("PeerTier", slot.tier).peers.known() if slot else []
+        peer = next((one for one in known if one.number == request.number), None)
         if peer is None:
             raise InvalidRequestError("number", request.number, "of no server that is known")
-        lent = peer.let_guest(session.namespace)
-        if lent is None:
+        grant = peer.grant_direct_reads(session.namespace)
+        if grant is None:
             raise TierUnavailableError("peer", f"{peer.address}: is not up")
         return pb.LendPeerResponse(
             server=self._stamp,
-            bulk_address=lent.address,
-            bulk_certificate=lent.certificate,
-            session_id=lent.guest.session_id,
-            until_s=lent.guest.until_s,
-            token=lent.guest.token,
+            bulk_address=grant.address,
+            bulk_certificate=grant.certificate,
+            session_id=grant.guest.session_id,
+            until_s=grant.guest.until_s,
+            token=grant.guest.token,
             valid_ms=1000 * GUEST_S,
         )

@@ -1,8 +1,8 @@
-"""The Membership: which nodes live, as they say in the shared Redis, and how to reach them.
+"""The Membership: which nodes live, by the shared Redis, and how to reach them.
 
 Each node writes itself into a few hashes that lie on different masters of a Cluster, over and
-over; one script per hash does that, drops whom nobody heard of for too long and answers with all
-others. Time is the clock of the server that runs the script: the nodes' clocks may say anything.
+over; one script per hash does that, drops nodes that were silent for too long and answers with all
+others. Time is the clock of the server that runs the script: those of the nodes do not matter.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class NodeAddress:
 
     @classmethod
     def parse(cls, node_id: bytes, row: bytes) -> NodeAddress | None:
-        """Return the node that a *row* of the hash is of, None when it is not a right one."""
+        """Return the node of a *row* of the hash; None for a row that is not valid."""
         match = _ROW.fullmatch(row.decode(errors="replace"))
         if match is None:
             return None
@@ -115,7 +115,7 @@ class NodeAddress:
 
 
 class MembershipState(Enum):
-    """How a node stands in the roster."""
+    """Of a node in the directory."""
 
     unknown = "not in the directory yet"
     known = "in the directory"
@@ -126,7 +126,7 @@ class MembershipState(Enum):
 class Membership:
     """This node's place among the others. One thread calls ``beat``; any may read.
 
-    A node that nobody heard of for *ttl_ms* is no longer listed.
+    A node that was silent for *ttl_ms* is no longer listed.
     """
 
     def __init__(self, link: RedisClient, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
@@ -137,14 +137,14 @@ class Membership:
         head = [me.node_id.encode(), b"%d" % me.incarnation]
         self._row = (head[0], b"%d" % ttl_ms, head[1], places.encode(), b"%d" % MAX_NODES)
         self._leave = tuple(head)
-        self.standing = MembershipState.unknown
+        self.state = MembershipState.unknown
         self.rival: NodeAddress | None = None
-        """Who has this node's id, as far as that was said."""
+        """Who has this node's id, if that is known."""
         self.living: Sequence[NodeAddress] = ()
         """The other nodes; replaced as a whole."""
 
     def beat(self) -> bool:
-        """Say that this node lives and learn who else does.
+        """Write that this node lives and read which others do.
 
         Return whether a server had forgotten it, and so may have lost entries. Raises
         TierUnavailableError.
@@ -160,33 +160,33 @@ class Membership:
             raise next(reply.error for reply in replies if isinstance(reply, NodeDown))
         states = [self._take_in(reply) for reply in answers]
         self.living = list(dict.fromkeys(node for state in states for node in state.living))
-        return self._settle([state.word for state in states], [s.rival for s in states])
+        return self._settle([one.state for one in states], [one.rival for one in states])
 
     def _take_in(self, reply: Any) -> _Answer:
         match reply:
-            case [bytes(word), bytes(mine), [*cells]] if all(isinstance(c, bytes) for c in cells):
+            case [bytes(state), bytes(mine), [*cells]] if all(isinstance(c, bytes) for c in cells):
                 pairs = zip(cells[::2], cells[1::2], strict=False)
                 nodes = [NodeAddress.parse(*pair) for pair in pairs][:MAX_NODES]
-                rival = NodeAddress.parse(self._row[0], mine) if word == b"taken" else None
+                rival = NodeAddress.parse(self._row[0], mine) if state == b"taken" else None
                 living = [n for n in nodes if n and n.incarnation != self._me.incarnation]
-                return _Answer(word, rival, living)
+                return _Answer(state, rival, living)
             case _:
                 raise TierUnavailableError(
                     "redis", f"{self._link.url}: a stranger's answer; see what lies at its hashes"
                 )
 
-    def _settle(self, words: list[bytes], rivals: list[NodeAddress | None]) -> bool:
-        """Judge by most of the answers: a hash that lost its rows lets anybody in."""
-        was_known = self.standing is MembershipState.known
-        for word, standing in ((b"taken", MembershipState.taken), (b"full", MembershipState.full)):
-            if 2 * words.count(word) > len(words) - (not was_known):
-                self.standing = standing
+    def _settle(self, states: list[bytes], rivals: list[NodeAddress | None]) -> bool:
+        """Decide by most of the answers: a hash that lost its rows lets anybody in."""
+        was_known = self.state is MembershipState.known
+        for state in (MembershipState.taken, MembershipState.full):
+            if 2 * states.count(state.name.encode()) > len(states) - (not was_known):
+                self.state = state
                 self.rival = next((rival for rival in rivals if rival), None)
-                if len(set(words)) > 1:
+                if len(set(states)) > 1:
                     self.leave()
                 return False
-        self.standing, self.rival = MembershipState.known, None
-        return b"new" in words
+        self.state, self.rival = MembershipState.known, None
+        return b"new" in states
 
     def leave(self) -> None:
         """Take this node out, so that others know at once. Raises TierUnavailableError."""
@@ -201,8 +201,8 @@ def is_full(link: RedisClient) -> TierUnavailableError:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What one hash says: ``word`` of this node, who has its id, and who else lives."""
+    """Of one hash: this node's state there, who has its id, and which others live."""
 
-    word: bytes
+    state: bytes
     rival: NodeAddress | None
     living: list[NodeAddress]

@@ -130,7 +130,7 @@ class ServerTls:
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        self._asks_callers = client_ca is not None
+        self._needs_callers_own = client_ca is not None
         paths = (cert, key) if client_ca is None else (cert, key, client_ca)
         self._files = WatchedFile(paths, checked_pair)
 
@@ -138,9 +138,7 @@ class ServerTls:
         """Return credentials that take what the files hold at each handshake."""
         fetch: Any = self._news  # its stubs do not know that it may return None
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration(),
-            fetch,
-            require_client_authentication=self._asks_callers,
+            self._configuration(), fetch, require_client_authentication=self._needs_callers_own
         )
         return credentials
 
@@ -176,7 +174,7 @@ def checked_pair(cert: bytes, key: bytes, client_ca: bytes | None = None) -> tup
 
 
 def principal_of_certificate(pem: bytes) -> Principal:
-    """Return whom a certificate that TLS has verified stands for.
+    """Return whose a certificate is that TLS has verified.
 
     Its subject's organization is the tenant, the common name who it is, organizational units are
     roles. Raises UnauthenticatedError.

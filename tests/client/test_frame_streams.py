@@ -42,7 +42,7 @@ from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.tcp_requests import StreamAnswers
-from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
+from kvstore.server.cluster.peer_connections import PeerSession, StreamLink
 from kvstore.server.store.writes import Writes
 
 SOON_S = 20.0
@@ -543,9 +543,9 @@ def late_tls() -> Iterator[Entrance]:
 def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
     late_tls: Entrance, whose: str
 ) -> None:
-    terms = PeerTerms(late_tls.where, late_tls.certificate, 7, bytes(16), 60_000, 1, 1)
+    terms = PeerSession(late_tls.where, late_tls.certificate, 7, bytes(16), 60_000, 1, 1)
     link = StreamLink(terms, time.monotonic)
-    reach = link.reach if whose == "server" else partial(FrameStream, late_tls, lambda: False)
+    reach = link.connect if whose == "server" else partial(FrameStream, late_tls, lambda: False)
     began = time.monotonic()
     with pytest.raises(DeadlineError):
         reach(1.0)
