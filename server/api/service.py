@@ -145,7 +145,7 @@ class DataCalls:
             peers=self._lent(),
             server_pid=os.getpid(),
             pid_namespace=pid_namespace(),
-            weighs=self._store.weighs(standing.tenant),
+            weighs=self._store.weighs(tenant),
         )
 
     def Heartbeat(

@@ -138,7 +138,7 @@ class Checks:
                 f"not in this session's namespace {session.namespace.hex()}; open a session "
                 "with the Representation of these tensors",
             )  # fmt: skip
-        if not messages.layout_fits(info.layout, session.representation):
+        if not info.layout.is_of(session.representation):
             expected = KVLayout.of(session.representation, info.layout.tokens)
             raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
         if info.size_bytes > self.limits.max_frame_bytes:

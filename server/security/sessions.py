@@ -82,7 +82,8 @@ _NO_MODEL = Representation(
     (LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1),),
     RopeParameters(theta=1.0, rotary_dim=0), "none",
 )  # fmt: skip
-"""What a session of a peer has in the place of one."""
+_NO_SPACE = Namespace(bytes(DIGEST_BYTES))
+"""What a session of a peer has in the place of a model and its namespace."""
 
 
 @dataclass(slots=True, eq=False)
@@ -198,14 +199,13 @@ class SessionTable:
         model: Representation | None = None,
     ) -> Session:
         """Return a session that is not admitted yet; without a *model* another server's."""
+        space = namespace(self._tenant_salt(tenant), model) if model else _NO_SPACE
         return Session(
             int.from_bytes(self._random_bytes(8), "little") or 1,
             tenant,
             client,
             model or _NO_MODEL,
-            namespace(self._tenant_salt(tenant), model)
-            if model
-            else Namespace(bytes(DIGEST_BYTES)),
+            space,
             representation_digest(model) if model else b"",
             self._random_bytes(TOKEN_BYTES),
             self._clock(),

@@ -59,7 +59,7 @@ class Trust:
         self._sessions = sessions
 
     def tick(self) -> int:
-        """Read replaced files; end the sessions of callers that are none any more: return how many."""
+        """Read replaced files; end the sessions of callers that are none now. Return how many."""
         if self.authenticator.is_open:
             return 0
         self.authenticator.refresh()
