@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import raw_frame_bytes, with_size
+from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.telemetry.metrics import Counters
@@ -284,7 +285,8 @@ class Moves:
                 return False
             self._check_wanted(source)
             stored = copies[source.name]
-            info = with_size(stored, self._cpu.codec.codec_id, raw_frame_bytes(stored.layout))
+            size = raw_frame_bytes(stored.layout)
+            info = replace(stored, codec_id=self._cpu.codec.codec_id, size_bytes=size)
             deadline = self.clock() + self._move_timeout_s
             reservation = self.eviction.reserve(self._cpu, SpaceRequest(info, tenant, deadline))
             try:
