@@ -99,7 +99,7 @@ class ChunkCorruptError(KVStoreError):
 
 
 class TierUnavailableError(KVStoreError):
-    """The medium does not answer or cannot be used; with ``is_partial`` at the chunk's place alone."""
+    """The medium does not answer or cannot be used; ``is_partial``: at the chunk's place alone."""
 
     status = "UNAVAILABLE"
     retryable = True

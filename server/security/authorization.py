@@ -160,7 +160,8 @@ class Authorizer:
             self._limits.take_request(principal.tenant)
             return None
         session = self._sessions.owned(session_id, principal)
-        self.admit_on(session, method)
+        check_session_role(session.roles, method)
+        self._limits.take_request(principal.tenant)
         return session
 
     def admit_on(self, session: Session, method: str) -> None:

@@ -260,7 +260,7 @@ class SessionTable:
     def owner_of(self, session_id: int) -> Principal | None:
         """Return who opened a session; None when it is not there."""
         session = self._sessions.get(session_id)
-        return session and session.owner
+        return session.owner if session else None
 
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
         """End the sessions whose owner does not hold any more. Return how many."""
