@@ -26,7 +26,7 @@ class PayloadReader(Protocol):
         """Fill *out* with the next of them, and add what is there then to *digest*."""
 
     def skip(self, size_bytes: int, /) -> None:
-        """Pass the next *size_bytes* by."""
+        """Skip the next *size_bytes*."""
 
 
 class BufferReader:
@@ -50,7 +50,7 @@ class BufferReader:
         self._at += len(out)
 
     def skip(self, size_bytes: int, /) -> None:
-        """Pass the next *size_bytes* by."""
+        """Skip the next *size_bytes*."""
         self._at += size_bytes
 
 
@@ -82,14 +82,14 @@ class PartReader:
     def __init__(self, request: int) -> None:
         self.request = request
         self.is_over = False
-        """The server said its last word about this request."""
+        """The server has sent the end of this request."""
         self.frames = 0
-        """What that word counted."""
+        """What the end counted."""
 
     def take(self, word: bulk.Word, payload: Payload | None) -> bulk.Part | None:
         """Take a message; return it if it is a part.
 
-        Messages of earlier requests are passed by. Raises the error that the server sent,
+        Messages of earlier requests are skipped. Raises the error that the server sent,
         InvalidFrameError, InvalidRequestError for what answers no get.
         """
         if word.request != self.request:
@@ -106,12 +106,10 @@ class PartReader:
 
 
 class FrameAssembler:
-    """Feed it what the server sends; it says what frame is whole.
-
-    No frame over *limit_bytes* is believed. Used by one thread.
-    """
+    """Whole frames out of what the server sends, none over *limit_bytes*. Used by one thread."""
 
     def __init__(self, request: int, limit_bytes: int, room: Room) -> None:
+        self.request = request
         self._pieces = PartReader(request)
         self._limit_bytes = limit_bytes
         self._room = room
@@ -121,13 +119,8 @@ class FrameAssembler:
         self._frame: Bytes | Sink | None = None
 
     @property
-    def request(self) -> int:
-        """Which request this is the reading of."""
-        return self._pieces.request
-
-    @property
     def is_over(self) -> bool:
-        """Whether the server said its last word about this request."""
+        """Whether the server has sent the end of this request."""
         return self._pieces.is_over
 
     def take(self, word: bulk.Word, payload: Payload | None) -> ReceivedFrame | None:
@@ -137,7 +130,7 @@ class FrameAssembler:
         """
         was_over = self.is_over
         part = self._pieces.take(word, payload)
-        # A frame that was begun and did not become whole was late, or given up.
+        # A frame that was begun and did not become whole was late, or dropped.
         if self.is_over and not was_over and self._pieces.frames != self._chunk:
             raise InvalidFrameError("frames", self._pieces.frames, f"{self._chunk} came")
         return None if part is None or payload is None else self._add(part, payload)

@@ -1,4 +1,4 @@
-"""A FramedSocket: the words of the bulk channel over one TCP connection, in plain text or TLS.
+"""A FramedSocket: messages of the bulk channel over one TCP connection, in plain text or TLS.
 
 Frames go from memory to memory; what the kernel's buffers do not take is not sent.
 """
@@ -204,7 +204,7 @@ class FramedSocket:
     def hang_up(self) -> None:
         """End both directions, whoever waits in a call of it; ``close`` is still due."""
         try:
-            # Not TLS's own: who reads meanwhile would go on without it, and take in ciphertext.
+            # Not TLS's own: a reader meanwhile would go on without it, and take in ciphertext.
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
         except OSError:
             return  # it has ended by itself
@@ -219,7 +219,7 @@ def connect_wire(
 ) -> FramedSocket:
     """Connect to *where*, tcp://host:port, by *deadline*; over TLS if there is a *certificate*.
 
-    That is in DER, and the only one believed. Raises DeadlineError and TierUnavailableError.
+    That is in DER, and the only one trusted. Raises DeadlineError and TierUnavailableError.
     """
     try:
         link = _connected(where, deadline, clock)

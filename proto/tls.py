@@ -1,7 +1,7 @@
-"""TLS between servers that hear of each other's certificate by gRPC, as of the CURVE key.
+"""TLS between servers that learn each other's certificate by gRPC.
 
-Each start has a key and a certificate of its own, in memory alone; whoever was let in believes
-that certificate and no other.
+Each start has a key and a certificate of its own, in memory alone; a session trusts that
+certificate and no other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 _NAME = "kvstore peer"
 _SINCE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
-"""It ends with the process, whatever the clocks of hosts say."""
+"""It ends with the process, whatever the clocks of hosts."""
 
 
 class OwnTls(NamedTuple):

@@ -84,10 +84,8 @@ class Announcements:
         with self._lock:
             dropped = 0
             for key in keys:
-                if len(self._pending) < MAX_PENDING // 2:
-                    self._queue(key, is_held=key in self._held)
-                else:
-                    dropped += 1
+                has_room = len(self._pending) < MAX_PENDING // 2
+                dropped += not (has_room and self._queue(key, is_held=key in self._held))
             return dropped
 
     def lost(self) -> None:

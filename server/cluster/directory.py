@@ -64,7 +64,6 @@ return table.concat(rows, '\\n')
 """
 """A line for each key, in its order: its holders."""
 
-Clock = Callable[[], float]
 Holders = dict[ChunkKey, tuple[NodeAddress, ...]]
 
 logger = structlog.get_logger(__name__)
@@ -95,7 +94,7 @@ class Directory:
         terms: DirectoryTerms,
         counters: Counters,
         breaker: Breaker,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.me = me
         self._link = link

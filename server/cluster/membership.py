@@ -16,8 +16,7 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.tiers.redis_client import NodeDown, RedisClient
-from kvstore.tiers.redis_connection import Command
+from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 
 COPIES = 3
 """Hashes with every node's address. A node is known while half of those that answer know it."""
@@ -131,7 +130,7 @@ class Membership:
 
     def __init__(self, link: RedisClient, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
         self._link = link
-        self._me = me
+        self._incarnation = me.incarnation
         self._names = [b"%b{%b}:nodes" % (prefix.encode(), tag) for tag in _TAGS]
         places = f"{me.grpc_address} {me.bulk_address or '-'}"
         head = [me.node_id.encode(), b"%d" % me.incarnation]
@@ -149,8 +148,7 @@ class Membership:
         Return whether a server had forgotten it, and so may have lost entries. Raises
         TierUnavailableError.
         """
-        command: Command = (b"EVAL", _BEAT, 1)
-        calls = [(name, (*command, name, *self._row)) for name in self._names]
+        calls: list[Call] = [(name, (b"EVAL", _BEAT, 1, name, *self._row)) for name in self._names]
         try:
             replies = self._link.ask(calls, reply_bytes=MAX_ANSWER_BYTES)
         except OutOfMemoryError:
@@ -158,30 +156,30 @@ class Membership:
         answers = [reply for reply in replies if not isinstance(reply, NodeDown)]
         if not answers:
             raise next(reply.error for reply in replies if isinstance(reply, NodeDown))
-        states = [self._take_in(reply) for reply in answers]
-        self.living = list(dict.fromkeys(node for state in states for node in state.living))
-        return self._settle([one.state for one in states], [one.rival for one in states])
+        parsed = [self._parsed(reply) for reply in answers]
+        self.living = list(dict.fromkeys(node for *_, living in parsed for node in living))
+        rival = next((rival for _, rival, _ in parsed if rival), None)
+        return self._settle([state for state, *_ in parsed], rival)
 
-    def _take_in(self, reply: Any) -> _Answer:
+    def _parsed(self, reply: Any) -> tuple[bytes, NodeAddress | None, list[NodeAddress]]:
+        """Return of one hash: this node's state there, who has its id, and which others live."""
         match reply:
             case [bytes(state), bytes(mine), [*cells]] if all(isinstance(c, bytes) for c in cells):
                 pairs = zip(cells[::2], cells[1::2], strict=False)
                 nodes = [NodeAddress.parse(*pair) for pair in pairs][:MAX_NODES]
                 rival = NodeAddress.parse(self._row[0], mine) if state == b"taken" else None
-                living = [n for n in nodes if n and n.incarnation != self._me.incarnation]
-                return _Answer(state, rival, living)
+                return state, rival, [n for n in nodes if n and n.incarnation != self._incarnation]
             case _:
                 raise TierUnavailableError(
                     "redis", f"{self._link.url}: a stranger's answer; see what lies at its hashes"
                 )
 
-    def _settle(self, states: list[bytes], rivals: list[NodeAddress | None]) -> bool:
+    def _settle(self, states: list[bytes], rival: NodeAddress | None) -> bool:
         """Decide by most of the answers: a hash that lost its rows lets anybody in."""
         was_known = self.state is MembershipState.known
         for state in (MembershipState.taken, MembershipState.full):
             if 2 * states.count(state.name.encode()) > len(states) - (not was_known):
-                self.state = state
-                self.rival = next((rival for rival in rivals if rival), None)
+                self.state, self.rival = state, rival
                 if len(set(states)) > 1:
                     self.leave()
                 return False
@@ -194,15 +192,6 @@ class Membership:
 
 
 def is_full(link: RedisClient) -> TierUnavailableError:
-    """Return the error of a Redis that takes no more."""
+    """Return the error of a Redis without room."""
     fix = "raise its maxmemory, or let it evict (maxmemory-policy allkeys-lru)"
     return TierUnavailableError("redis", f"{link.url}: Redis is full; {fix}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """Of one hash: this node's state there, who has its id, and which others live."""
-
-    state: bytes
-    rival: NodeAddress | None
-    living: list[NodeAddress]

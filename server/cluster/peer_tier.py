@@ -256,27 +256,22 @@ class PeerTier(Tier):
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        """Return *size_bytes*: none of it is this server's."""
         return size_bytes
 
     @override
     def max_frame_bytes(self) -> int:
-        """Return the largest frame that there is."""
         return MAX_FRAME_BYTES
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        """Raise TierFullError: peers put what they want themselves."""
         raise TierFullError(self.name, info.size_bytes, 0)
 
     @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Raise TierFullError."""
         raise TierFullError(self.name, len(data), 0)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Raise TierFullError."""
         raise TierFullError(self.name, reservation.reserved_bytes, 0)
 
     @override
@@ -285,12 +280,10 @@ class PeerTier(Tier):
 
     @override
     def scan(self) -> Iterator[ChunkInfo]:
-        """Yield nothing: peers are queried for what is wanted."""
         return iter(())
 
     @override
     def stats(self) -> TierStats:
-        """Return what is known of them; no byte of it is this server's."""
         return TierStats(0, 0, len(self._index), 0)
 
     @override

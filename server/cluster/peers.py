@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import structlog
 
@@ -100,13 +100,8 @@ class PipelinedReads(threading.local):
             run.checkout.close()
 
 
-class Holders(Protocol):
-    """What is needed of the node directory."""
-
-    def holders(
-        self, keys: Sequence[ChunkKey], deadline_s: float
-    ) -> Mapping[ChunkKey, tuple[NodeAddress, ...]]:
-        """Return who holds each of *keys*; never raises, takes *deadline_s* seconds at most."""
+Holders = Callable[[Sequence[ChunkKey], float], Mapping[ChunkKey, tuple[NodeAddress, ...]]]
+"""From keys, and seconds that it may take, to who holds each; ``Directory.holders``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +131,8 @@ class Peers:
     def __init__(
         self, terms: PeersTerms, dial: Dial, counters: Counters, clock: Callable[[], float]
     ) -> None:
-        self.directory: Holders | None = None
+        self.holders: Holders | None = None
+        """What the node directory knows; None: it is not used."""
         self.after_step: Callable[[], object] = bool
         """Called at the end of each turn of the upkeep, in its thread."""
         self.pipeline = PipelinedReads()
@@ -241,11 +237,11 @@ class Peers:
         directory.
         """
         wanted = {peer: list(keys) for peer in self._static if peer.is_up and not peer.is_self}
-        if self.directory is None:
+        if self.holders is None:
             return wanted
         within_s = min(self._terms.timeout_ms / 1000, until - self._clock())
         of_nodes: dict[int, list[ChunkKey] | None] = {}
-        for key, nodes in self.directory.holders(keys, within_s).items():
+        for key, nodes in self.holders(keys, within_s).items():
             for node in nodes:
                 if node.incarnation not in of_nodes:
                     peer = self._peer_of(node)

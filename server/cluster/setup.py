@@ -58,7 +58,7 @@ def ready_peers(
     if slot is None:
         return lambda: None
     peers = cast("PeerTier", slot.tier).peers
-    peers.directory = directory if config.asks_directory else None
+    peers.holders = directory.holders if directory and config.asks_directory else None
     return lambda: peers.start(_node_id(config, grpc_port), boot_id)
 
 

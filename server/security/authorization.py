@@ -20,48 +20,21 @@ OPEN = "open"
 POOL_PREFIX = "pool:"
 """Of the name that a shared pool has as a tenant; no tenant's own name has a colon."""
 
-METHODS: Mapping[str, str] = {
-    "OpenSession": ANY,
-    "Heartbeat": ANY,
-    "CloseSession": ANY,
-    "OpenPeer": "peer",
-    "Lookup": "read",
-    "Plan": "read",
-    "Get": "read",
-    "Release": "read",
-    "LendPeer": "read",
-    "Resolve": "read",
-    "ReportReuse": "write",
-    "Put": "write",
-    "Reserve": "write",
-    "Commit": "write",
-    "Abort": "write",
-    "PutDevice": "write",
-    "AnnouncePuts": "write",
-    "Weigh": "write",
-    "Pin": "write",
-    "Unpin": "write",
-    "Delete": "write",
-    "Clear": "write",
-    "Stat": "read",
-    "List": "read",
-    "Status": ANY,
-    "Quota": ANY,
-    "SetQuota": "admin",
-    "Drain": "admin",
-    "Scrub": "admin",
-    "Trace": "admin",
-    "Explain": "read",
-    "Events": "read",
-    "Spaces": "read",
-    # Of the Unix socket alone.
-    "Slab": "read",
-    "Extent": "read",
-    "Ring": "write",
+_BY_ROLE = {
+    ANY: "OpenSession Heartbeat CloseSession Status Quota",
+    "peer": "OpenPeer",
+    "read": "Lookup Plan Get Release LendPeer Resolve Stat List Explain Events Spaces Slab Extent",
+    "write": "Put Reserve Commit Abort PutDevice AnnouncePuts ReportReuse Weigh Pin Unpin Delete"
+    " Clear Ring",
+    "admin": "SetQuota Drain Scrub Trace",
 }
-"""The role that each method of kvstore.v1 needs. What of Status and Quota is not the caller's own
-is for admins; so are Explain and Events without a session, and Clear and Spaces of a tenant that
-is named."""
+METHODS: Mapping[str, str] = {
+    name: role for role, names in _BY_ROLE.items() for name in names.split()
+}
+"""The role that each method of kvstore.v1 needs, and Slab, Extent and Ring of the Unix socket.
+
+What of Status and Quota is not the caller's own is for admins; so are Explain and Events without a
+session, and Clear and Spaces of a tenant that is named."""
 
 SERVICES: Mapping[str, str] = {
     "grpc.health.v1.Health": OPEN,
@@ -187,7 +160,8 @@ class Authorizer:
             self._limits.take_request(principal.tenant)
             return None
         session = self._sessions.owned(session_id, principal)
-        self.admit_on(session, method)
+        check_session_role(session.roles, method)
+        self._limits.take_request(principal.tenant)
         return session
 
     def admit_on(self, session: Session, method: str) -> None:

@@ -119,7 +119,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """What a hello began: the session it is about, and the client's and the server's nonces."""
+    """Of a hello: its session, and the client's and the server's nonces."""
 
     session: Session
     nonces: tuple[bytes, bytes]
@@ -260,7 +260,7 @@ class SessionTable:
     def owner_of(self, session_id: int) -> Principal | None:
         """Return who opened a session; None when it is not there."""
         session = self._sessions.get(session_id)
-        return None if session is None else session.owner
+        return session.owner if session else None
 
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
         """End the sessions whose owner does not hold any more. Return how many."""

@@ -193,7 +193,8 @@ def test_whom_the_directory_names_is_reached_and_asked_once_a_lookup(
     keys = store(client_of(first), 1, 40)
     address = NodeAddress("first", 5, "", first.address)
     peers = tier_of(second).peers
-    peers.directory = directory = OneNode(address, keys[:30])
+    directory = OneNode(address, keys[:30])
+    peers.holders = directory.holders
     reader = client_of(second)
     reader.lookup(keys)  # who is unknown is not waited for
     assert eventually(lambda: is_up(second))
