@@ -395,7 +395,7 @@ def open_bulk(
     host, port = parse_endpoint(config.bulk)
     tls = None
     if not is_loopback(host):
-        from kvstore.proto.tls import make_tls
+        from kvstore.proto.framing import make_tls
 
         tls = make_tls()
     listener, address = listen(host, port)

@@ -27,7 +27,7 @@ from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
 from kvstore.proto import bulk
-from kvstore.proto.bulk_reader import FrameAssembler
+from kvstore.proto.bulk import FrameAssembler
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -37,9 +37,8 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import FramedSocket
+from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.plans import Hints, Reuse
-from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.cluster.peer_connections import PeerSession, StreamLink

@@ -32,8 +32,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
-from kvstore.proto.framing import MAX_HEADER_BYTES, FramedSocket
-from kvstore.proto.tls import make_tls
+from kvstore.proto.framing import MAX_HEADER_BYTES, FramedSocket, make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer

@@ -22,8 +22,7 @@ from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.shm import ShmTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.bulk import GUEST_S, guest_token, pack_wanted
-from kvstore.proto.bulk_reader import FrameAssembler
+from kvstore.proto.bulk import GUEST_S, FrameAssembler, guest_token, pack_wanted
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
