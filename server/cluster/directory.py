@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -134,8 +134,8 @@ class Directory:
                 left_s = until - self._clock()
                 if left_s <= 0:
                     break
-                for some, rows in self._read(keys[start : start + MAX_ASKED_KEYS], left_s):
-                    self._add(some, rows, nodes, found)
+                rows = self._read(keys[start : start + MAX_ASKED_KEYS], left_s)
+                self._add(rows, nodes, found)
         except KVStoreError as error:
             self._counters.add("directory_unanswered")
             self._breaker.fail(str(error))
@@ -150,10 +150,9 @@ class Directory:
         is_fresh = self._clock() - self._beat_at < self._terms.ttl_ms / 1000
         return self._nodes if is_fresh else {}
 
-    def _read(
-        self, keys: Sequence[ChunkKey], within_s: float
-    ) -> Iterator[tuple[list[ChunkKey], list[bytes]]]:
-        """Yield keys with their entries, the members of each separated by blanks."""
+    def _read(self, keys: Sequence[ChunkKey], within_s: float) -> dict[ChunkKey, bytes]:
+        """Return the entries of *keys*, the members of each separated by blanks."""
+        entries: dict[ChunkKey, bytes] = {}
         self._counters.add("directory_questions")
         by_bucket: dict[int, list[ChunkKey]] = {}
         for key in keys:
@@ -166,17 +165,14 @@ class Directory:
         for some, reply in zip(by_bucket.values(), replies, strict=True):
             rows = reply.split(b"\n") if isinstance(reply, bytes) else []
             if len(rows) == len(some):
-                yield some, rows
+                entries.update(zip(some, rows, strict=True))
+        return entries
 
     def _add(
-        self,
-        keys: Sequence[ChunkKey],
-        rows: Sequence[bytes],
-        nodes: Mapping[bytes, NodeAddress],
-        found: Holders,
+        self, rows: Mapping[ChunkKey, bytes], nodes: Mapping[bytes, NodeAddress], found: Holders
     ) -> None:
         known: dict[bytes, tuple[tuple[NodeAddress, ...], list[bytes]]] = {}
-        for key, row in zip(keys, rows, strict=True):
+        for key, row in rows.items():
             if row not in known:  # those of a chain are mostly alike
                 members = row.split()
                 living = tuple(nodes[member] for member in members if member in nodes)
