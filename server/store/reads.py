@@ -38,7 +38,7 @@ from kvstore.tiers.base import FilePlace, PeerPlace
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """A chunk in reach of its reader. ``tier`` is where it was when asked for.
+    """A chunk in reach of its reader. ``tier`` is where it was before.
 
     ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
     in a file, in the arena of a device or on another server comes without the frame's bytes.
@@ -56,11 +56,9 @@ class ReadResult:
 
 
 READ_AHEAD_CHUNKS = 8
-"""Of the chain, which media are told of at once that can use that."""
+"""Of the chain, named at once to media that can use that."""
 LOADS_AHEAD_CHUNKS = 16
-"""Loads of one get that run before the reader asks for them, begun several at a time: a peer is
-asked for so many at once.
-"""
+"""Loads of one get that run before their turn, begun several at a time, as a peer takes many."""
 REMEMBERED_READS = 1 << 16
 """Chunks read once that a promotion may follow from; about 10 MB."""
 MAX_DUE = 1024
@@ -74,7 +72,7 @@ _numbers = count()
 
 @dataclass(slots=True)
 class Loads:
-    """What one get loads from lower tiers. Ends with it, unless somebody else waits for a load.
+    """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
 
     ``deadline`` is a point on the clock of ``moves``. For one thread.
     """
@@ -135,7 +133,7 @@ class Reads:
         bypass_bytes: int,
         on_read: Callable[[ChunkKey], None] = lambda key: None,
     ) -> None:
-        self.moves = self._moves = moves
+        self.moves = moves
         self._tiers = tiers = moves.tiers
         self._catalog = moves.catalog
         self._work_queue = moves.work_queue
@@ -164,7 +162,7 @@ class Reads:
         in place, and *peers* from which other servers. *least*: copies of lower fidelity are
         passed over, as if they were not there.
         """
-        loads = Loads(self._moves, session.tenant, deadline)
+        loads = Loads(self.moves, session.tenant, deadline)
         reader = _Reader(self._slots_of(reach), least, peers, loads)
         cpu = self._tiers.cpu.name
         delivered = size_bytes = 0
@@ -172,8 +170,8 @@ class Reads:
         try:
             for index, key in enumerate(keys):
                 if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
-                    told = index + READ_AHEAD_CHUNKS if index else 1
-                    if following := keys[told : index + 2 * READ_AHEAD_CHUNKS]:
+                    first = index + READ_AHEAD_CHUNKS if index else 1
+                    if following := keys[first : index + 2 * READ_AHEAD_CHUNKS]:
                         self._read_ahead(following)
                 if len(origins) < min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
                     ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
@@ -217,27 +215,21 @@ class Reads:
         them. Where there is GPU memory, to which a second read would promote others, only those
         that are there.
         """
-        moves = self._moves
-        if moves.tiers.gpu is not None:
-            return self._in_gpu(keys, least) if Reach.device in reach else np.empty(0, PLACE_ROW)
-        in_cpu, *in_files = self._catalog.held(self.place_names(reach), keys, least)
-        rows = np.frombuffer(moves.tiers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
-        rows["reach"][~in_cpu] = Reach.none
-        held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
-        rows = rows[: self._add_others(keys, rows, held, least, peers)]
-        rows["tier"][rows["reach"] == Reach.peer] = len(self.place_names(reach))
-        return self._counted(rows)
-
-    def _in_gpu(self, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[Any]:
-        """Do what ``in_place`` does, of GPU memory alone."""
-        gpu, tier = self._tiers.gpu, self._tiers.gpu_tier
-        assert gpu is not None
-        assert tier is not None
-        (held,) = self._catalog.held([gpu.name], keys, least)
-        count = len(held) if held.all() else int(held.argmin())
-        return self._counted(np.frombuffer(tier.place_rows(keys[:count]), PLACE_ROW))
-
-    def _counted(self, rows: NDArray[Any]) -> NDArray[Any]:
+        tiers, names = self._tiers, self.place_names(reach)
+        if tiers.gpu is not None:
+            if Reach.device not in reach or tiers.gpu_tier is None:
+                return np.empty(0, PLACE_ROW)
+            (held,) = self._catalog.held([tiers.gpu.name], keys, least)
+            count = len(held) if held.all() else int(held.argmin())
+            rows = np.frombuffer(tiers.gpu_tier.place_rows(keys[:count]), PLACE_ROW)
+        else:
+            in_cpu, *in_files = self._catalog.held(names, keys, least)
+            found = tiers.cpu_tier.place_rows(keys[: len(in_cpu)])
+            rows = np.frombuffer(found, PLACE_ROW).copy()
+            rows["reach"][~in_cpu] = Reach.none
+            held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
+            rows = rows[: self._add_others(keys, rows, held, least, peers)]
+            rows["tier"][rows["reach"] == Reach.peer] = len(names)
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
@@ -272,7 +264,7 @@ class Reads:
                 rows[index] = (place.extent, Reach.file, 1, place.offset, place.size_bytes, 0)
                 continue
             holders = self._catalog.holders(keys[index], least) if peers else ()
-            lent = self._moves.lent_place(keys[index], holders, peers)
+            lent = self.moves.lent_place(keys[index], holders, peers)
             if lent is None:
                 return int(index)
             rows[index] = (lent.number, Reach.peer, 0, 0, lent.size_bytes, 0)
@@ -285,23 +277,23 @@ class Reads:
         if peers is not None:
             for index in np.flatnonzero(rows["reach"] == Reach.peer).tolist():
                 self._promote_if_due(session.tenant, keys[index], peers.name)
-        told = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
-        if filed is None or not told:
+        in_files = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
+        if filed is None or not in_files:
             return
-        for start in range(0, len(told), READ_AHEAD_CHUNKS):
-            self._read_ahead(told[max(1, start) : start + READ_AHEAD_CHUNKS])
-        for key in told:
+        for start in range(0, len(in_files), READ_AHEAD_CHUNKS):
+            self._read_ahead(in_files[max(1, start) : start + READ_AHEAD_CHUNKS])
+        for key in in_files:
             self._promote_if_due(session.tenant, key, filed.name)
 
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell a medium that can use it what of the chain is read next, and wait for nothing."""
+        """Let media that can use that know what of the chain is read next; wait for nothing."""
         cpu = self._tiers.cpu.name
         plan = self._catalog.read_plan(keys, Fidelity.none)
         for slot in self._ahead:
             held = zip(keys, plan, strict=True)
             ahead = [key for key, names in held if slot.name in names and cpu not in names]
             if ahead and not slot.breaker.is_open:
-                work = partial(_prefetched, slot, ahead)
+                work = partial(slot.tier.prefetch, ahead)
                 self._work_queue.submit(f"load-{slot.name}", b"ahead" + ahead[0], work)
 
     def in_reach(
@@ -315,7 +307,7 @@ class Reads:
         holders = self._catalog.holders(key, least)
         if any(_is_in_place(slot, key, holders) for slot in self._slots_of(reach)):
             return True
-        return self._moves.lent_place(key, holders, peers) is not None
+        return self.moves.lent_place(key, holders, peers) is not None
 
     def _slots_of(self, reach: Collection[Reach]) -> Sequence[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
@@ -337,12 +329,12 @@ class Reads:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        placement, cpu = self._moves.placement, self._tiers.cpu
+        placement, cpu = self.moves.placement, self._tiers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
             self._promote_soon(key, tenant, name)
         if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
-            self._moves.copy_up(key, tenant)
+            self.moves.copy_up(key, tenant)
 
     def forget(self, key: ChunkKey) -> None:
         """It was deleted: what comes by its name has been read by nobody."""
@@ -366,7 +358,7 @@ class Reads:
             self._due.clear()
         for key, (tenant, name) in due:
             if name in self._catalog.holders(key):
-                self._moves.load(key, self._tiers.slots[name], tenant)
+                self.moves.load(key, self._tiers.slots[name], tenant)
 
     def _begin(self, keys: Sequence[ChunkKey], reader: _Reader) -> list[str]:
         """Begin the loads of *keys*; return where each is read from, "" where it is nowhere."""
@@ -383,7 +375,7 @@ class Reads:
         for slot in reader.slots:
             if _is_in_place(slot, key, holders):
                 return slot.name, None
-        for slot in self._moves.nearest(key, holders):
+        for slot in self.moves.nearest(key, holders):
             if slot.tier.peer_place(key, reader.peers) is not None:
                 return slot.name, None
             return slot.name, reader.loads.load(key, slot)
@@ -443,7 +435,7 @@ class Reads:
         info = self._catalog.copies(key).get(name)
         if info is None or not self.reserve_bypass(info.size_bytes):
             return None
-        work = partial(self._moves.read_bypass, info, slot)
+        work = partial(self.moves.read_bypass, info, slot)
         ticket = loads.submit(slot, b"bypass" + key, work)
         frame = None
         with suppress(KVStoreError):
@@ -466,11 +458,6 @@ class Reads:
         """Account for it no more."""
         with self._lock:
             self._bypass_bytes -= size_bytes
-
-
-def _prefetched(slot: TierSlot, keys: Sequence[ChunkKey]) -> bool:
-    slot.tier.prefetch(keys)
-    return True
 
 
 def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool:

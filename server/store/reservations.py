@@ -82,15 +82,12 @@ class PutTicket:
 class Reservations:
     """Room for chunks that are put, which are pending from then on. Thread-safe.
 
-    ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says
-    which recurrent states are kept; None: all of them.
+    *headroom_percent* of CPU memory are kept for loads. *states* says which recurrent states are
+    kept; None: all of them.
     """
 
     def __init__(
-        self,
-        moves: Moves,
-        headroom_percent: int,
-        states: StateAdmission | None = None,
+        self, moves: Moves, headroom_percent: int, states: StateAdmission | None = None
     ) -> None:
         self._moves = moves
         self._states = states
@@ -150,12 +147,11 @@ class Reservations:
                 return answer
         try:
             return self._moves.eviction.reserve_for_put(slot, room)
-        except TierFullError as error:
-            in_flight.end(key)
-            return self.refuse(key, str(error))
         except KVStoreError as error:
             in_flight.end(key)
-            self._record(key, Fate.refused, str(error))
+            if isinstance(error, TierFullError):
+                return self.refuse(key, str(error))
+            self._catalog.outcomes.note(key, Fate.refused, detail=str(error))
             raise
 
     def _begin_anew(self, kept: ChunkInfo, hints: Hints, note: str) -> PutResult | None:
@@ -199,16 +195,13 @@ class Reservations:
     def refuse(self, key: ChunkKey, reason: str) -> PutResult:
         """Count and record that a chunk is not taken; return the answer."""
         self._counters.add("put_refused_chunks")
-        self._record(key, Fate.refused, reason)
+        self._catalog.outcomes.note(key, Fate.refused, detail=reason)
         return PutResult(PutOutcome.refused, reason)
 
     def reject(self, key: ChunkKey, error: KVStoreError) -> None:
         """Count and record a frame that is not what it should be."""
         self._counters.add("put_invalid_chunks")
-        self._record(key, Fate.invalid, str(error))
-
-    def _record(self, key: ChunkKey, fate: Fate, reason: str) -> None:
-        self._catalog.outcomes.note(key, fate, detail=reason)
+        self._catalog.outcomes.note(key, Fate.invalid, detail=str(error))
 
     def discard(self, ticket: PutTicket) -> None:
         """Free room that nothing is written into any more."""

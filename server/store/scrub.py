@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.store.store import Store
@@ -52,21 +52,17 @@ class Scrub:
 
     Damaged copies go into drop_corrupt, as those that gets find: they are deleted, counted in
     ``corrupt_chunks``, and can be put again. *bytes_per_s* is the rate of passes in the
-    background over *tiers*; 0 for none. *clock* returns monotonic seconds.
+    background over *tiers*; 0 for none.
     """
 
-    def __init__(
-        self,
-        moves: Moves,
-        tiers: Sequence[str],
-        bytes_per_s: int,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, moves: Moves, tiers: Sequence[str], bytes_per_s: int) -> None:
         self._moves = moves
+        self._slots = moves.tiers.slots
+        self._catalog = moves.catalog
         self._counters = moves.counters
-        self._tiers = [name for name in tiers if name in moves.tiers.slots]
+        self._clock = moves.clock
+        self._tiers = [name for name in tiers if name in self._slots]
         self._bytes_per_s = bytes_per_s
-        self._clock = clock
         self._report = ScrubReport()
         self._asked: tuple[list[str], int] | None = None
         self._closed = False
@@ -95,9 +91,8 @@ class Scrub:
         Raises InvalidRequestError for a tier that this server has not.
         """
         for name in tiers:
-            if name not in self._moves.tiers.slots:
-                fix = f"use some of {', '.join(self._moves.tiers.slots)}"
-                raise InvalidRequestError("tiers", name, fix)
+            if name not in self._slots:
+                raise InvalidRequestError("tiers", name, f"use some of {', '.join(self._slots)}")
         with self._changed:
             if self._report.is_running or self._asked is not None:
                 return False
@@ -128,7 +123,7 @@ class Scrub:
         With *representation* a frame that was stored for another one is damaged too.
         """
         moves = self._moves
-        info = moves.catalog.hold(key).get(slot.name)
+        info = self._catalog.hold(key).get(slot.name)
         try:
             if info is None:
                 return Verdict.absent, 0
@@ -136,8 +131,10 @@ class Scrub:
             frame = moves.tiers.cpu_tier.peek(key) if is_memory else moves.read_bypass(info, slot)
             if frame is None:
                 return Verdict.absent, 0
-            if _is_sound(frame, key, representation):
-                return Verdict.sound, len(frame)
+            with suppress(ChunkCorruptError):
+                header = verify(frame, key)
+                if not representation or header.representation == representation:
+                    return Verdict.sound, len(frame)
             moves.eviction.drop_corrupt(slot, key)
             return Verdict.damaged, len(frame)
         except ChunkCorruptError:
@@ -145,38 +142,35 @@ class Scrub:
         except TierUnavailableError:
             return Verdict.unread, 0
         finally:
-            moves.catalog.let_go(key)
+            self._catalog.let_go(key)
 
     def drop_damaged(self, keys: Sequence[ChunkKey], representation: bytes = b"") -> int:
         """Check the copies of chunks that a reader found damaged; return how many were.
 
         What a reader saw may be its network's doing: a copy that is sound stays.
         """
-        moves = self._moves
-        damaged = 0
-        for key in keys:
-            for name in moves.catalog.holders(key):
-                verdict, _ = self.check(key, moves.tiers.slots[name], representation)
-                damaged += verdict is Verdict.damaged
-        return damaged
+        verdicts = [
+            self.check(key, self._slots[name], representation)[0]
+            for key in keys
+            for name in self._catalog.holders(key)
+        ]
+        return verdicts.count(Verdict.damaged)
 
     def run_pass(self, tiers: Sequence[str], bytes_per_s: int) -> ScrubReport:
         """Check everything on *tiers* once, *bytes_per_s* at most; 0 for as fast as it goes."""
-        slots = [self._moves.tiers.slots[name] for name in tiers]
-        plan = [(slot, [info.key for info in slot.tier.scan()]) for slot in slots]
-        total = sum(len(keys) for _, keys in plan)
+        slots = [self._slots[name] for name in tiers]
+        plan = [(slot, info.key) for slot in slots for info in slot.tier.scan()]
         with self._changed:
-            self._report = ScrubReport(True, self._report.passes, total)
+            self._report = ScrubReport(True, self._report.passes, len(plan))
         started, taken = self._clock(), 0
-        for slot, keys in plan:
-            for key in keys:
-                if self._closed:
-                    return self.report()
-                verdict, size_bytes = self.check(key, slot)
-                self._note(verdict, size_bytes)
-                taken += size_bytes
-                if bytes_per_s:
-                    self._wait(started + taken / bytes_per_s - self._clock())
+        for slot, key in plan:
+            if self._closed:
+                return self.report()
+            verdict, size_bytes = self.check(key, slot)
+            self._note(verdict, size_bytes)
+            taken += size_bytes
+            if bytes_per_s:
+                self._wait(started + taken / bytes_per_s - self._clock())
         with self._changed:
             self._report = replace(self._report, is_running=False, passes=self._report.passes + 1)
         self._counters.add("scrub_passes")
@@ -217,16 +211,8 @@ class Scrub:
                     self._report = replace(self._report, is_running=False)
 
 
-def _is_sound(frame: Bytes, key: ChunkKey, representation: bytes) -> bool:
-    try:
-        header = verify(frame, key)
-    except ChunkCorruptError:
-        return False
-    return not representation or header.representation == representation
-
-
 class Cleared(NamedTuple):
-    """What went, what somebody reads or pinned, and what there was no time for."""
+    """What went, what is read or pinned, and what there was no time for."""
 
     deleted: int = 0
     leased: int = 0
