@@ -67,8 +67,9 @@ class _Placed:
     header: FrameHeader
     offset: int
 
+    @property
     def at(self) -> FrameAt:
-        """Return where in the arena it goes."""
+        """Where in the arena it goes."""
         return FrameAt(cast("SlabPlace", self.ticket.reservation.place).offset, self.header, 0)
 
 
@@ -198,33 +199,30 @@ class DevicePuts:
         deadline: float,
         hints: Hints,
     ) -> list[PutResult]:
-        results: list[PutResult | None] = []
-        placed: deque[_Placed] = deque()
+        results: list[PutResult] = []
+        placed: deque[tuple[int, _Placed]] = deque()
         try:
             for header, offset in frames:
                 info = header.info()
                 ticket = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
-                if isinstance(ticket, PutResult):
-                    results.append(ticket)
-                else:
-                    results.append(None)
-                    placed.append(_Placed(ticket, header, offset))
-            sums = iter(self._copied(ring, placed))
-            for at, result in enumerate(results):
-                if result is None:
-                    one = placed.popleft()
-                    results[at] = self._commit(one, next(sums))
+                if isinstance(ticket, PutTicket):
+                    placed.append((len(results), _Placed(ticket, header, offset)))
+                    ticket = PutResult(PutOutcome.pending)
+                results.append(ticket)
+            for found in self._copied(ring, [one for _, one in placed]):
+                at, one = placed.popleft()
+                results[at] = self._commit(one, found)
         finally:
-            for one in placed:
+            for _, one in placed:
                 self._reservations.discard(one.ticket)
-        return [result for result in results if result is not None]
+        return results
 
     def _copied(self, ring: Imported, placed: Sequence[_Placed]) -> list[list[int]]:
         """Copy frames to their room; return the sums of what is there then."""
         if not placed:
             return []
         heads = [np.frombuffer(bytearray(pack_header(one.header)), np.uint8) for one in placed]
-        frames = [one.at() for one in placed]
+        frames = [one.at for one in placed]
         stream, begun = self._stream, list[Sums]()
 
         def work() -> bool:

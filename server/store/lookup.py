@@ -31,10 +31,10 @@ MAX_SHARED_CHUNKS = 1 << 18
 
 PEERS_SHARE = 0.25
 """Of a lookup's time, that peers have to answer."""
-ASKING = 4
-"""Lookups that ask peers themselves at a time; a queue does it for others."""
+MAX_PEER_QUERIES = 4
+"""Lookups that query peers themselves at a time; a queue does it for others."""
 MOST_WAITING = 0.1
-"""How full that queue may be for a lookup to add a question."""
+"""How full that queue may be for a lookup to add a query."""
 
 LEARNT_AT_ONCE = 1024
 """Chunks of a shared tier's list, as the start goes through it."""
@@ -113,7 +113,7 @@ class Lookup:
         self._names = tuple(slot.name for slot in self._sources)
         self._shared = [slot for slot in lower if slot.tier.shared]
         self._peers = moves.tiers.remote
-        self._asking = threading.BoundedSemaphore(ASKING)
+        self._peer_queries = threading.BoundedSemaphore(MAX_PEER_QUERIES)
         self._negative = NegativeCache(moves.clock)
         self._states = states
 
@@ -269,11 +269,11 @@ class Lookup:
             return False
         until = now + PEERS_SHARE * (deadline - now)
         try:
-            if self._asking.acquire(blocking=False):
+            if self._peer_queries.acquire(blocking=False):
                 try:
                     news = self._find(slot, keys, until)
                 finally:
-                    self._asking.release()
+                    self._peer_queries.release()
             elif self._work_queue.fullness(f"ask-{slot.name}") <= MOST_WAITING:
                 ticket = self._submit(slot, keys)
                 return None if ticket is None else bool(self._work_queue.wait(ticket, until))

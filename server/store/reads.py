@@ -128,10 +128,7 @@ class Reads:
     """
 
     def __init__(
-        self,
-        moves: Moves,
-        bypass_bytes: int,
-        on_read: Callable[[ChunkKey], None] = lambda key: None,
+        self, moves: Moves, bypass_bytes: int, on_read: Callable[[ChunkKey], None]
     ) -> None:
         self.moves = moves
         self._tiers = tiers = moves.tiers
@@ -496,22 +493,18 @@ class RangeRead:
 
     def place(self, key: ChunkKey, reach: Collection[Reach]) -> tuple[str, Place] | None:
         """Return the tier of the chosen copy and where a reader of *reach* reads it in place."""
-        name, info = self._chosen(key)
-        if info is None:
-            return None
+        name, _ = self._chosen(key)
+        filed = self._tiers.file_backed
         if name == self._tiers.cpu.name and Reach.memory in reach:
             held = self._tiers.cpu_tier.locate(key)
-            if held is None:
-                return None
-            where = (held.offset, held.size_bytes, held.generation)
-            return name, Place(held.slab_id, Reach.memory, 0, *where)
-        filed = self._tiers.file_backed
-        if filed is None or name != filed.name or Reach.file not in reach:
-            return None
-        lies = filed.tier.file_place(key)
-        if lies is None:
-            return None
-        return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
+            if held is not None:
+                where = (held.offset, held.size_bytes, held.generation)
+                return name, Place(held.slab_id, Reach.memory, 0, *where)
+        elif filed is not None and name == filed.name and Reach.file in reach:
+            lies = filed.tier.file_place(key)
+            if lies is not None:
+                return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
+        return None
 
     @contextmanager
     def read(self, key: ChunkKey, spans: Sequence[ByteRange]) -> Iterator[RangeData | None]:
@@ -522,10 +515,8 @@ class RangeRead:
             return
         if name == self._tiers.cpu.name:
             frame = self._tiers.cpu_tier.peek(key)
-            if frame is None:
-                yield None
-            else:
-                yield RangeData(name, len(frame), [frame[a:b] for a, b in spans])
+            data = [] if frame is None else [frame[a:b] for a, b in spans]
+            yield None if frame is None else RangeData(name, len(frame), data)
             return
         cut = [ByteRange(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
         size_bytes = sum(stop - start for start, stop in cut)

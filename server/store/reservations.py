@@ -249,33 +249,28 @@ class Reservations:
     def _commit_trimmed(
         self, ticket: PutTicket, header: FrameHeader, layout: KVLayout
     ) -> PutResult:
-        """The same of what is kept of a frame whose state was turned away."""
+        """The same of what is kept of a frame whose state was turned away, in room of its size."""
+        moves, cpu = self._moves, self._moves.tiers.cpu_tier
         ticket.kept_layout = None
         self._uncount(ticket)
         try:
-            fresh = self._trim(ticket, header, layout)
+            try:
+                fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
+            finally:
+                cpu.abort(ticket.reservation)
+            room = SpaceRequest(
+                fresh.info(), ticket.session.tenant, moves.clock() + _TRIM_S,
+                self._headroom_bytes, ticket.hints.category,
+            )  # fmt: skip
+            ticket.reservation = moves.eviction.reserve_for_put(moves.tiers.cpu, room)
         except KVStoreError as error:
             self._catalog.in_flight.end(ticket.key)
             return self.refuse(ticket.key, str(error))
+        copy_bytes(cpu.view(ticket.reservation), frame)
+        self._counters.add("put_states_left_out")
         result = self.commit(ticket, fresh)
         is_stored = result.outcome is PutOutcome.stored
         return replace(result, reason=WITHOUT_STATE) if is_stored else result
-
-    def _trim(self, ticket: PutTicket, header: FrameHeader, layout: KVLayout) -> FrameHeader:
-        """Put what is kept of a verified frame into room of its size; raise with neither left."""
-        moves, cpu = self._moves, self._moves.tiers.cpu_tier
-        try:
-            fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
-        finally:
-            cpu.abort(ticket.reservation)
-        room = SpaceRequest(
-            fresh.info(), ticket.session.tenant, moves.clock() + _TRIM_S,
-            self._headroom_bytes, ticket.hints.category,
-        )  # fmt: skip
-        ticket.reservation = moves.eviction.reserve_for_put(moves.tiers.cpu, room)
-        copy_bytes(cpu.view(ticket.reservation), frame)
-        self._counters.add("put_states_left_out")
-        return fresh
 
     def _hint(self, key: ChunkKey, hints: Hints) -> None:
         if hints != NO_HINTS:
