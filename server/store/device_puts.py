@@ -105,7 +105,7 @@ class DevicePuts:
             raise InvalidRequestError("ring", size_bytes, f"at most {MAX_RING_BYTES} bytes")
         ring = _Ring(device.import_memory(exported, size_bytes))
         with self._lock:
-            is_late = session.is_closed  # its end was told already
+            is_late = session.is_closed  # its ring would never be released
             is_second = session.session_id in self._rings
             if not is_late and not is_second:
                 self._rings[session.session_id] = ring
@@ -161,10 +161,8 @@ class DevicePuts:
     ) -> list[PutResult]:
         """Copy frames out of the ring of *session* and make visible those that prove right.
 
-        *event* is the handle of what is over once the ring is written.
-
-        Nothing is reserved, and nothing waits on the device, before the client's event is over:
-        one that never is holds up nobody else. Raises DeadlineError when it is late.
+        *event* is the handle of what is over once the ring is written. Nothing is reserved, and
+        nothing waits on the device, before it is over. Raises DeadlineError when it is late.
         """
         if self._store.writes.is_draining:
             raise ShuttingDownError("the server drains; no new puts")

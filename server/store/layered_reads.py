@@ -38,7 +38,7 @@ from kvstore.tiers.base import Reservation
 READ_AHEAD_CHUNKS = 8
 """Chunks whose headers are read before their turn."""
 READ_AHEAD_SEGMENTS = 32
-"""Segments that are read before the reader asks for them."""
+"""Segments that are read before their turn."""
 
 _numbers = count()
 

@@ -88,7 +88,7 @@ class RemoteHints(Protocol):
 
 
 class Lookup:
-    """Says what can be read and how long that takes. Thread-safe.
+    """Finds what can be read and how long that takes. Thread-safe.
 
     Every ``deadline`` is a point on the clock of *moves*. Queries of a shared tier wait in its
     ``ask-TIER`` queue, and those of peers when there are many at once.
@@ -127,9 +127,8 @@ class Lookup:
         min_fidelity: Fidelity = Fidelity.exact,
         engine: EngineTerms | None = None,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read, and lease it if asked to.
-
-        With *engine* the answer has a plan.
+        """Find the longest prefix of *keys* that can be read. With *lease* it is leased, with
+        *engine* the answer has a plan.
         """
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
         if self._shared or self._peers is not None:
@@ -172,7 +171,7 @@ class Lookup:
         return self.lookup(session, keys, deadline, lease=False, min_fidelity=least).ready
 
     def _after(self, keys: Sequence[ChunkKey]) -> None:
-        """Copy what was asked for again to tiers whose admission looks for that."""
+        """Copy what is looked up again to tiers whose admission waits for that."""
         for slot in self._watching:
             for key in self._catalog.queries.asked_again(keys, slot.name):
                 placement = self._moves.placement
@@ -329,7 +328,7 @@ class Lookup:
         infos = [info for info in found if info is not None and info.key not in orphans]
         if infos:
             self._learn(slot, infos)
-        return bool(infos)  # known by now or not, the caller asked because it did not know them
+        return bool(infos)  # known by now or not: they were not known before the query
 
     def drop_remote_hints(self, *, everything: bool = False) -> None:
         """Drop from the index what peers reported and is not to be counted on any more."""
@@ -342,10 +341,9 @@ class Lookup:
                     tier.delete(key)
 
     def learn_in_background(self) -> None:
-        """Index what shared tiers hold at the start: it counts against our share of them.
+        """Index what shared tiers hold at the start: what the index does not know is never evicted.
 
-        What the index does not know could never be evicted to make room. In the background, as
-        a tier may be far away, or down.
+        In the background, as a tier may be far away, or down.
         """
         for slot in self._shared:
             self._work_queue.submit(f"ask-{slot.name}", b"scan", partial(self._learn_all, slot))

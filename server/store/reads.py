@@ -74,12 +74,17 @@ _numbers = count()
 class Loads:
     """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
 
-    ``deadline`` is a point on the clock of ``moves``. For one thread.
+    ``deadline`` is a point on the clock of ``moves``. ``slots`` are those that the reader reads in
+    place, nearest first, ``peers`` the numbers of servers that it reads from itself, ``least`` the
+    fidelity that it wants. For one thread.
     """
 
     moves: Moves
     tenant: str
     deadline: float
+    slots: Sequence[TierSlot] = ()
+    least: Fidelity = Fidelity.exact
+    peers: Collection[int] = ()
     claims: list[Ticket] = field(default_factory=list)
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
@@ -106,17 +111,6 @@ class Loads:
     def close(self) -> None:
         """Drop what is not done. Idempotent."""
         self.moves.let_go_of_loads(self.claims)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Who reads: the slots that it reads in place, nearest first, and what fidelity it wants."""
-
-    slots: Sequence[TierSlot]
-    least: Fidelity
-    peers: Collection[int]
-    """The other servers from which the reader reads itself, by their numbers."""
-    loads: Loads
 
 
 class Reads:
@@ -159,8 +153,8 @@ class Reads:
         in place, and *peers* from which other servers. *least*: copies of lower fidelity are
         passed over, as if they were not there.
         """
-        loads = Loads(self.moves, session.tenant, deadline)
-        reader = _Reader(self._slots_of(reach), least, peers, loads)
+        slots = self._slots_of(reach)
+        loads = Loads(self.moves, session.tenant, deadline, slots, least, peers)
         cpu = self._tiers.cpu.name
         delivered = size_bytes = 0
         origins: list[str] = []
@@ -172,11 +166,11 @@ class Reads:
                         self._read_ahead(following)
                 if len(origins) < min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
                     ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
-                    origins += self._begin(ahead, reader)
-                # What is found damaged leaves CPU memory at once, and other tiers later: there
-                # the catalog is asked again.
+                    origins += self._begin(ahead, loads)
+                # What is found damaged leaves CPU memory at once, and other tiers later: for
+                # those the catalog is read again.
                 result = self._in_cpu(index, key) if origins[index] == cpu else None
-                result = result or self._read(index, key, reader)
+                result = result or self._read(index, key, loads)
                 if result is None:
                     break
                 delivered += 1
@@ -334,7 +328,7 @@ class Reads:
             self.moves.copy_up(key, tenant)
 
     def forget(self, key: ChunkKey) -> None:
-        """It was deleted: what comes by its name has been read by nobody."""
+        """It was deleted: what comes by its name was not read yet."""
         with self._lock:
             self._reads.forget(key)
             self._due.pop(key, None)
@@ -357,52 +351,47 @@ class Reads:
             if name in self._catalog.holders(key):
                 self.moves.load(key, self._tiers.slots[name], tenant)
 
-    def _begin(self, keys: Sequence[ChunkKey], reader: _Reader) -> list[str]:
+    def _begin(self, keys: Sequence[ChunkKey], loads: Loads) -> list[str]:
         """Begin the loads of *keys*; return where each is read from, "" where it is nowhere."""
-        first = reader.slots[0].name
+        first = loads.slots[0].name
         origins = []
-        for key, holders in zip(keys, self._catalog.read_plan(keys, reader.least), strict=True):
-            origins.append(first if first in holders else self._load(key, reader, holders)[0])
+        for key, holders in zip(keys, self._catalog.read_plan(keys, loads.least), strict=True):
+            origins.append(first if first in holders else self._load(key, loads, holders)[0])
         return origins
 
     def _load(
-        self, key: ChunkKey, reader: _Reader, holders: Sequence[str]
+        self, key: ChunkKey, loads: Loads, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
         """Begin to load *key* unless the reader reaches it; return the best holder's name."""
-        for slot in reader.slots:
+        for slot in loads.slots:
             if _is_in_place(slot, key, holders):
                 return slot.name, None
         for slot in self.moves.nearest(key, holders):
-            if slot.tier.peer_place(key, reader.peers) is not None:
+            if slot.tier.peer_place(key, loads.peers) is not None:
                 return slot.name, None
-            return slot.name, reader.loads.load(key, slot)
+            return slot.name, loads.load(key, slot)
         return "", None
 
-    def _read(self, index: int, key: ChunkKey, reader: _Reader) -> ReadResult | None:
+    def _read(self, index: int, key: ChunkKey, loads: Loads) -> ReadResult | None:
+        cpu, holders_of = self._tiers.cpu.name, self._catalog.holders
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._tiers.slots)):
-            holders = self._catalog.holders(key, reader.least)
-            name, ticket = self._load(key, reader, holders)
+            name, ticket = self._load(key, loads, holders_of(key, loads.least))
             if ticket is None:
-                return self._in_place(index, key, name, reader.peers) if name else None
+                return self._in_place(index, key, name, loads.peers) if name else None
             try:
-                reader.loads.wait(ticket)
-                if self._is_barred(key, reader.least):
-                    self._promote_soon(key, reader.loads.tenant, name)
-                    return self._read_bypass(index, key, name, reader.loads)
+                loads.wait(ticket)
+                # A copy of too low fidelity has the chunk's place in CPU memory.
+                if cpu in holders_of(key) and cpu not in holders_of(key, loads.least):
+                    self._promote_soon(key, loads.tenant, name)
+                    return self._read_bypass(index, key, name, loads)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
-                return self._read_bypass(index, key, name, reader.loads)
+                return self._read_bypass(index, key, name, loads)
             except DeadlineError:
                 return None
             except (ChunkCorruptError, TierUnavailableError):
                 continue
         return None
-
-    def _is_barred(self, key: ChunkKey, least: Fidelity) -> bool:
-        """Whether a copy of too low fidelity has the chunk's place in CPU memory."""
-        cpu = self._tiers.cpu.name
-        holders = self._catalog.holders
-        return cpu in holders(key) and cpu not in holders(key, least)
 
     def _in_place(
         self, index: int, key: ChunkKey, name: str, peers: Collection[int]

@@ -178,7 +178,7 @@ class Reservations:
         bare = without_state(info.layout)
         if bare is None or not self._catalog.is_absent_or_less_complete(info.key, info.layout):
             return None
-        # Of a chunk that is known, and whose end is not, somebody asks a second time.
+        # A chunk that is known, and whose end is not, is wanted a second time.
         is_last = options.is_last is None and self._catalog.is_less_complete(info.key, info.layout)
         return None if states.admits(info.key, is_end=bool(options.is_last or is_last)) else bare
 

@@ -64,7 +64,7 @@ class Scrub:
         self._tiers = [name for name in tiers if name in self._slots]
         self._bytes_per_s = bytes_per_s
         self._report = ScrubReport()
-        self._asked: tuple[list[str], int] | None = None
+        self._requested: tuple[list[str], int] | None = None
         self._closed = False
         # Guards the three above; notified when one changes.
         self._changed = threading.Condition()
@@ -86,7 +86,7 @@ class Scrub:
             self._thread = thread
 
     def begin(self, tiers: Sequence[str], bytes_per_s: int) -> bool:
-        """Ask for a pass over *tiers*, none for the usual ones; False while one runs.
+        """Request a pass over *tiers*, none for the usual ones; False while one runs.
 
         Raises InvalidRequestError for a tier that this server has not.
         """
@@ -94,10 +94,10 @@ class Scrub:
             if name not in self._slots:
                 raise InvalidRequestError("tiers", name, f"use some of {', '.join(self._slots)}")
         with self._changed:
-            if self._report.is_running or self._asked is not None:
+            if self._report.is_running or self._requested is not None:
                 return False
             self._start_thread()
-            self._asked = (list(tiers) or self._tiers, bytes_per_s)
+            self._requested = (list(tiers) or self._tiers, bytes_per_s)
             self._report = ScrubReport(is_running=True, passes=self._report.passes)
             self._changed.notify_all()
         return True
@@ -197,15 +197,15 @@ class Scrub:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._asked is None and not self._closed:
+                if self._requested is None and not self._closed:
                     self._changed.wait(REST_S if self._bytes_per_s else None)
                 if self._closed:
                     return
-                asked, self._asked = self._asked, None
-            if asked is None and not self._bytes_per_s:
+                request, self._requested = self._requested, None
+            if request is None and not self._bytes_per_s:
                 continue
             try:
-                self.run_pass(*(asked or (self._tiers, self._bytes_per_s)))
+                self.run_pass(*(request or (self._tiers, self._bytes_per_s)))
             except TierUnavailableError:  # its list cannot be had; another pass comes
                 with self._changed:
                     self._report = replace(self._report, is_running=False)

@@ -81,7 +81,7 @@ class Store:
         self.moves = moves
         self.tiers = moves.tiers
         self.importance = ImportanceTable()
-        """Which tokens of chunks matter; who encodes is given the same one."""
+        """Which tokens of chunks matter; the same as the encoders'."""
         self.catalog = moves.catalog
         self.counters = moves.counters
         self.spaces = ModelRegistry()
@@ -163,7 +163,7 @@ class Store:
 
         def work() -> bool:
             slot.tier.flush()
-            # The medium itself is asked: a flush that failed before may have taken chunks
+            # By the medium itself: a flush that failed before may have taken chunks
             # that the catalog still names.
             found = slot.tier.find(keys)
             orphans = self.catalog.orphans(slot.name)
@@ -319,7 +319,7 @@ class Store:
         ]
 
     def weighs(self, tenant: str) -> bool:
-        """Whether a codec for the chunks of *tenant* asks which of their tokens matter."""
+        """Whether a codec for the chunks of *tenant* uses which of their tokens matter."""
         return any(s.encoder.weighs(tenant) for s in self.tiers.slots.values())
 
     def begin_session(self, session: Session) -> None:
