@@ -74,7 +74,8 @@ class TierAdmission(ABC):
         """
         if offer.is_needed and offer.moment is Trigger.leaving:
             return True
-        return offer.saved_share > 0 and self._is_worth(offer, pressure)
+        saves = not offer.compute_s or offer.load_s < offer.compute_s
+        return saves and self._is_worth(offer, pressure)
 
     @abstractmethod
     def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
