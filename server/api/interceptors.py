@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -32,8 +33,9 @@ MAX_MESSAGE_CHARS = 600
 
 T = TypeVar("T")
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
-Scope = Callable[[Any, grpc.ServicerContext], AbstractContextManager[object]]
-"""From a message, or what yields them, and the context to what is done around the call."""
+Scope = Callable[[Any, Any], AbstractContextManager[tuple[Any, Any]]]
+"""From a message, or what yields them, and the context to what is done around the call: it yields
+what the call gets in their place."""
 
 logger = structlog.get_logger(__name__)
 
@@ -66,10 +68,9 @@ class ErrorInterceptor(HandlerInterceptor):
 
     @override
     def around(self, handler: Handler, method: str) -> Handler:
-        scope = None if self._tracing is None else self._tracing.scope_of(method)
+        scope = self._tracing.scope_of(method) if self._tracing is not None else None
         streams = handler.response_streaming
-        behavior = guarded(behavior_of(handler), method, streams=streams, scope=scope)
-        return answered_by(handler, behavior)
+        return answered_by(handler, guarded(behavior_of(handler), method, scope, streams=streams))
 
 
 class AuthenticatedContext:
@@ -91,15 +92,14 @@ class AuthenticatedContext:
 
 
 def principal_of(context: object) -> Principal:
-    """Return who calls; who calls without gRPC has been asked before."""
+    """Return who calls; calls without gRPC are authenticated before."""
     return context.principal if isinstance(context, AuthenticatedContext) else ANYBODY
 
 
 class AuthInterceptor(HandlerInterceptor):
-    """Lets calls through that the authenticator knows and the authorizer admits.
+    """Lets calls through that the authenticator knows and the authorizer admits; health, always.
 
-    Health is asked of nobody. Belongs behind the ErrorInterceptor, which sends what is raised here.
-    What it returns for a method is good for all of its calls.
+    Belongs behind the ErrorInterceptor, which sends what is raised here.
     """
 
     def __init__(self, authenticator: Authenticator, authorizer: Authorizer) -> None:
@@ -111,23 +111,15 @@ class AuthInterceptor(HandlerInterceptor):
         service = method.strip("/").rpartition("/")[0]
         if SERVICES.get(service) == OPEN:
             return handler
-        behavior, streams = behavior_of(handler), handler.request_streaming
-
-        def answered(request: Any, context: grpc.ServicerContext) -> Any:
-            with self._calling(method, request, context, streams=streams) as call:
-                return behavior(call.request, call)
-
-        def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._calling(method, request, context, streams=streams) as call:
-                yield from behavior(call.request, call)
-
-        return answered_by(handler, streamed if handler.response_streaming else answered)
+        admitted = partial(self._admitted, method, streams=handler.request_streaming)
+        behavior, streams = behavior_of(handler), handler.response_streaming
+        return answered_by(handler, inside(admitted, behavior, streams=streams))
 
     @contextmanager
-    def _calling(
+    def _admitted(
         self, method: str, request: Any, context: grpc.ServicerContext, *, streams: bool
-    ) -> Iterator[Any]:
-        """Yield the context of a call that is admitted, and record what became of it."""
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield the request and context of a call that is admitted; record what became of it."""
         authorizer, call, outcome = self._authorizer, None, "cancelled"
         started = authorizer.clock()
         try:
@@ -141,7 +133,7 @@ class AuthInterceptor(HandlerInterceptor):
                 call.request, call.frames = self._each_admitted(call, method, request), 0
             else:
                 call.session = authorizer.admit(principal, method, request)
-            yield call
+            yield call.request, call
             outcome = "OK"
         except KVStoreError as error:
             outcome = type(error).__name__
@@ -177,54 +169,58 @@ class AuthInterceptor(HandlerInterceptor):
 
 def behavior_of(handler: Handler) -> Behavior:
     """Return what answers the calls of *handler*."""
-    behavior: Behavior = getattr(handler, _shape(handler))
-    return behavior
+    one: Behavior | None = handler.unary_unary or handler.unary_stream
+    many: Any = handler.stream_unary or handler.stream_stream
+    return one or many
 
 
-def answered_by(handler: Handler, behavior: Behavior) -> Handler:
-    """Return *handler* with *behavior* in the place of its own."""
-    return _handler(_shape(handler), handler, behavior)
+def answered_by(handler: Handler, behavior: Behavior, *, is_fed: bool = False) -> Handler:
+    """Return *handler* with *behavior* in the place of its own.
 
-
-def fed_by_stream(handler: Handler, behavior: Behavior) -> Handler:
-    """As ``answered_by``; *behavior* takes its message, if it is only one, from an iterator."""
-    return _handler(f"stream_{_shape(handler).partition('_')[2]}", handler, behavior)
-
-
-def _handler(shape: str, like: Handler, behavior: Behavior) -> Handler:
-    make = getattr(grpc, f"{shape}_rpc_method_handler")
-    made: Handler = make(behavior, like.request_deserializer, like.response_serializer)
+    If it *is_fed* it takes its message, if it is only one, from an iterator.
+    """
+    takes = "stream" if is_fed or handler.request_streaming else "unary"
+    gives = "stream" if handler.response_streaming else "unary"
+    make = getattr(grpc, f"{takes}_{gives}_rpc_method_handler")
+    made: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
     return made
 
 
-def _shape(handler: Handler) -> str:
-    kinds = handler.request_streaming, handler.response_streaming
-    return "_".join("stream" if streams else "unary" for streams in kinds)
+def inside(scope: Scope, behavior: Behavior, *, streams: bool) -> Behavior:
+    """Return *behavior* run inside *scope*; *streams*: it yields messages."""
+
+    def answered(request: Any, context: grpc.ServicerContext) -> Any:
+        with scope(request, context) as call:
+            return behavior(*call)
+
+    def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        with scope(request, context) as call:
+            yield from behavior(*call)
+
+    return streamed if streams else answered
 
 
 def guarded(
-    behavior: Behavior, method: str, *, streams: bool, scope: Scope | None = None
+    behavior: Behavior,
+    method: str,
+    traced: Callable[..., AbstractContextManager[object]] | None = None,
+    *,
+    streams: bool,
 ) -> Behavior:
     """Return *behavior* with its errors sent as statuses; *streams*: it yields messages.
 
-    Without a *scope* of its own each call has its request id.
+    Each call has its request id, which *traced* sets if there is one.
     """
 
-    def answered(request: Any, context: grpc.ServicerContext) -> Any:
-        with scope(request, context) if scope else RequestId(context.invocation_metadata):
+    @contextmanager
+    def scope(request: Any, context: grpc.ServicerContext) -> Iterator[tuple[Any, Any]]:
+        with traced(request, context) if traced else RequestId(context.invocation_metadata):
             try:
-                return behavior(request, context)
+                yield request, context
             except Exception as error:  # noqa: BLE001
                 _abort(context, error, method)
 
-    def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        with scope(request, context) if scope else RequestId(context.invocation_metadata):
-            try:
-                yield from behavior(request, context)
-            except Exception as error:  # noqa: BLE001
-                _abort(context, error, method)
-
-    return streamed if streams else answered
+    return inside(scope, behavior, streams=streams)
 
 
 def packed_errors(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -280,12 +281,13 @@ class DataCalls:
                 hints=messages.hints_from_message(first.hints),
             )
             if first.layer_major:
-                with LayeredPutStream(self._store, self._checks, stream) as layered:
+                layered = LayeredPutStream(self._store, self._checks, stream)
+                with closing(layered):
                     for one in requests:
                         layered.take(get(one.session_id), one)
                     results = layered.finish()
             else:
-                with stream:
+                with closing(stream):
                     for one in requests:
                         stream.take(get(one.session_id), one.frame_bytes, as_bytes(one.data))
                     results = stream.finish()

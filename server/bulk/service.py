@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -226,7 +226,7 @@ class BulkService:
             stream = PutStream(
                 self._store, self._checks, durable=durable, deadline_ms=word.deadline_ms
             )
-            with self._traced("Put"), stream:
+            with self._traced("Put"), closing(stream):
                 receiver.receive(stream)
                 results = stream.finish()
         except KVStoreError as error:
