@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.proto import bulk
@@ -28,7 +29,7 @@ from kvstore.server.api.get_stream import frame_part, range_parts
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
 from kvstore.server.bulk.peer_server import PeerLimits, PeerServer
-from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver
+from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver, Sending
 from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
@@ -62,6 +63,12 @@ class Caller:
     of this one.
     """
     is_served: bool = False
+    sending: Sending | None = None
+    """A get whose reader takes nothing: it waits without a thread, under its lease."""
+    until: float = 0.0
+    """When that has lasted too long."""
+    context: Context = field(default_factory=copy_context)
+    """Of the get: its trace goes on in whatever thread does."""
 
     @property
     def is_client(self) -> bool:
@@ -106,24 +113,24 @@ class BulkService:
 
     # --- gets
 
-    def get(self, caller: Caller, word: bulk.Get, payload: bytes) -> None:
+    def get(self, caller: Caller, word: bulk.Get, payload: bytes) -> Sending:
         """Answer a get with frames, in order, up to the first missing or late one, or with parts.
 
-        Return once their memory is in use no more, or the deadline is over.
+        Their memory is in use no more at its end.
         """
         if bool(word.flags & bulk.PEER) != caller.session.is_peer:
             raise PermissionDeniedError("flags: servers ask as servers, clients as clients")
-        sender = PartSender(caller.wire, word)
+        sender = PartSender(caller.wire, word, self.clock)
         try:
             session = self._admitted(caller, word, "OpenPeer" if caller.session.is_peer else "Get")
             if session.is_peer:
-                self._get_of_peer(caller, sender, payload)
+                yield from self._get_of_peer(caller, sender, payload)
             else:
                 _check_get_flags(word.flags)
                 deadline = self._checks.deadline(word.deadline_ms)
                 with self._own_get():
                     parts = self._parts(session, word, payload, deadline)
-                    sender.send_all(parts, deadline, has_short_part=True)
+                    yield from sender.send_all(parts, deadline, has_short_part=True)
         except KVStoreError as error:
             if sender.is_broken:
                 raise
@@ -133,7 +140,7 @@ class BulkService:
             raise TierUnavailableError("peer", "it did not take what it asked for")
         self._done(caller, word, sender.frames_sent)
 
-    def _get_of_peer(self, caller: Caller, sender: PartSender, payload: bytes) -> None:
+    def _get_of_peer(self, caller: Caller, sender: PartSender, payload: bytes) -> Sending:
         """Send what is in memory to another server, or to its client, which is a guest here."""
         word, guest = sender.word, caller.guest
         until = self.clock() + word.deadline_ms / 1000
@@ -147,7 +154,9 @@ class BulkService:
                 raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
         with admitted:
             parts = self.peer_server.parts(word.flags, payload)
-            sender.send_all(parts, until, self._yield_to_clients, has_short_part=guest is not None)
+            yield from sender.send_all(
+                parts, until, self._yield_to_clients, has_short_part=guest is not None
+            )
 
     def _yield_to_clients(self) -> None:
         if self._own_gets:
