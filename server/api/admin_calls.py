@@ -34,7 +34,7 @@ CLEAR_DEADLINE_MS = 60_000
 MAX_PIN_TTL_MS = 24 * 3600 * 1000
 LIST_PAGE_CHUNKS = 256
 MAX_RANKED = 16
-"""Chunks whose turn one Stat is asked for: it goes through the tiers' victims."""
+"""Chunks whose turn one Stat returns: it goes through the tiers' victims."""
 MAX_SCRUB_BYTES_PER_S = 1 << 40
 LIST_BYTES = 1 << 18
 """Of an explanation, for each list but that of chunks: what is further down is left out."""
@@ -116,7 +116,7 @@ class AdminCalls:
     # --- chunks and namespaces
 
     def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
-        """Say what is known of chunks."""
+        """Return what is known of chunks."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         if request.ranks and len(keys) > MAX_RANKED:
@@ -144,7 +144,7 @@ class AdminCalls:
             yield pb.ListResponse(server=self._stamp, chunks=map(_chunk_stat, page))
 
     def Spaces(self, request: pb.SpacesRequest, context: Context) -> pb.SpacesResponse:
-        """Say which namespaces sessions of a tenant had; of others' to admins alone."""
+        """Return the namespaces that sessions of a tenant had; of others' to admins alone."""
         caller = principal_of(context)
         tenant = request.tenant or caller.tenant
         if tenant.startswith(PREFIX):
@@ -161,7 +161,7 @@ class AdminCalls:
     # --- quotas
 
     def Quota(self, request: pb.QuotaRequest, context: Context) -> pb.QuotaResponse:
-        """Say what a tenant takes and may take; of others than one's own to admins alone."""
+        """Return what a tenant takes and may take; of other tenants to admins alone."""
         caller = principal_of(context)
         tenant = request.tenant or caller.tenant
         if tenant != caller.tenant and not caller.is_admin():
@@ -172,7 +172,7 @@ class AdminCalls:
         return pb.QuotaResponse(server=self._stamp, tenants=map(self._quota_of, tenants))
 
     def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.QuotaResponse:
-        """Change what a tenant may take, until the restart; all that is asked, or nothing."""
+        """Change what a tenant may take, until the restart; all of the request, or nothing."""
         tenant = check_tenant(request.tenant)
         given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
         limits = replace(self._limits.of(tenant), **given)
@@ -217,7 +217,7 @@ class AdminCalls:
     # --- the server
 
     def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        """Say how the server is; how much of it is used, and by whom, to admins alone."""
+        """Report the server's state; how much of it is used, and by whom, to admins alone."""
         reply = pb.StatusResponse(
             server=self._stamp,
             version=self._identity.version,
@@ -245,7 +245,7 @@ class AdminCalls:
         return reply
 
     def Scrub(self, request: pb.ScrubRequest, context: Context) -> pb.ScrubResponse:
-        """Begin a pass if asked to, and say how far the one that runs is."""
+        """Begin a pass if requested, and report how far the one that runs is."""
         if self._scrub is None:
             raise InvalidRequestError("method", "Scrub", "this server does not scrub")
         if request.bytes_per_s > MAX_SCRUB_BYTES_PER_S:
@@ -267,7 +267,7 @@ class AdminCalls:
         )
 
     def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Take no more sessions, and write down what waits. Say whether all was."""
+        """Take no more sessions, and write what waits. Return whether all was written."""
         self._sessions.drain()
         clean = self._store.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
@@ -293,7 +293,7 @@ class AdminCalls:
     # --- explanations
 
     def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        """Say why chunks are hits or misses.
+        """Return why chunks are hits or misses.
 
         Raises PermissionDeniedError without a session from another host.
         """

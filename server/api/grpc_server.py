@@ -14,7 +14,7 @@ from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
+from kvstore.server.api.interceptors import CallInterceptor
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls
@@ -33,7 +33,7 @@ CONNECTIONS_PER_SESSION = 2
 OTHER_CONNECTIONS = 64
 """Of commands and probes. More at once are closed as they come: to connect takes no proof."""
 HANDSHAKE_MS = 20_000
-"""A connection that has not said what it is by then is closed; gRPC would wait 120 s."""
+"""A connection without a handshake by then is closed; gRPC would wait 120 s."""
 
 HEALTH_THREADS = 2
 HEALTH_CALLS = 16
@@ -83,11 +83,7 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
 
 
 def bind(
-    config: Settings,
-    shedder: LoadShedder,
-    auth: AuthInterceptor,
-    errors: ErrorInterceptor,
-    taken: int,
+    config: Settings, shedder: LoadShedder, calls: CallInterceptor, taken: int
 ) -> tuple[grpc.Server, int]:
     """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
 
@@ -99,7 +95,7 @@ def bind(
         tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
     server = grpc.server(
         shedder.reads,
-        interceptors=[shedder, errors, auth],
+        interceptors=[shedder, calls],
         maximum_concurrent_rpcs=shedder.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -40,8 +39,16 @@ what the call gets in their place."""
 logger = structlog.get_logger(__name__)
 
 
-class HandlerInterceptor(ServerInterceptor):
-    """One that puts something around what answers the calls of a method."""
+class CallInterceptor(ServerInterceptor):
+    """Send KVStoreErrors with their status and class name, anything else as INTERNAL.
+
+    Each call has its request id meanwhile, and a span where there is *tracing*; *access* lets it
+    through.
+    """
+
+    def __init__(self, tracing: Tracing | None = None, access: AccessCheck | None = None) -> None:
+        self._tracing = tracing
+        self._access = access
 
     @override
     def intercept_service(
@@ -49,28 +56,14 @@ class HandlerInterceptor(ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        handler = continuation(handler_call_details)
-        return None if handler is None else self.around(handler, handler_call_details.method)
-
-    @abstractmethod
-    def around(self, handler: Handler, method: str) -> Handler:
-        """Return what answers the calls of *method* in the place of *handler*."""
-
-
-class ErrorInterceptor(HandlerInterceptor):
-    """Send KVStoreErrors with their status and class name, anything else as INTERNAL.
-
-    Each call has its request id meanwhile, and a span where there is *tracing*.
-    """
-
-    def __init__(self, tracing: Tracing | None = None) -> None:
-        self._tracing = tracing
-
-    @override
-    def around(self, handler: Handler, method: str) -> Handler:
+        handler, method = continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        behavior, streams = behavior_of(handler), handler.response_streaming
+        if self._access is not None:
+            behavior = self._access.around(behavior, method, handler)
         scope = self._tracing.scope_of(method) if self._tracing is not None else None
-        streams = handler.response_streaming
-        return answered_by(handler, guarded(behavior_of(handler), method, scope, streams=streams))
+        return answered_by(handler, guarded(behavior, method, scope, streams=streams))
 
 
 class AuthenticatedContext:
@@ -96,24 +89,19 @@ def principal_of(context: object) -> Principal:
     return context.principal if isinstance(context, AuthenticatedContext) else ANYBODY
 
 
-class AuthInterceptor(HandlerInterceptor):
-    """Lets calls through that the authenticator knows and the authorizer admits; health, always.
-
-    Belongs behind the ErrorInterceptor, which sends what is raised here.
-    """
+class AccessCheck:
+    """Lets calls through that the authenticator knows and the authorizer admits; health, always."""
 
     def __init__(self, authenticator: Authenticator, authorizer: Authorizer) -> None:
         self._authenticator = authenticator
         self._authorizer = authorizer
 
-    @override
-    def around(self, handler: Handler, method: str) -> Handler:
-        service = method.strip("/").rpartition("/")[0]
-        if SERVICES.get(service) == OPEN:
-            return handler
+    def around(self, behavior: Behavior, method: str, handler: Handler) -> Behavior:
+        """Return *behavior*, of the calls of *handler*, for those that may call *method*."""
+        if SERVICES.get(method.strip("/").rpartition("/")[0]) == OPEN:
+            return behavior
         admitted = partial(self._admitted, method, streams=handler.request_streaming)
-        behavior, streams = behavior_of(handler), handler.response_streaming
-        return answered_by(handler, inside(admitted, behavior, streams=streams))
+        return inside(admitted, behavior, streams=handler.response_streaming)
 
     @contextmanager
     def _admitted(
@@ -126,7 +114,7 @@ class AuthInterceptor(HandlerInterceptor):
             principal = ANYBODY
             if not self._authenticator.is_open:
                 metadata: Any = context.invocation_metadata() or ()
-                proofs: Any = context.auth_context()  # its stubs say bytes, where it has lists
+                proofs: Any = context.auth_context()  # bytes by its stubs, where it has lists
                 principal = self._authenticator.principal_of(metadata, proofs)
             call = AuthenticatedContext(context, principal, request)
             if streams:
@@ -158,7 +146,7 @@ class AuthInterceptor(HandlerInterceptor):
         call.session = self._authorizer.admit(call.principal, method, first)
         last, call.frames = getattr(first, "session_id", 0), 0
         for request in () if first is None else chain((first,), requests):
-            # The first message of a frame says how long it is.
+            # The first message of a frame has its length.
             call.frames += bool(getattr(request, "frame_bytes", 0))
             session_id = getattr(request, "session_id", 0)
             if session_id != last:
@@ -237,7 +225,7 @@ def packed_errors(
 
 @contextmanager
 def known_errors(method: str) -> Iterator[None]:
-    """Log an error that is none of ours, and raise what callers are told in its place."""
+    """Log an error that is none of ours, and raise what callers get in its place."""
     try:
         yield
     except KVStoreError:
@@ -247,7 +235,7 @@ def known_errors(method: str) -> Iterator[None]:
 
 
 def _describe(error: Exception, method: str) -> tuple[str, str, str]:
-    """Return class name, status and text that the caller is told, and log what happened."""
+    """Return class name, status and text for the caller, and log what happened."""
     if isinstance(error, KVStoreError):
         name, status, message = type(error).__name__, error.status, str(error)
         logger.info("refused", method=method, error=name, reason=message)

@@ -1,4 +1,4 @@
-"""Shedding: when more is asked than can be answered, what waits stays short and reads go first.
+"""Load shedding: when more comes than can be answered, queues stay short and reads go first.
 
 A server that takes all that comes answers everything too late. Here each kind of call waits in a
 queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
@@ -211,7 +211,7 @@ class ConcurrencyLimit(int):
 
     @override
     def __le__(self, calls: int) -> bool:
-        """Whether *calls* are all that may be: Python asks this for ``calls >= limit``."""
+        """Whether *calls* are all that may be: Python calls this for ``calls >= limit``."""
         return int(self) <= calls or self._reads.is_late
 
 

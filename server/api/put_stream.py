@@ -93,7 +93,7 @@ class PutStream:
         """Return where the next bytes of a frame that has begun go; None: nowhere, they are
         skipped.
 
-        Say how many came with ``landed``. Raises InvalidFrameError when the frame has not so many.
+        Report how many came to ``landed``. Raises InvalidFrameError when the frame has not so many.
         """
         incoming = self._incoming
         if incoming is None:
@@ -123,7 +123,7 @@ class PutStream:
                 self._commit_held(is_last=False)
 
     def finish(self) -> list[PutResult]:
-        """Return what became of each frame, durable where that was asked for."""
+        """Return what became of each frame, durable where that was requested."""
         if self._incoming is not None:
             raise InvalidFrameError(
                 "frame", self._incoming.received_bytes, "the stream ended inside it"
@@ -243,7 +243,7 @@ class LayeredPutStream:
             end = int(row["offset"]) + int(row["stored_bytes"])
 
     def finish(self) -> list[PutResult]:
-        """Return what became of each frame, durable where that was asked for."""
+        """Return what became of each frame, durable where that was requested."""
         for number, frame in enumerate(self._frames):
             if not frame.is_whole:
                 raise InvalidFrameError("frame", number, "the stream ended before it was whole")

@@ -1,4 +1,4 @@
-"""Checks: from messages to values that hold, and back. Nothing is asked of the store here."""
+"""Checks: from messages to values that hold. The store has no part in it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _SUM_SLACK = 1.01
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """What messages are held to; server/settings/settings.py says what each is for."""
+    """What messages are held to; server/settings/settings.py has what each is for."""
 
     max_batch_chunks: int
     max_frame_bytes: int
@@ -66,7 +66,7 @@ class ServiceLimits:
 
 
 class Outcomes(TypedDict):
-    """The fields in which replies say what became of each chunk."""
+    """The fields of replies with what became of each chunk."""
 
     outcomes: bytes
     reasons: list[str]
@@ -107,7 +107,7 @@ class Checks:
             raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
 
     def ranges(self, ranges: Sequence[pb.FrameRange] | Sequence[Range], count: int) -> None:
-        """Refuse ranges that are empty, of chunks that were not asked for, or too many."""
+        """Refuse ranges that are empty, of chunks that are not in the request, or too many."""
         self.batch("ranges", len(ranges))
         for one in ranges:
             if one.index >= count or one.start >= one.stop:
@@ -170,7 +170,7 @@ class Checks:
     def reserved(
         self, session: Session, request: pb.ReserveRequest
     ) -> list[tuple[ChunkInfo, ChunkPart | None]]:
-        """Return what a Reserve asks room for; all of it or an error.
+        """Return what a Reserve needs room for; all of it or an error.
 
         A part comes with the info of the chunk that it is of.
         """
@@ -208,7 +208,7 @@ class BlendChecks:
     # --- resolve
 
     def question(self, session: Session, request: pb.ResolveRequest) -> Question:
-        """Return what *request* asks. Raises InvalidRequestError that names what is wrong."""
+        """Return the question of *request*. Raises InvalidRequestError that names what is wrong."""
         if not 1 <= len(request.segments) <= MAX_SEGMENTS:
             count = len(request.segments)
             raise InvalidRequestError("segments", count, f"give 1 to {MAX_SEGMENTS}")
@@ -263,7 +263,7 @@ class BlendChecks:
     # --- reports
 
     def report_keys(self, session: Session, request: pb.ReportReuseRequest) -> list[ChunkKey]:
-        """Return the variants that *request* speaks of. Raises InvalidRequestError."""
+        """Return the variants of *request*. Raises InvalidRequestError."""
         if len(request.chunks) > self._limit:
             raise InvalidRequestError("chunks", len(request.chunks), f"at most {self._limit}")
         keys = []
@@ -276,7 +276,7 @@ class BlendChecks:
     def report(
         self, request: pb.ReportReuseRequest, keys: Sequence[ChunkKey], tokens: Sequence[int]
     ) -> Report:
-        """Return what *request* says of variants of so many *tokens*; 0 for what is none.
+        """Return what *request* reports of variants of so many *tokens*; 0 for what is none.
 
         Raises InvalidRequestError that names what cannot be.
         """

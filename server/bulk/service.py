@@ -28,10 +28,11 @@ from kvstore.proto.row_mask import SkippedRows
 from kvstore.server.api.get_stream import frame_part, range_parts
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
-from kvstore.server.bulk.peer_server import PeerLimits, PeerServer
+from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver, Sending
 from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.settings.limits import Limits
 from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
 from kvstore.server.store.reads import RangeRead
 from kvstore.server.store.store import Store
@@ -48,7 +49,7 @@ REFUSED_BYTES = 64 << 20
 YIELD_S = 0.001
 """Before a part for another server, while this one's own clients are sent frames."""
 METHODS: dict[type[bulk.Word], str] = {bulk.Get: "Get", bulk.Find: "Lookup", bulk.Put: "Put"}
-"""What of the service each word that asks is of, in the audit log."""
+"""The service's method for each word of a request, in the audit log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,12 +89,12 @@ class BulkService:
         sessions: SessionTable,
         checks: Checks,
         auth: SessionAuth,
-        peer_limits: PeerLimits,
+        limits: Limits,
     ) -> None:
         self.sessions = sessions
         self.clock = checks.clock
         self.auth = auth
-        self.peer_server = PeerServer(store.moves, peer_limits)
+        self.peer_server = PeerServer(store.moves, limits)
         self.tracing: Tracing | None = None
         self._store = store
         self._checks = checks
@@ -176,7 +177,7 @@ class BulkService:
     def _parts(
         self, session: Session, word: bulk.Get, digests: bytes, deadline: float
     ) -> Generator[LayerPart, None, None]:
-        """Yield what is asked for, under a lease. Each part's memory is lent until the next.
+        """Yield what is requested, under a lease. Each part's memory is lent until the next.
 
         With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
         ``unpack_skipped`` parse.
@@ -210,7 +211,7 @@ class BulkService:
     # --- finds and puts
 
     def find(self, caller: Caller, word: bulk.Find, payload: bytes) -> None:
-        """Answer another server, which asks what is in memory."""
+        """Report to another server what is in memory."""
         if caller.guest is not None or not caller.session.is_peer:
             raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
         try:
@@ -268,7 +269,7 @@ class BulkService:
 
     def _done(self, caller: Caller, word: bulk.Word, frames: int, payload: bytes = b"") -> None:
         self.note(caller, METHODS[type(word)], "OK", frames)
-        # A reader that asked for more than came in time gets to know of it.
+        # Of a get it has how much came in time.
         caller.wire.set_timeout(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, frames), payload)
 
@@ -279,7 +280,7 @@ class BulkService:
 
 
 def refuse(wire: FramedSocket, word: bulk.Word, error: KVStoreError) -> None:
-    """Say that a request failed. Raises as ``FramedSocket.send``."""
+    """Report that a request failed. Raises as ``FramedSocket.send``."""
     wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))
 
 

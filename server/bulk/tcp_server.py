@@ -41,7 +41,7 @@ from kvstore.server.settings.values import is_loopback, join_endpoint, parse_end
 HELLO_S = 4.0
 """For the handshake and the first word."""
 MAX_STRANGERS = 64
-"""Connections that have not said whose they are. For one more the first of those goes that came
+"""Connections that have not attached. For one more the first of those goes that came
 from the address with the most: none keeps the others out."""
 MAX_CLIENT_STREAMS = 512
 """And half of all at most, so that other servers find room."""
@@ -169,7 +169,7 @@ class BulkServer:
     def _serve_client(self, stream: Caller) -> None:
         """Hang up when all threads are at work: who is slow to take or to send keeps them so.
 
-        The client asks over gRPC then.
+        The client goes on over gRPC then.
         """
         with self._lock:
             is_full = self._clients_served >= self.limits.client_threads and not stream.sending
@@ -184,7 +184,7 @@ class BulkServer:
         try:
             link, address = self._listener.accept()
         except OSError:
-            # Gone again, or no descriptor is left: asked again at once it would say so for ever.
+            # Gone again, or no descriptor is left: tried again at once it would fail for ever.
             waiting.unregister(self._listener)
             return
         if len(self._strangers) >= MAX_STRANGERS:
@@ -217,7 +217,7 @@ class BulkServer:
         self._forget(gone)
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
-        """Hang up on who says nothing, and on those whose session has ended; listen again."""
+        """Hang up on silent strangers, stalled gets and ended sessions; listen again."""
         if self._listener.fileno() not in waiting.get_map():
             waiting.register(self._listener, selectors.EVENT_READ)
         now = self._clock()
@@ -296,7 +296,7 @@ class BulkServer:
             self._streams.add(stream)
 
     def _serve(self, stream: Caller) -> None:
-        """Answer one request, or go on with a get; who does not ask as agreed is hung up on."""
+        """Answer one request, or go on with a get; hang up after one that is wrong."""
         stream.is_served, stays = True, False
         method = METHODS[bulk.Get]
         try:

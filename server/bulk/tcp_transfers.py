@@ -41,7 +41,7 @@ class PartSender:
         self.word = word
         self.frames_sent = 0
         self.is_broken = False
-        """The other end is gone or late, in the midst of a frame: nothing more can be said."""
+        """The other end is gone or late, in the midst of a frame: nothing more can be sent."""
         self._wire = wire
         self._clock = clock
         self._deadline = 0.0
@@ -59,11 +59,11 @@ class PartSender:
 
         *deadline* is on the clock of the wire; *pause* is called before each message. A whole frame
         begins with a short one if it *has_short_part*. Each part's memory is in use no more when
-        the next is asked for.
+        the next is taken.
         """
         self._deadline = deadline
         self._wire.set_timeout(TAKES_S, deadline)
-        # Of what is asked for by layers or ranges the reader knows where it goes.
+        # Of a get by layers or ranges the reader knows where it goes.
         is_whole = not self.word.flags & (bulk.LAYER_MAJOR | bulk.RANGES)
         first_bytes = FIRST_PART_BYTES if has_short_part and is_whole else bulk.MAX_PAYLOAD_BYTES
         with closing(parts):
@@ -142,7 +142,7 @@ class PutReceiver:
                 raise InvalidRequestError("kind", type(word).__name__, "a put has parts")
             frames = word.chunk + 1
             session = self._session_of(word, stream)
-            if not word.offset:  # the first of a frame, which says where it stays
+            if not word.offset:  # the first of a frame, whose header decides where it stays
                 head = np.empty(size_bytes, np.uint8)
                 self._wire.fill(head)
                 stream.take(session, word.frame_bytes, head)
