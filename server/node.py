@@ -27,6 +27,7 @@ from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
 from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.blending.content_reader import ContentReader
 from kvstore.server.cluster.setup import Me, open_directory, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
@@ -39,8 +40,7 @@ from kvstore.server.settings.process_limits import (
     taken,
 )
 from kvstore.server.settings.settings import Settings
-from kvstore.server.store.blend_saver import BlendKeeper
-from kvstore.server.store.saved_state import HistoryKeeper
+from kvstore.server.store.saved_state import StateKeeper
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.tracing import Tracing, open_tracing
@@ -136,7 +136,7 @@ class Node:
         self.store = build_store(config, clock, self.counters, self._closers, models, _new_id)
         self._keeper = self._open_keeper()
         self.recovered_chunks = self.store.recover()
-        self._blends = self._open_blends()
+        self._content_reader = self._open_content_reader()
         self.sessions = SessionTable(
             config.max_sessions,
             config.limits.session_ttl_ms,
@@ -213,18 +213,21 @@ class Node:
                 slot.tracing = tracing
         return tracing
 
-    def _open_keeper(self) -> HistoryKeeper | None:
+    def _open_keeper(self) -> StateKeeper | None:
         if "disk" not in self._config.tiers:
             return None
-        folder, catalog = self._config.disk.path, self.store.catalog
-        keeper = HistoryKeeper(catalog, folder, self.counters, self._clock, time.time)
-        keeper.spaces = self.store.spaces
+        keeper = StateKeeper(self.store, self._config.disk.path, time.time)
         keeper.load()
         return keeper
 
-    def _open_blends(self) -> BlendKeeper:
-        folder = self._config.disk.path if "disk" in self._config.tiers else None
-        return BlendKeeper(self.store, folder, self._config.blend_contents, self._clock)
+    def _open_content_reader(self) -> ContentReader:
+        slots, limit = self.store.tiers.slots, 0
+        kept = [slots["cpu"]]
+        if "disk" in slots:
+            kept.append(slots["disk"])
+            limit = self._config.blend_contents
+        contents = self.store.blends.contents
+        return ContentReader(self.store.catalog, contents, kept, limit, self._clock)
 
     def _open_scrub(self) -> Scrub:
         config = self._config
@@ -382,7 +385,7 @@ class Node:
             self.store.catalog.drain(TICK_S)
             if self._keeper is not None:
                 self._keeper.save_if_due()
-            self._blends.step()
+            self._content_reader.step()
 
     def stop(self, grace_s: float) -> bool:
         """Drain, let running calls end, release everything. Return whether the drain was clean."""
@@ -403,7 +406,6 @@ class Node:
         self.store.writes.close()
         if self._keeper is not None:
             self._keeper.save()
-        self._blends.save()
         self._close()
         return clean
 
