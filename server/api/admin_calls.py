@@ -76,13 +76,14 @@ class AdminCalls:
         if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
             raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
         keys = self._checks.keys(session, request.digests)
-        return pb.PinResponse(server=self._stamp, pinned=self._store.pin(keys, request.ttl_ms))
+        pinned = self._catalog.pin(keys, request.ttl_ms / 1000)
+        return pb.PinResponse(server=self._stamp, pinned=pinned)
 
     def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         """End pins."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        return pb.UnpinResponse(server=self._stamp, unpinned=self._store.unpin(keys))
+        return pb.UnpinResponse(server=self._stamp, unpinned=self._catalog.unpin(keys))
 
     def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
@@ -121,7 +122,8 @@ class AdminCalls:
         keys = self._checks.keys(session, request.digests)
         if request.ranks and len(keys) > MAX_RANKED:
             raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
-        chunks = [_chunk_stat(held) for held in self._store.stat(keys)]
+        details = map(self._catalog.queries.details, keys)
+        chunks = [_chunk_stat(held) for held in details if held is not None]
         eviction = self._catalog.eviction
         for chunk in chunks if request.ranks else ():
             for copy in chunk.copies:
