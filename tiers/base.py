@@ -245,3 +245,11 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the medium. Idempotent."""
+
+
+def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
+    """Raise InvalidRequestError for a range that leaves its frame."""
+    if offset < 0 or offset + size_bytes > frame_bytes:
+        raise InvalidRequestError(
+            "offset", (offset, size_bytes), f"stay within the frame's {frame_bytes} bytes"
+        )

@@ -29,7 +29,7 @@ from kvstore.tiers.allocator import (
     SlabPlace,
     open_slab,
 )
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.locations import LocationTable
 
 _MEMORY = int(Reach.memory)
@@ -193,7 +193,7 @@ class CpuTier(Tier):
         Raises InvalidRequestError when it would not fit there or the reservation is spent.
         """
         frame = self.view(reservation)
-        _check_range(frame, offset, len(data))
+        check_range(len(frame), offset, len(data))
         copy_bytes(frame[offset : offset + len(data)], data)
 
     def view(self, reservation: Reservation) -> Bytes:
@@ -245,7 +245,7 @@ class CpuTier(Tier):
         if block is None:
             return False
         frame = block.frame()
-        _check_range(frame, offset, len(out))
+        check_range(len(frame), offset, len(out))
         copy_bytes(out, frame[offset : offset + len(out)])
         if verifier is not None:
             verifier.update(len(out))
@@ -356,8 +356,3 @@ class CpuTier(Tier):
 
 def _spent(reservation: Reservation) -> InvalidRequestError:
     return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
-
-
-def _check_range(frame: Bytes, offset: int, size_bytes: int) -> None:
-    if offset < 0 or offset + size_bytes > len(frame):
-        raise InvalidRequestError("offset", (offset, size_bytes), f"stay within {len(frame)} bytes")

@@ -37,7 +37,12 @@ from kvstore.tiers.redis_chunks import (
     Manifest,
     RedisChunks,
 )
-from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, NodeDown, RedisClient
+from kvstore.tiers.redis_client import (
+    DEFAULT_CONNECTIONS,
+    MAX_LISTING_BYTES,
+    NodeDown,
+    RedisClient,
+)
 from kvstore.tiers.redis_connection import Reply
 from kvstore.tiers.redis_servers import SLOTS, Server
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
@@ -59,17 +64,17 @@ class Stamps:
 
 
 class _PendingWrite:
-    """A reserved frame, in this process until it is sealed. ``frame`` is None once spent."""
-
-    __slots__ = ("frame", "write_id")
+    """A reserved frame, in this process until it is sealed or aborted."""
 
     def __init__(self, size_bytes: int, write_id: bytes) -> None:
         self.frame: Bytes | None = np.zeros(size_bytes, dtype=np.uint8)
         self.write_id = write_id
 
-    def spend(self) -> Bytes | None:
-        frame, self.frame = self.frame, None
-        return frame
+    def open_frame(self) -> Bytes:
+        """Return the frame. Raises InvalidRequestError once it is spent."""
+        if self.frame is None:
+            raise InvalidRequestError("reservation", "spent", "reserve again")
+        return self.frame
 
 
 class CapacityTracker:
@@ -273,9 +278,7 @@ class RedisTier(Tier):
 
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
         """Copy *data* into the reserved frame at byte *offset*."""
-        frame = _pending(reservation).frame
-        if frame is None:
-            raise InvalidRequestError("reservation", "spent", "reserve again")
+        frame = _pending(reservation).open_frame()
         if not 0 <= offset <= len(frame) - len(data):
             raise InvalidRequestError(
                 "offset", offset, f"{len(data)} bytes from there exceed {len(frame)}"
@@ -288,9 +291,7 @@ class RedisTier(Tier):
         Raises TierFullError, freeing the room, when the server itself takes no more.
         """
         pending = _pending(reservation)
-        frame = pending.spend()
-        if frame is None:
-            raise InvalidRequestError("reservation", "spent", "reserve again")
+        frame, pending.frame = pending.open_frame(), None
         manifest = Manifest.of(
             reservation.info, self._part_bytes, pending.write_id, self._stamps.now_us()
         )
@@ -305,7 +306,9 @@ class RedisTier(Tier):
 
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation that will not be sealed. Idempotent."""
-        if _pending(reservation).spend() is not None:
+        pending = _pending(reservation)
+        if pending.frame is not None:
+            pending.frame = None
             self._capacity.end(reservation.reserved_bytes, None)
 
     @override
@@ -442,7 +445,7 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     answering = []
     for master in masters:
         try:
-            client.run_on(master, (b"SCAN", 0, b"COUNT", 1))
+            client.run(master, [(b"SCAN", 0, b"COUNT", 1)])
             answering.append(master)
         except TierUnavailableError as error:
             if not error.is_partial:
@@ -456,13 +459,13 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
 
 
 def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFinding]:
-    rows = _asked(client, masters[0], b"CLUSTER", b"SLOTS")
+    rows = _ask(client, masters[0], b"CLUSTER", b"SLOTS")
     served = _served(rows)
     if isinstance(rows, list) and served < SLOTS:
         fix = "give them one: redis-cli --cluster fix HOST:PORT"
         yield HealthFinding(f"{SLOTS - served} of {SLOTS} slots have no master", fix, is_loss=True)
     question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
-    if any(_asked(client, master, *question) == [question[2], b"yes"] for master in masters):
+    if any(_ask(client, master, *question) == [question[2], b"yes"] for master in masters):
         yield HealthFinding(
             "the Redis Cluster refuses every key while one master is down",
             "set cluster-require-full-coverage to no on all its nodes",
@@ -480,7 +483,7 @@ def _served(rows: Reply) -> int:
 
 
 def _memory(client: RedisClient, master: Server) -> Iterator[HealthFinding]:
-    text = _asked(client, master, b"INFO", b"memory")
+    text = _ask(client, master, b"INFO", b"memory")
     lines = text.decode(errors="replace").splitlines() if isinstance(text, bytes) else []
     found = dict(line.partition(":")[::2] for line in lines)
     used, most = (_number(found.get(name, "")) for name in ("used_memory", "maxmemory"))
@@ -496,10 +499,10 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
-def _asked(client: RedisClient, master: Server, *command: bytes) -> Reply:
+def _ask(client: RedisClient, master: Server, *command: bytes) -> Reply:
     """Return the answer, None when it may not be asked for."""
     try:
-        answer: Reply = client.run_on(master, command)
+        (answer,) = client.run(master, [command], MAX_LISTING_BYTES)
     except TierUnavailableError:
         return None
-    return answer
+    return answer  # type: ignore[no-any-return]
