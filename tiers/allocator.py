@@ -38,9 +38,9 @@ class FreeList:
             raise InvalidRequestError(
                 "capacity_bytes", capacity_bytes, f"give a multiple of {granule_bytes}"
             )
-        self._capacity = capacity_bytes
         self._granule = granule_bytes
-        self._used_bytes = 0
+        self.used_bytes = 0
+        """Bytes handed out, rounding included."""
         self._holes: dict[int, int] = {}
         """Size of each hole by its offset."""
         self._hole_ends: dict[int, int] = {}
@@ -50,16 +50,6 @@ class FreeList:
         self._hole_starts: list[int] | None = None
         """Offsets of the holes, ascending; kept only from one reserve_at to the next."""
         self._add_hole(0, capacity_bytes)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes handed out, rounding included."""
-        return self._used_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in all holes together."""
-        return self._capacity - self._used_bytes
 
     @property
     def largest_free_bytes(self) -> int:
@@ -88,7 +78,7 @@ class FreeList:
         hole_bytes, offset = self._by_size[at]
         self._hole_starts = None
         self._take_hole(offset, hole_bytes)
-        self._used_bytes += size_bytes
+        self.used_bytes += size_bytes
         if hole_bytes > size_bytes:
             self._add_hole(offset + size_bytes, hole_bytes - size_bytes)
         return offset
@@ -122,13 +112,13 @@ class FreeList:
         if right:
             self._add_hole(stop, end - stop)
         starts[at : at + 1] = left + right
-        self._used_bytes += size_bytes
+        self.used_bytes += size_bytes
         return True
 
     def free_range(self, offset: int, size_bytes: int) -> None:
         """Free what was allocated as *size_bytes* at *offset*; anything else corrupts the list."""
         size_bytes = self.rounded(size_bytes)
-        self._used_bytes -= size_bytes
+        self.used_bytes -= size_bytes
         self._hole_starts = None
         start, end = offset, offset + size_bytes
         right_bytes = self._holes.get(end)
@@ -224,8 +214,8 @@ class Slab:
     words: NDArray[np.uint64]
     tenant: str
     holes: FreeList
-    is_told: bool = False
-    """Whether a device was told of it; ``forget`` ends that."""
+    is_announced: bool = False
+    """Whether its memory was announced to a device; ``forget`` ends that."""
     forget: Callable[[], None] | None = None
 
     def release(self) -> None:

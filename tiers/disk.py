@@ -48,12 +48,12 @@ smaller ones cost more calls than they gain.
 """
 
 RUN_BYTES = 2 << 20
-"""What is read and summed at once: whoever gives up a load waits for no more."""
+"""What is read and summed at once: who abandons a load waits for no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """What a disk tier need not be told.
+    """Settings of a disk tier that have defaults.
 
     *others* are further folders. *is_direct* reads and writes past the page cache.
     *largest_frame_bytes* is what a data file of a new tier can hold at least.

@@ -204,26 +204,22 @@ class DiskIndex:
         return count == 0 or used + count + pages // SPARE_SHARE <= pages
 
     def _opened(self) -> lmdb.Environment:
-        if self._is_in_doubt:
-            self._reopen()
-        if self._env is None:
-            raise TierUnavailableError(TIER, f"{self._path} is not open")
-        return self._env
-
-    def _reopen(self) -> None:
-        """Map the index anew: after a failed write LMDB takes no other until that is done.
+        """Return the index; after a failed write mapped anew, as LMDB takes no other before.
 
         What is there is the state before that write or the one after it: LMDB syncs the pages
         of a transaction before it writes the page that names them.
         """
-        if self._env is not None:
-            self._env.close()  # LMDB allows one mapping in a process
-            self._env = None
-        try:
-            self._env = _open_environment(self._path, self._index_bytes)
-        except (OSError, lmdb.Error) as error:
-            raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
-        self._is_in_doubt = False
+        if self._is_in_doubt:
+            self.close()  # LMDB allows one mapping in a process
+            self._is_in_doubt = True
+            try:
+                self._env = _open_environment(self._path, self._index_bytes)
+            except (OSError, lmdb.Error) as error:
+                raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
+            self._is_in_doubt = False
+        if self._env is None:
+            raise TierUnavailableError(TIER, f"{self._path} is not open")
+        return self._env
 
     def _write(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> bool:
         """Run one transaction; False, changing nothing, when it does not fit the index."""
@@ -393,7 +389,7 @@ class PendingRow:
 
 
 class GroupCommit:
-    """Group commit: rows and deletes join a batch; whoever needs one durable commits it for all.
+    """Group commit: rows and deletes join a batch; who needs one durable commits it for all.
 
     Order: the deletes and rows of one batch in one transaction, after a sync of every file
     they touch, and one batch after the other. So a region freed by a delete never has two
@@ -545,8 +541,13 @@ class GroupCommit:
                 self._files.sync(file)
             except TierUnavailableError as error:
                 failures[file] = error
+        # Failures of one disk of several are not counted.
+        counted = [failure for failure in failures.values() if not failure.is_partial]
         if rows:
-            self._note_syncs([error for error in failures.values() if not error.is_partial])
+            self._failed_syncs = self._failed_syncs + 1 if counted else 0
+        for failure in counted:
+            self._sync_failure = str(failure)
+            self._sync_retry_at_s = self._clock() + SYNC_RETRY_S
         good: list[PendingRow] = []
         for pending in rows:
             if pending.file.sync_failures == pending.sync_failures:
@@ -555,13 +556,6 @@ class GroupCommit:
                 lost = TierUnavailableError(TIER, "its bytes were lost when an earlier sync failed")
                 pending.failure = failures.get(pending.file, lost)
         return good
-
-    def _note_syncs(self, failures: list[TierUnavailableError]) -> None:
-        """Take note of a commit's syncs; failures of one disk of several are not counted."""
-        self._failed_syncs = self._failed_syncs + 1 if failures else 0
-        for error in failures:
-            self._sync_failure = str(error)
-            self._sync_retry_at_s = self._clock() + SYNC_RETRY_S
 
     def _finish(self, batch: Batch, is_written: bool) -> None:
         """Forget the rows that failed; what must still be deleted joins the next batch."""

@@ -32,7 +32,7 @@ BLOCK_BYTES = 4096
 BOUNCE_BYTES = 1 << 20
 """What one read or write past the page cache takes at a time."""
 BOUNCE_BUFFERS = 8
-"""Whoever needs one more waits."""
+"""A transfer that needs one more waits."""
 PROBE_BYTES = 1 << 20
 """Distance of the bytes that ``is_near`` looks for in the page cache."""
 READ_LIMIT_S = 60.0
@@ -142,7 +142,7 @@ class FileIO:
 
     def is_near(self, fd: int, offset: int, size_bytes: int) -> bool:
         """Whether these bytes seem to be in memory, so that to read them ahead is of no use."""
-        # The kernel looks at page after page of what it is told to read ahead: 0.1 ms for 8 MiB.
+        # The kernel looks at page after page of what it is to read ahead: 0.1 ms for 8 MiB.
         byte = bytearray(1)
         last = offset + size_bytes - 1
         try:

@@ -177,7 +177,8 @@ class GpuTier(Tier):
                 raise TierUnavailableError(self.name, "closed")
             start = self._room.allocate(need_bytes)
             if start is None:
-                raise TierFullError(self.name, need_bytes, self._room.free_bytes)
+                free_bytes = self.capacity_bytes - self._room.used_bytes
+                raise TierFullError(self.name, need_bytes, free_bytes)
             block = _Block(info, tenant, start, next(_generations))
             place = block.place()
             self._reserved[place] = block

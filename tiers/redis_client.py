@@ -175,7 +175,7 @@ class RedisClient:
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
         for at, failure in failed.items():
-            replies[at] = NodeDown(self._given_up(failure.error))
+            replies[at] = NodeDown(self._partial_failure(failure.error))
         return replies
 
     def _ask_once(
@@ -242,7 +242,7 @@ class RedisClient:
             return True
         if isinstance(failure.error, (InvalidResponse, WrongTypeError)):
             return False
-        raise self._given_up(failure.error)
+        raise self._partial_failure(failure.error)
 
     def _transfer_once(self, name: bytes, transfer: Transfer, deadline: float) -> _Failure | None:
         server: Server | None = None
@@ -286,7 +286,7 @@ class RedisClient:
     def _may_try_again(self, deadline: float) -> bool:
         return self._topology.moves and self._clock() < deadline
 
-    def _given_up(self, error: Exception) -> TierUnavailableError:
+    def _partial_failure(self, error: Exception) -> TierUnavailableError:
         """Return the error when other parts of the Cluster go on; else raise it."""
         if isinstance(error, ClusterDownError) or not self._topology.has_others():
             raise self._unavailable(error) from None

@@ -192,10 +192,12 @@ class Step(NamedTuple):
 
 def slice_steps(name: bytes, start: int, stop: int) -> Iterator[Step]:
     """Yield what brings the bytes from *start* to *stop* of the value called *name*, by slices."""
+    head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(name), name)
     for first in range(start, stop, SLICE_BYTES):
         end = min(first + SLICE_BYTES, stop)
-        (request,) = pack((b"GETRANGE", name, first, end - 1))
-        yield Step(bytes(request), b"$%d\r\n" % (end - first), end - first)
+        a, b = b"%d" % first, b"%d" % (end - 1)
+        request = b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n" % (head, len(a), a, len(b), b)
+        yield Step(request, b"$%d\r\n" % (end - first), end - first)
 
 
 @dataclass(frozen=True, slots=True)
