@@ -460,10 +460,16 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
 
 def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFinding]:
     rows = _ask(client, masters[0], b"CLUSTER", b"SLOTS")
-    served = _served(rows)
-    if isinstance(rows, list) and served < SLOTS:
-        fix = "give them one: redis-cli --cluster fix HOST:PORT"
-        yield HealthFinding(f"{SLOTS - served} of {SLOTS} slots have no master", fix, is_loss=True)
+    if isinstance(rows, list):
+        served = 0
+        for row in rows:
+            match row:
+                case [int(first), int(last), *_]:
+                    served += last - first + 1
+        if served < SLOTS:
+            reason = f"{SLOTS - served} of {SLOTS} slots have no master"
+            fix = "give them one: redis-cli --cluster fix HOST:PORT"
+            yield HealthFinding(reason, fix, is_loss=True)
     question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
     if any(_ask(client, master, *question) == [question[2], b"yes"] for master in masters):
         yield HealthFinding(
@@ -471,15 +477,6 @@ def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFind
             "set cluster-require-full-coverage to no on all its nodes",
             is_loss=False,
         )
-
-
-def _served(rows: Reply) -> int:
-    count = 0
-    for row in rows if isinstance(rows, list) else []:
-        match row:
-            case [int(first), int(last), *_]:
-                count += last - first + 1
-    return count
 
 
 def _memory(client: RedisClient, master: Server) -> Iterator[HealthFinding]:
