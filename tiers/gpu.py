@@ -145,12 +145,13 @@ class GpuTier(Tier):
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for one frame")
         self.capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
         self.device = device
-        self._arena = device.allocate(self.capacity_bytes)
+        self.memory = device.allocate(self.capacity_bytes)
+        """The whole arena (uint8): for work on frames whose places and leases the caller has."""
         try:
             self._staging = Staging(device, STAGING_LANES, staging_piece_bytes)
             self._up, self._down = device.stream(), device.stream()
         except TierUnavailableError:
-            device.release(self._arena)
+            device.release(self.memory)
             raise
         self._lock = Lock()
         # Guards all below; held for dictionary operations only.
@@ -245,10 +246,10 @@ class GpuTier(Tier):
     def _slice(self, block: _Block, offset: int, size_bytes: int) -> torch.Tensor:
         check_range(block.info.size_bytes, offset, size_bytes)
         start = block.first + offset
-        return self._arena[start : start + size_bytes]
+        return self.memory[start : start + size_bytes]
 
     def _word(self, block: _Block) -> torch.Tensor:
-        return self._arena[block.first - _WORD_BYTES : block.first].view(torch.int64)
+        return self.memory[block.first - _WORD_BYTES : block.first].view(torch.int64)
 
     # --- out
 
@@ -291,14 +292,9 @@ class GpuTier(Tier):
         block = self._block(key)
         return DEFAULT_TENANT if block is None else block.tenant
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """The whole arena (uint8): for work on frames whose places and leases the caller has."""
-        return self._arena
-
     def arena_file(self) -> int:
         """Return a descriptor from which another process maps the arena; the caller closes it."""
-        return self.device.export(self._arena)
+        return self.device.export(self.memory)
 
     def _block(self, key: ChunkKey) -> _Block | None:
         with self._lock:
@@ -363,7 +359,7 @@ class GpuTier(Tier):
             self._closed = True
             self._sealed.clear()
             self._reserved.clear()
-        arena, self._arena = self._arena, torch.empty(0, dtype=torch.uint8)
+        arena, self.memory = self.memory, torch.empty(0, dtype=torch.uint8)
         with suppress(TierUnavailableError):  # a device that failed has nothing under way
             for stream in (self._up, self._down):
                 stream.record().synchronize()

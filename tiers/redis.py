@@ -120,15 +120,13 @@ class CapacityTracker:
         with self._lock:
             return self._chunks.get(key) or self._peers.get(key)
 
-    def counted(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Manifest | None]:
-        """Return the manifests counted for *keys*. Ask before a read that may prove them gone."""
-        with self._lock:
-            return {key: self._chunks.get(key) for key in keys}
+    def counted(self, keys: Sequence[ChunkKey] | None = None) -> dict[ChunkKey, Manifest | None]:
+        """Return the manifests counted for *keys*, or for all there are.
 
-    def everything(self) -> dict[ChunkKey, Manifest]:
-        """Return a copy of all that is counted."""
+        Call this before a read that may prove them gone.
+        """
         with self._lock:
-            return dict(self._chunks)
+            return {key: self._chunks.get(key) for key in (self._chunks if keys is None else keys)}
 
     def note(
         self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest | None]
@@ -156,7 +154,7 @@ class CapacityTracker:
             self._peers.pop(key, None)
 
     def reconcile(
-        self, before: Mapping[ChunkKey, Manifest], found: Mapping[ChunkKey, Manifest]
+        self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest]
     ) -> None:
         """Take in a listing: count all it *found*, and of *before* only that."""
         with self._lock:
@@ -405,7 +403,7 @@ class RedisTier(Tier):
         return [found.get(key) for key in keys]
 
     def _list(self) -> list[Manifest]:
-        before = self._capacity.everything()
+        before = self._capacity.counted()
         found, whole = self._stored.scan()
         self._never_answered = ""
         self._capacity.reconcile(before if whole else {}, found)
