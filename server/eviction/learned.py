@@ -190,7 +190,7 @@ class LearnedEviction(LruEviction):
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        oldest = LeafCursor(filterfalse(keep, self._leaves.walk()), self._used.__getitem__)
+        oldest = LeafCursor(filterfalse(keep, self._queues.walk()), self._used.__getitem__)
         orphaned: dict[int, int] = {}
         pool: list[int] = []
         is_scored = True

@@ -18,8 +18,6 @@ _PLACES = {  # of each of proto's POLICIES
     "learned": "learned:LearnedEviction",
 }
 
-_HAVE_DEADLINES = {"hit_density", "learned"}
-
 
 def make_policy(
     name: str, history: AccessHistory, clock: Callable[[], float] | None = None
@@ -38,7 +36,7 @@ def make_policy(
     policy: EvictionPolicy
     if name == "lru":
         policy = kind()
-    elif name in _HAVE_DEADLINES:
+    elif name in ("hit_density", "learned"):
         policy = kind(history, clock=clock)
     else:
         policy = kind(history)
