@@ -20,7 +20,7 @@ MAX_CLASSES = 1024
 """Numbers of classes; a chunk that would need another is of its coarser class."""
 
 MAX_GROUPS = 8
-"""Groups told apart; the others are one."""
+"""Groups of their own; the others are one."""
 
 HINTS = 3
 """Hints of the reuse of a chunk: 0 none, 1 discard, 2 keep."""
@@ -72,7 +72,7 @@ class ChunkClasses:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The groups told apart, in the order of their numbers."""
+        """The groups that have numbers of their own, in their order."""
         return tuple(self._groups)
 
     def context(self, turn: int, chunks: int) -> int:
@@ -422,7 +422,7 @@ class AccessHistory:
             follower(rows)
 
     def forget_all(self, rows: Rows) -> None:
-        """Each row will be another chunk's, or nobody's."""
+        """Each row will be another chunk's, or none's."""
         rows, seen = self._known(rows), self._seen
         if not len(rows):
             return
@@ -465,7 +465,7 @@ class AccessHistory:
         )
 
     def reach(self, row: int) -> None:
-        """Let there be a place for *row*. The last place is always nobody's."""
+        """Let there be a place for *row*. The last place is always empty."""
         if row + 1 < len(self.hits):
             return
         count = row + 1 - len(self.hits) + spare_rows(row)

@@ -11,7 +11,7 @@ from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 
 DISCARD = 1
-"""The reuse hint that says a chunk is of no more use."""
+"""The reuse hint of a chunk that is of no more use."""
 
 _DISCARDED, _OTHERS = 0, 1
 _TICK_BITS = 56

@@ -124,7 +124,7 @@ class LeafFirstEviction(EvictionPolicy):
     # --- events
 
     def _reach(self, row: int) -> None:
-        """Let there be a place for *row*. The last place is always nobody's."""
+        """Let there be a place for *row*. The last place is always empty."""
         if row + 1 < len(self._here):
             return
         count = row + 1 - len(self._here) + spare_rows(row)
@@ -243,7 +243,7 @@ class LeafFirstEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield victims: *leaves*, which come by rank, least first, and whom they expose.
+        """Yield victims: *leaves*, which come by rank, least first, and those they expose.
 
         A parent is a candidate once every child of it was named, by its own rank.
         """

@@ -20,7 +20,7 @@ from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import RowHeap
 
 LEAST_DENSITY, MOST_DENSITY = 1 / 64, 64.0
-"""Bounds of a density: numbers of engines are not to be believed beyond them."""
+"""Bounds of a density: numbers of engines are not trusted beyond them."""
 
 _MOST_FLOPS = 1e30
 _HALVED_AFTER = 4096

@@ -1,4 +1,4 @@
-"""The eviction interface: what happened on one tier goes in, whom to evict comes out."""
+"""The eviction interface: what happened on one tier goes in, what to evict comes out."""
 
 from __future__ import annotations
 

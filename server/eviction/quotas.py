@@ -19,7 +19,7 @@ from kvstore.server.eviction.leaf_tree import closes_circle
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 
 MAX_PARTITIONS = 15
-"""And one for everybody else, number 0. Each costs the columns of its policy by row."""
+"""And one for all others, number 0. Each costs the columns of its policy by row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PartitionTable:
         self._categories = {name: number for number, name in enumerate(categories, first)}
 
     def number(self, tenant: str, category: str = "") -> int:
-        """Return the partition of chunks of *tenant* and *category*; 0 is everybody else's."""
+        """Return the partition of chunks of *tenant* and *category*; 0 is that of all others."""
         return self._tenants.get(tenant, 0) or self._categories.get(category, 0)
 
     def quotas(
@@ -183,7 +183,7 @@ class PartitionedEviction(EvictionPolicy):
         quota = self.quotas[number]
         limit, most = quota.limit_bytes, quota.limit_chunks
         owed = max(0, self._used[number] + need_bytes - limit) if limit else 0
-        # A chunk too many is a byte at least, and whoever frees a byte frees a chunk.
+        # A chunk too many is a byte at least, and to free a byte is to free a chunk.
         over = len(self.parts[number]) + need_chunks * (need_bytes > 0) - most if most else 0
         return max(owed, over)
 
@@ -275,7 +275,7 @@ MAX_SAMPLED_CHUNKS = 1_024
 """Sampled chunks that are remembered; the sample is halved before there are more."""
 
 LEAST_SAMPLED = 256
-"""Sampled chunks that have to be asked for before the curve says anything."""
+"""Sampled chunks that have to be asked for before there is a curve."""
 
 WINDOW_CHUNKS = 1 << 16
 """Sampled chunks asked for until what came before counts half."""
@@ -302,7 +302,7 @@ class MissRatioCurve:
     section 3), and of a request's it counts how many others were used since: under LRU that
     answers for all sizes at once (Mattson et al., 1970). The end of a prompt is used before
     what begins it, which is leaf-LRU, and chunks count as hit up to the first that is not.
-    Where more or fewer chunks than the rate says are in the sample, the difference is taken for
+    Where more or fewer chunks than by the rate are in the sample, the difference is taken for
     hits, as it is the most popular chunks that make it (SHARDS-adj, their section 3.4).
 
     A lookup costs one comparison of its keys, and some array operations when it has sampled
@@ -317,7 +317,7 @@ class MissRatioCurve:
         self._limit_nodes = limit_nodes
         self._halvings = 0
         self._slots: dict[int, int] = {}
-        """Where the last use of each sampled chunk stands."""
+        """Where the last use of each sampled chunk is."""
         self._used = np.zeros(2 * limit_nodes, np.int64)
         self._tick = 0
         self._expected = 0.0

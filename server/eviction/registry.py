@@ -24,9 +24,8 @@ def make_policy(
 ) -> EvictionPolicy:
     """Return a new policy, which ranks by *history*.
 
-    Decisions that may take long end in the order of LRU where *clock*, in seconds, says that
-    they do; without one they take the time they take, and are the same in every run.
-    Raises InvalidRequestError.
+    Decisions that take long by *clock*, in seconds, end in the order of LRU; without one none
+    does, and they are the same in every run. Raises InvalidRequestError.
     """
     place = _PLACES.get(name)
     if place is None:

@@ -19,7 +19,7 @@ from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
 
 LENGTHS = 4
 LENGTH_TOKENS = 8192
-"""Prompts are told apart by how often they have so many tokens, up to three times."""
+"""Prompts differ by how often they have so many tokens, up to three times."""
 FREQUENCIES = 3
 KINDS = 2 * LENGTHS * 2 * FREQUENCIES
 FAMILIAR_CHUNKS = 2
@@ -129,7 +129,7 @@ class ReuseForecast:
         return self._table.chance(self._kinds[row], age_s, until_s)
 
     def gave_up(self, row: int, now_s: float) -> None:
-        """The slow tier evicted a chunk, which says how long it keeps what nobody asks for."""
+        """The slow tier evicted a chunk, which shows how long it keeps what is not asked for."""
         if not self.history.knows(row):
             return
         age_s = self._age_s(row, now_s)

@@ -36,7 +36,7 @@ class AgeSlots:
         """All that were counted came up to here."""
 
     def open(self, now_s: float) -> None:
-        """Let there be slots for those who came since the last call."""
+        """Let there be slots for those that came since the last call."""
         if now_s <= self._until_s:
             return
         starts_s = now_s - _OPENED_S[::-1]
@@ -47,7 +47,7 @@ class AgeSlots:
         self._until_s = now_s
 
     def _merge(self, now_s: float, starts_s: NDArray[np.float64]) -> None:
-        """Keep those of *starts_s* that are apart; nobody is in those behind the present ones."""
+        """Keep those of *starts_s* that are apart; those behind the present ones are empty."""
         kept = [0]
         most_s = np.inf
         # From old to young, so that a start that was kept once is kept as it ages.
@@ -299,7 +299,7 @@ class DensityTable:
     def forgotten(
         self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
     ) -> None:
-        """Chunks that waited are known no longer: nobody will see what becomes of them."""
+        """Chunks that waited are known no longer; what becomes of them will not be seen."""
         self._lost.note(classes, since_s, now_s)
         self._note(len(classes), now_s)
 
