@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
 from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
@@ -67,10 +68,7 @@ class Health(health.HealthServicer):
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     """Return what answers every RPC of kvstore.v1 over *backend*."""
     store, clock = backend.store, backend.checks.clock
-    explainer = Explainer(
-        store.catalog, store.tiers.sources, store.catalog.outcomes, clock, store.states,
-        store.spaces,
-    )  # fmt: skip
+    explainer = Explainer(store, clock)
     backend.sessions.on_open.append(explainer.spaces.note)
     requests = RequestLog(clock)
     data, admin = DataCalls(backend, explainer, requests), AdminCalls(backend, explainer, requests)
@@ -93,7 +91,7 @@ def bind(
 
     Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
     """
-    largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
+    largest = MESSAGE_BYTES + MESSAGE_SLACK_BYTES
     connections = most_connections(config.max_sessions, taken)
     server = grpc.server(
         shedder.reads,
