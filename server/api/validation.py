@@ -46,7 +46,7 @@ from kvstore.proto.types import (
 from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, AskedChunk, Measured
 from kvstore.server.blending.resolver import AskedSegment, Question, Report
 from kvstore.server.blending.scores import Context, Scores
-from kvstore.server.index.results import ChunkDetails
+from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart
 from kvstore.server.store.reservations import PutResult

@@ -17,12 +17,13 @@ from kvstore.server.blending.content_index import CONTENT_LIMIT
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
 from kvstore.server.index.hints import PutInfo
+from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.index.known_models import ImportanceTable, ModelRegistry
 from kvstore.server.index.prefix_ends import ResumeRequirements
-from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
+from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.values import GateTerms, StateRule
-from kvstore.server.store.lookup import Lookup
+from kvstore.server.store.lookup import Leasing, Lookup
 from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
 from kvstore.server.store.plans import BatchPlan, plan_batch
 from kvstore.server.store.put_announcements import PutAnnouncements
@@ -301,7 +302,7 @@ class Store:
 
     def chunks_of(self, space: Namespace) -> list[ChunkDetails]:
         """Return every chunk of a namespace that this node knows."""
-        return self.catalog.queries.chunks_of(space)
+        return self.catalog.queries.page(space)
 
     # --- life
 

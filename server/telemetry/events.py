@@ -7,7 +7,7 @@ that missed some, hints in any case: who acts on one that is wrong asks a node t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from struct import Struct
 from threading import Event as Flag
 from time import sleep
@@ -132,10 +132,11 @@ class EventLog:
 
     # --- who writes
 
-    def stored(self, tier: str, info: ChunkInfo, put_info: object = None) -> None:
-        """A copy became visible on *tier*."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
+        """Copies became visible on *tier*."""
         if tier in self._tiers:
-            self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
+            for info in infos:
+                self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""
