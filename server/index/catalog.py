@@ -19,7 +19,7 @@ from kvstore.server.index.holds import Lease, Leases, LeaseTerms, TenantOf
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.queries import CatalogQueries
-from kvstore.server.index.saved_history import MAX_CHUNKS, HistoryState, SavedHistory
+from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
 from kvstore.server.telemetry.outcomes import Outcomes
 
@@ -532,11 +532,11 @@ class Catalog:
             self._access_log.apply_all()
             now = self._clock()
             rows = np.fromiter(filter(known.history.knows, self._index.known_rows()), np.intp)
-            state = HistoryState.of(known.history, rows[-MAX_CHUNKS:], now)
             rows = rows[-MAX_CHUNKS:]
-            state.chunks["key"] = self._index.keys(rows)
-            known.hints.write(rows, state.chunks, now)
-            return SavedHistory(list(known.groups), state)
+            saved = SavedHistory.of(list(known.groups), known.history, rows, now)
+            saved.chunks["key"] = self._index.keys(rows)
+            known.hints.write(rows, saved.chunks, now)
+            return saved
 
     def restore(self, saved: SavedHistory) -> int:
         """Remember what an earlier run did; return how many chunks. Before any other event.
@@ -545,15 +545,15 @@ class Catalog:
         """
         known = self._metadata
         with self._lock:
-            for names in saved.groups:
+            for names in saved.names:
                 known.group(*names)
-            chunks = saved.state.chunks[-max(1, known.evicted_limit) :]
+            chunks = saved.chunks[-max(1, known.evicted_limit) :]
             keys = [ChunkKey(key) for key in chunks["key"].tolist()]
             rows = np.array([self._index.add_evicted(key) for key in keys], np.intp)
-            state = replace(saved.state, chunks=chunks[rows > 0])
-            state.fill(known.history, rows[rows > 0], self._clock())
-            known.hints.restore(rows[rows > 0], state.chunks, self._clock())
-            return len(state.chunks)
+            chunks, rows = chunks[rows > 0], rows[rows > 0]
+            replace(saved, chunks=chunks).fill(known.history, rows, self._clock())
+            known.hints.restore(rows, chunks, self._clock())
+            return len(chunks)
 
 
 def _chains(infos: Sequence[ChunkInfo]) -> Iterator[list[ChunkInfo]]:
