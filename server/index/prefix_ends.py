@@ -60,7 +60,7 @@ class StateCheckpoints:
 
     def __init__(self) -> None:
         self.flags = array("B")
-        """The ``flags_of`` each chunk with a copy; the index lengthens it."""
+        """The ``flags_of`` the layout of each chunk with a copy; the index lengthens it."""
         self.needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
         """By namespace, for models that need anything."""
         self._latest: tuple[KVLayout | None, ResumeRequirements, int]
