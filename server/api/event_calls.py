@@ -97,7 +97,7 @@ class EventCalls:
     ) -> Iterator[pb.EventsResponse]:
         caller = principal_of(context)
         heard_at = self._clock()
-        while context.is_active() and not log.wait(0.0):
+        while context.is_active() and not log.ended.is_set():
             left_s = context.time_remaining()
             if left_s is not None and left_s < _LAST_S:
                 return
@@ -114,7 +114,7 @@ class EventCalls:
                 yield pb.EventsResponse(server=self._stamp, cursor=reader.cursor)
                 heard_at = now
             else:
-                log.wait(POLL_S)
+                log.ended.wait(POLL_S)
 
     def _knows(self, caller: Principal) -> bool:
         """Whether *caller*'s credentials are still valid."""

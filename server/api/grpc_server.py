@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
 from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
@@ -93,7 +94,7 @@ def bind(
 
     Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
     """
-    largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
+    largest = MESSAGE_BYTES + MESSAGE_SLACK_BYTES
     connections = most_connections(config.max_sessions, taken)
     server = grpc.server(
         shedder.reads,

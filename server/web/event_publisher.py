@@ -375,7 +375,7 @@ class NodeEvents:
     def end(self) -> None:
         """Have readers of the RPC stop."""
         if self.log is not None:
-            self.log.end()
+            self.log.ended.set()
 
     def close(self) -> None:
         """Stop publishing. Idempotent."""
