@@ -231,8 +231,7 @@ class Node:
 
     def _open_scrub(self) -> Scrub:
         config = self._config
-        moves, rate = self.store.moves, config.scrub_bytes_per_s
-        scrub = Scrub(moves, config.scrub_tiers, rate, self._clock)
+        scrub = Scrub(self.store.moves, config.scrub_tiers, config.scrub_bytes_per_s)
         self._closers.append(scrub.close)
         return scrub
 
@@ -354,7 +353,7 @@ class Node:
         is_bulk_alive = self.bulk is None or self.bulk.is_alive()
         is_publishing = is_bulk_alive and self.events.is_alive()
         return (
-            self.store.is_alive()
+            self.store.moves.work_queue.is_alive()
             and is_publishing
             and (self.unix_server is None or self.unix_server.is_alive())
         )

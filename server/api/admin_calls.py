@@ -71,13 +71,14 @@ class AdminCalls:
         if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
             raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
         keys = self._checks.keys(session, request.digests)
-        return pb.PinResponse(server=self._stamp, pinned=self._store.pin(keys, request.ttl_ms))
+        pinned = self._catalog.pin(keys, request.ttl_ms / 1000)
+        return pb.PinResponse(server=self._stamp, pinned=pinned)
 
     def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         """End pins."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        return pb.UnpinResponse(server=self._stamp, unpinned=self._store.unpin(keys))
+        return pb.UnpinResponse(server=self._stamp, unpinned=self._catalog.unpin(keys))
 
     def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
@@ -124,10 +125,13 @@ class AdminCalls:
         if request.ranks and len(keys) > MAX_RANKED:
             raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
         chunks = []
-        for held in self._store.stat(keys):
+        for key in keys:
+            held = self._catalog.queries.details(key)
+            if held is None:
+                continue
             chunk = chunk_stat(held)
             if request.ranks:
-                self._rank(held.key, chunk)
+                self._rank(key, chunk)
             chunks.append(chunk)
         return pb.StatResponse(server=self._stamp, chunks=chunks)
 

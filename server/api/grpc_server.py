@@ -68,10 +68,7 @@ class Health(health.HealthServicer):
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     """Return what answers every RPC of kvstore.v1 over *backend*."""
     store, clock = backend.store, backend.checks.clock
-    explainer = Explainer(
-        store.catalog, store.tiers.sources, store.catalog.outcomes, clock, store.states,
-        store.spaces,
-    )  # fmt: skip
+    explainer = Explainer(store, clock)
     backend.sessions.on_open.append(explainer.spaces.note)
     requests = RequestLog(clock)
     data, admin = DataCalls(backend, explainer, requests), AdminCalls(backend, explainer, requests)

@@ -169,7 +169,7 @@ class DataCalls:
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
-            self._store.announcements.wait(keys, min(deadline, started + request.wait_ms / 1000))
+            self._store.await_puts(keys, min(deadline, started + request.wait_ms / 1000))
         least = fidelity(request.min_fidelity)
         match = self._store.lookup(
             session,
@@ -387,7 +387,7 @@ class DataCalls:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        pending = self._store.announcements.announce(session, keys, request.ttl_ms)
+        pending = self._store.announce_puts(session, keys, request.ttl_ms)
         return pb.AnnouncePutsResponse(server=self._stamp, pending=pending)
 
     def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.WeighResponse:
