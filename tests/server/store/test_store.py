@@ -286,8 +286,8 @@ def test_clear_forgets_the_own_namespace_only(core: Core, session: Session) -> N
         4,
         0,
     )
-    assert core.catalog.queries.chunks_of(session.namespace) == []
-    assert [h.key for h in core.catalog.queries.chunks_of(blue.namespace)] == keys_of(theirs)
+    assert core.catalog.queries.page(session.namespace) == []
+    assert [h.key for h in core.catalog.queries.page(blue.namespace)] == keys_of(theirs)
     assert core.get(blue, keys_of(theirs)) == frames_of(theirs)
 
 
