@@ -248,9 +248,7 @@ class Writers:
         self.oracle.durable = {k for k in self.oracle.durable if k[:16] != session.namespace}
         if self.world.plan.is_quiet:
             assert all(self.world.catalog.copies(key) for key in kept)
-            left = {
-                holding.key for holding in self.world.catalog.queries.page(session.namespace)
-            }
+            left = {holding.key for holding in self.world.catalog.queries.page(session.namespace)}
             if deadline > self.world.clock():
                 assert all(self.oracle.is_held(key) for key in known & left)
 
