@@ -45,7 +45,7 @@ def test_an_executor_counts_what_waits_and_not_what_runs() -> None:
     executor = BoundedExecutor("test", 1, 2)
     gate = threading.Event()
     first = executor.submit(gate.wait)
-    assert eventually(lambda: not executor.waiting)
+    assert eventually(lambda: not executor._queued_at)
     others = [executor.submit(int) for _ in range(2)]
     assert executor.is_full
     gate.set()
@@ -62,14 +62,14 @@ def test_an_executor_is_late_when_calls_waited_too_long_and_many_are_to_come() -
     for gate in gates:
         executor.submit(gate.wait)
     last = executor.submit(int)
-    assert eventually(lambda: executor.waiting == 3)
+    assert eventually(lambda: len(executor._queued_at) == 3)
     now[0] += 2 * LATE_S
     assert not executor.is_late, "a thread that stands still says nothing of those that come"
     gates[0].set()
-    assert eventually(lambda: executor.waiting == 2)
+    assert eventually(lambda: len(executor._queued_at) == 2)
     assert executor.is_late
     gates[1].set()
-    assert eventually(lambda: executor.waiting == 1)
+    assert eventually(lambda: len(executor._queued_at) == 1)
     assert not executor.is_late, "what is next is soon begun"
     gates[2].set()
     last.result(10)
