@@ -189,14 +189,10 @@ class Directory:
 
     # --- announcing
 
-    def covers(self, tier: str) -> bool:
-        """Only what is in memory is announced."""
-        return tier == _MEMORY
-
-    def stored(self, tier: str, info: ChunkInfo, put_info: object = None) -> None:
-        """A copy became visible on *tier*."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
+        """Copies became visible on *tier*; those in memory are announced."""
         if tier == _MEMORY:
-            self.announce((info.key,))
+            self.announce([info.key for info in infos])
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""
