@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 
 from bench.workload import MIB, TINY, redis_server
-from kvstore.codecs.base import codec_by_name
 from kvstore.proto.types import (
     ROOT,
     ChainDigest,
@@ -35,7 +34,7 @@ from kvstore.server.store.lookup import Lookup
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -58,7 +57,7 @@ class Control:
         self.catalog = Catalog(policies, leases, 1, time.monotonic)
         queues = {f"ask-{name}": 0 for name in self.names}
         work_queue = WorkQueue(queues, 16, time.monotonic)
-        moves = Moves(Tiers.of(slots), self.catalog, work_queue, Counters(), time.monotonic, 1000)
+        moves = Moves(Tiers(slots), self.catalog, work_queue, Counters(), time.monotonic, 1000)
         self._lookup = Lookup(moves, 30_000)
         sessions = SessionTable(1, 60_000, lambda _: b"salt", time.monotonic, os.urandom)
         self._session: Session = sessions.open(TINY, "bench")
@@ -91,7 +90,7 @@ class Control:
 
 def _slot(tier: Tier) -> TierSlot:
     breaker = Breaker("tier", 3, 1000, time.monotonic)
-    return TierSlot(tier, codec_by_name("raw"), LruEviction(), breaker, time.monotonic)
+    return TierSlot(tier, TierCodec("raw"), LruEviction(), breaker, time.monotonic)
 
 
 def prompts() -> Iterator[list[ChunkInfo]]:

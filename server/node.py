@@ -24,9 +24,10 @@ from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, s
 from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
-from kvstore.server.api.unix_calls import LocalCalls
-from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
+from kvstore.server.api.unix_calls import UnixCalls
+from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
 from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.blending.content_reader import ContentReader
 from kvstore.server.cluster.setup import Me, open_directory, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
@@ -39,8 +40,7 @@ from kvstore.server.settings.process_limits import (
     taken,
 )
 from kvstore.server.settings.settings import Settings
-from kvstore.server.store.blend_saver import BlendKeeper
-from kvstore.server.store.saved_state import HistoryKeeper
+from kvstore.server.store.saved_state import StateKeeper
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.metrics import Counters
@@ -49,7 +49,7 @@ from kvstore.server.tiering.codec_choice import begin_choices
 from kvstore.server.wiring import build_store
 
 if TYPE_CHECKING:  # their files load an HTTP server, ZeroMQ and torch
-    from kvstore.server.bulk.tcp_server import BulkAt, StreamPlane
+    from kvstore.server.bulk.tcp_server import BulkServer
     from kvstore.server.store.device_puts import DevicePuts
     from kvstore.server.web.event_publisher import EventPublisher
     from kvstore.server.web.http_pages import HttpPort
@@ -116,7 +116,7 @@ class Maintenance:
 
 
 class Node:
-    """One server: tiers, store, data plane and gRPC. ``port`` is the one it got.
+    """One server: tiers, store, Unix socket and gRPC. ``port`` is the one it got.
 
     Raises KVStoreError with one sentence when something it was told to use cannot be used;
     nothing is left open then.
@@ -141,7 +141,7 @@ class Node:
         self.store = build_store(config, clock, self.counters, self._closers, models, _new_id)
         self._keeper = self._open_keeper()
         self.recovered_chunks = self.store.recover()
-        self._blends = self._open_blends()
+        self._content_reader = self._open_content_reader()
         self.sessions = SessionTable(
             config.max_sessions,
             config.limits.session_ttl_ms,
@@ -164,15 +164,15 @@ class Node:
         self._grpc, self.port = bind(config, shedder, auth, errors, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
-        self.data_plane = self._open_data_plane()
+        self.unix_server = self._open_unix_server()
         limits = ServiceLimits(
             config.limits.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
         checks = Checks(limits, clock)
         self.device_puts = self._open_device_puts()
-        self.bulk: StreamPlane | None = None
-        bulk_at = self._open_bulk(checks)
-        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk_at)
+        self.bulk: BulkServer | None = None
+        bulk = self._open_bulk(checks)
+        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk)
         self.directory = open_directory(
             config, identity.boot_id, self.port, identity.bulk_address, self.counters, clock
         )
@@ -194,16 +194,15 @@ class Node:
         self._scrub = self._open_scrub()
         self.events, self.publisher = self._open_events(identity.boot_id)
         backend = Backend(
-            self.store, self.sessions, checks, identity, self.trust, self.data_plane,
+            self.store, self.sessions, checks, identity, self.trust, self.unix_server,
             self.device_puts, self._scrub, self.events, self.directory,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
-        if self.data_plane is not None:
+        if self.unix_server is not None:
             learn = self.store.catalog.drain_some
-            calls = LocalCalls(service, self.trust.authorizer, learn)
-            calls.tracing = self._tracing
-            self.data_plane.answer_calls(calls.answer)
+            calls = UnixCalls(service, self.trust.authorizer, learn, self._tracing)
+            self.unix_server.answer = calls.answer
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection(
@@ -219,18 +218,21 @@ class Node:
                 slot.tracing = tracing
         return ErrorInterceptor(tracing)
 
-    def _open_keeper(self) -> HistoryKeeper | None:
+    def _open_keeper(self) -> StateKeeper | None:
         if "disk" not in self._config.tiers:
             return None
-        folder, catalog = self._config.disk.path, self.store.catalog
-        keeper = HistoryKeeper(catalog, folder, self.counters, self._clock, time.time)
-        keeper.spaces = self.store.spaces
+        keeper = StateKeeper(self.store, self._config.disk.path, time.time)
         keeper.load()
         return keeper
 
-    def _open_blends(self) -> BlendKeeper:
-        folder = self._config.disk.path if "disk" in self._config.tiers else None
-        return BlendKeeper(self.store, folder, self._config.blend_contents, self._clock)
+    def _open_content_reader(self) -> ContentReader:
+        slots, limit = self.store.tiers.slots, 0
+        kept = [slots["cpu"]]
+        if "disk" in slots:
+            kept.append(slots["disk"])
+            limit = self._config.blend_contents
+        contents = self.store.blends.contents
+        return ContentReader(self.store.catalog, contents, kept, limit, self._clock)
 
     def _open_scrub(self) -> Scrub:
         config = self._config
@@ -256,13 +258,13 @@ class Node:
         self._closers.append(publisher.close)
         return log, publisher
 
-    def _open_data_plane(self) -> DataPlane | None:
+    def _open_unix_server(self) -> UnixServer | None:
         path = self._config.socket_path_for(self.port)
         if path is None:
             return None
         config = self._config
         most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
-        limits = PlaneLimits(
+        limits = UnixLimits(
             config.max_sessions,
             MAX_STAGING_BYTES,
             config.workers,
@@ -271,7 +273,7 @@ class Node:
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
         auth = self.trust.authorizer.session_auth
         try:
-            plane = DataPlane(path, self.sessions, files, self._clock, limits, auth)
+            server = UnixServer(path, self.sessions, files, self._clock, limits, auth)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -279,11 +281,11 @@ class Node:
                 "no Unix socket: clients of this host use the network", reason=str(error)
             )
             return None
-        self._closers.append(plane.close)
-        return plane
+        self._closers.append(server.close)
+        return server
 
     def _open_device_puts(self) -> DevicePuts | None:
-        if self.store.tiers.gpu_tier is None or self.data_plane is None:
+        if self.store.tiers.gpu_tier is None or self.unix_server is None:
             return None
         from kvstore.server.store.device_puts import open_device_puts
 
@@ -291,7 +293,7 @@ class Node:
         if puts is not None:
             self._closers.append(puts.close)
             self.sessions.on_close.append(puts.end_session)
-            self.data_plane.take_ring = puts.take_ring
+            self.unix_server.take_ring = puts.take_ring
         return puts
 
     def _slab_file(self, slab_id: int, tenant: str) -> tuple[int, int]:
@@ -301,22 +303,22 @@ class Node:
             return arena, os.fstat(arena).st_size
         return moves.tiers.cpu_tier.slab_file(slab_id, tenant), moves.tiers.cpu_tier.slab_bytes
 
-    def _open_bulk(self, checks: Checks) -> BulkAt | tuple[()]:
+    def _open_bulk(self, checks: Checks) -> tuple[str, bytes]:
+        """Return the address of the bulk channel and its certificate."""
         config = self._config
         if config.bulk == "off":
-            return ()
+            return "", b""
         from kvstore.server.bulk.peer_server import PeerLimits
         from kvstore.server.bulk.service import BulkService
-        from kvstore.server.bulk.tcp_requests import MAX_STREAMS
-        from kvstore.server.bulk.tcp_server import open_streams
+        from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        service = BulkService(self.store, self.sessions, checks, PeerLimits.of(config))
+        auth, limits = self.trust.authorizer.session_auth, PeerLimits.of(config)
+        service = BulkService(self.store, self.sessions, checks, auth, limits)
         service.tracing = self._tracing
-        auth = self.trust.authorizer.session_auth
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
-        self.bulk, where = open_streams(config, service, self.sessions, auth, self._clock, most)
+        self.bulk, certificate = open_bulk(config, service, most)
         self._closers.append(self.bulk.close)
-        return where
+        return self.bulk.address, certificate
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
         slot = self.store.tiers.file_backed
@@ -371,13 +373,13 @@ class Node:
 
     def is_alive(self) -> bool:
         """Whether every thread the node depends on lives."""
-        parts = (self.store, self._maintenance, self._learner, self.data_plane, self.bulk,
+        parts = (self.store, self._maintenance, self._learner, self.unix_server, self.bulk,
                  self.publisher)  # fmt: skip
         return all(part is None or part.is_alive() for part in parts)
 
     def _open_maintenance(self) -> Maintenance:
         maintenance = Maintenance(self._clock)
-        parts = (self.store, self.publisher, self._shedder, self.data_plane, self._http)
+        parts = (self.store, self.publisher, self._shedder, self.unix_server, self._http)
         ticks = [part.tick for part in parts if part is not None]
         jobs = (self._expire_sessions, self._end_revoked, self._check_health)
         maintenance.every(TICK_S, *ticks, *jobs)
@@ -402,7 +404,7 @@ class Node:
             self.store.catalog.drain(TICK_S)
             if self._keeper is not None:
                 self._keeper.save_if_due()
-            self._blends.step()
+            self._content_reader.step()
             if not self._maintenance.is_alive() and not self._stopping.is_set():
                 self._check_health()  # as its thread would
 
@@ -419,14 +421,13 @@ class Node:
         if self.events is not None:
             self.events.end()
         self._grpc.stop(min(grace_s, 2.0)).wait()
-        if self.data_plane is not None:
-            self.data_plane.close()
+        if self.unix_server is not None:
+            self.unix_server.close()
         # Puts that had begun may have landed behind the first pass.
         clean = self.store.drain(deadline)
         self.store.writes.close()
         if self._keeper is not None:
             self._keeper.save()
-        self._blends.save()
         self._close()
         return clean
 

@@ -40,7 +40,7 @@ from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.codec_choice import QUEUE
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import NamedCodec, TierCodec, Tiers, TierSlot, lossless_codec
+from kvstore.server.tiering.tier_slot import LOSSLESS, TierCodec, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -253,7 +253,7 @@ def build_store(
     work_queue = WorkQueue(queues, config.limits.mover_queue, clock, batch_parallelism(), expect)
     closers.append(work_queue.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
-    moves = Moves(Tiers.of(slots), catalog, work_queue, counters, clock, move_timeout_ms)
+    moves = Moves(Tiers(slots), catalog, work_queue, counters, clock, move_timeout_ms)
     limits = StoreLimits(
         lease_ttl_ms=config.lease_ttl_ms,
         max_reservations_per_session=config.limits.max_reservations_per_session,
@@ -279,15 +279,13 @@ def _slot(
         f"tier {tier.name}", config.limits.breaker_failures, config.limits.breaker_retry_ms, clock
     )
     name = config.codecs[tier.name]
-    is_open = is_auto(name)  # until it is measured
-    codec = NamedCodec(f"{name}, measuring", lossless_codec()) if is_open else NamedCodec.of(name)
-    others = [rule for rule in config.tenant_codecs if rule.tier == tier.name]
-    by_tenant = {rule.tenant: NamedCodec.of(rule.codec) for rule in others}
-    encoder = TierCodec(codec, by_tenant, models.terms_of)
-    policy = policies.by_tier[tier.name]
+    by_tenant = {rule.tenant: rule.codec for rule in config.tenant_codecs if rule.tier == tier.name}
+    encoder = TierCodec(LOSSLESS if is_auto(name) else name, by_tenant, models.terms_of)
+    if is_auto(name):
+        encoder.name = f"{name}, measuring"
     rule = config.write.get(tier.name)
     return TierSlot(
-        tier, codec.codec, policy, breaker, clock, encoder,
+        tier, encoder, policies.by_tier[tier.name], breaker, clock,
         make_admission(rule) if rule else None,
         is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
     )  # fmt: skip

@@ -23,7 +23,7 @@ from kvstore.proto.unix_socket import (
     pack_call,
     unpack_answer,
 )
-from kvstore.server.api.unix_server import DataPlane
+from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.security.authorization import SessionAuth
 
 STAGING_BYTES = 1 << 16
@@ -181,7 +181,7 @@ def joined(path: str, terms: Terms) -> Peer:
 
 
 @contextlib.contextmanager
-def ticking(plane: DataPlane) -> Iterator[None]:
+def ticking(plane: UnixServer) -> Iterator[None]:
     """Call ``tick`` of *plane* again and again, as a node does, inside ``with``."""
     over = threading.Event()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import grpc
+from grpc import ServicerContext as Context
 
 from kvstore.codecs.base import codec_name
 from kvstore.proto import kvstore_pb2 as pb
@@ -56,7 +56,7 @@ class AdminCalls:
         self._identity = backend.identity
         self._standings = backend.standings
         self._limits = trust.limits if trust else TenantLimits({}, self._clock)
-        self._data_plane = backend.data_plane
+        self._unix_server = backend.unix_server
         self._scrub = backend.scrub
         self._directory = backend.directory
         self._stamp = backend.stamp
@@ -65,7 +65,7 @@ class AdminCalls:
 
     # --- keeping and forgetting
 
-    def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.PinResponse:
+    def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
         """Keep chunks from eviction for a time."""
         session = self._sessions.get(request.session_id)
         if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
@@ -73,13 +73,13 @@ class AdminCalls:
         keys = self._checks.keys(session, request.digests)
         return pb.PinResponse(server=self._stamp, pinned=self._store.pin(keys, request.ttl_ms))
 
-    def Unpin(self, request: pb.UnpinRequest, context: grpc.ServicerContext) -> pb.UnpinResponse:
+    def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         """End pins."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         return pb.UnpinResponse(server=self._stamp, unpinned=self._store.unpin(keys))
 
-    def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
+    def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
         slots = self._store.moves.tiers.slots
         if request.tier and request.tier not in slots:
@@ -97,7 +97,7 @@ class AdminCalls:
         done = clear(self._store, keys, deadline, request.tier, dry_run=request.dry_run)
         return pb.ClearResponse(server=self._stamp, **done._asdict())
 
-    def Delete(self, request: pb.DeleteRequest, context: grpc.ServicerContext) -> pb.DeleteResponse:
+    def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         """Delete chunks; with ``if_damaged`` those alone whose bytes are."""
         if request.if_damaged:
             return self._drop_damaged(request)
@@ -117,7 +117,7 @@ class AdminCalls:
 
     # --- chunks and namespaces
 
-    def Stat(self, request: pb.StatRequest, context: grpc.ServicerContext) -> pb.StatResponse:
+    def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
         """Say what is known of chunks."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
@@ -138,9 +138,7 @@ class AdminCalls:
             copy.before, copy.at_least = turn.before, turn.is_at_least
             copy.policy = eviction.policy_report(copy.tier).name
 
-    def List(
-        self, request: pb.ListRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.ListResponse]:
+    def List(self, request: pb.ListRequest, context: Context) -> Iterator[pb.ListResponse]:
         """Yield the chunks of a session's namespace, in the order of their digests."""
         session = self._sessions.get(request.session_id)
         for name, digest in (("after", request.after), ("prefix", request.prefix)):
@@ -153,7 +151,7 @@ class AdminCalls:
             page = held[start : start + LIST_PAGE_CHUNKS]
             yield pb.ListResponse(server=self._stamp, chunks=map(chunk_stat, page))
 
-    def Spaces(self, request: pb.SpacesRequest, context: grpc.ServicerContext) -> pb.SpacesResponse:
+    def Spaces(self, request: pb.SpacesRequest, context: Context) -> pb.SpacesResponse:
         """Say which namespaces sessions of a tenant had; of others' to admins alone."""
         caller = principal_of(context)
         tenant = request.tenant or caller.tenant
@@ -176,7 +174,7 @@ class AdminCalls:
 
     # --- quotas
 
-    def Quota(self, request: pb.QuotaRequest, context: grpc.ServicerContext) -> pb.QuotaResponse:
+    def Quota(self, request: pb.QuotaRequest, context: Context) -> pb.QuotaResponse:
         """Say what a tenant takes and may take; of others than one's own to admins alone."""
         caller = principal_of(context)
         tenant = request.tenant or caller.tenant
@@ -185,9 +183,7 @@ class AdminCalls:
         tenants = self._with_quotas() if tenant == _EVERY_TENANT else [tenant]
         return pb.QuotaResponse(server=self._stamp, tenants=map(self._quota_of, tenants))
 
-    def SetQuota(
-        self, request: pb.SetQuotaRequest, context: grpc.ServicerContext
-    ) -> pb.QuotaResponse:
+    def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.QuotaResponse:
         """Change what a tenant may take, until the restart; all that is asked, or nothing."""
         self._change_quota(request)
         return pb.QuotaResponse(server=self._stamp, tenants=[self._quota_of(request.tenant)])
@@ -242,7 +238,7 @@ class AdminCalls:
 
     # --- the server
 
-    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusResponse:
+    def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         """Say how the server is; how much of it is used, and by whom, to admins alone."""
         reply = pb.StatusResponse(
             server=self._stamp,
@@ -265,12 +261,12 @@ class AdminCalls:
         reply.sessions = len(self._sessions)
         reply.leases = catalog.lease_count()
         reply.counters.update(self._store.counters.snapshot())
-        reply.socket_path = str(self._data_plane.path) if self._data_plane else ""
+        reply.socket_path = str(self._unix_server.path) if self._unix_server else ""
         if directory is not None:
             reply.directory.CopyFrom(directory.report().to_message())
         return reply
 
-    def Scrub(self, request: pb.ScrubRequest, context: grpc.ServicerContext) -> pb.ScrubResponse:
+    def Scrub(self, request: pb.ScrubRequest, context: Context) -> pb.ScrubResponse:
         """Begin a pass if asked to, and say how far the one that runs is."""
         if self._scrub is None:
             raise InvalidRequestError("method", "Scrub", "this server does not scrub")
@@ -292,13 +288,13 @@ class AdminCalls:
             unread_chunks=report.unread_chunks,
         )
 
-    def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> pb.DrainResponse:
+    def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Take no more sessions, and write down what waits. Say whether all was."""
         self._sessions.drain()
         clean = self._store.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
 
-    def Trace(self, request: pb.TraceRequest, context: grpc.ServicerContext) -> pb.TraceResponse:
+    def Trace(self, request: pb.TraceRequest, context: Context) -> pb.TraceResponse:
         """Return the lookups of a recording that nobody read yet."""
         check_local(context.peer())
         page = self._requests.read(request.recording, request.after)
@@ -318,9 +314,7 @@ class AdminCalls:
 
     # --- explanations
 
-    def Explain(
-        self, request: pb.ExplainRequest, context: grpc.ServicerContext
-    ) -> pb.ExplainResponse:
+    def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Say why chunks are hits or misses.
 
         Raises PermissionDeniedError without a session from another host.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
+from kvstore.proto import bulk, messages
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import messages
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
@@ -63,20 +63,14 @@ class GetStream:
         """
         reading = RangeRead(self.store.reads, self.session, self.least, self.deadline)
         for index, group in groupby(ranges, key=attrgetter("index")):
-            if index >= len(keys):
-                continue
-            found = reading.place(keys[index], reach) if reach is not None else None
+            found = None
+            if reach is not None and index < len(keys):
+                found = reading.place(keys[index], reach)
             if found is not None:
-                tier, place = found
-                yield self._places(index, pack_places([place]), [tier])
+                yield self._places(index, pack_places([found[1]]), [found[0]])
                 continue
-            spans = [ByteRange(one.start, one.stop) for one in group]
-            with reading.read(keys[index], spans) as stored:
-                if stored is None:
-                    continue
-                for span, data in zip(spans, stored.data, strict=True):
-                    part = LayerPart(index, stored.tier, stored.frame_bytes, span.start, data)
-                    yield from self._pieces(part)
+            for part in range_parts(reading, keys, group):
+                yield from self._pieces(part)
 
     def frames(
         self,
@@ -88,7 +82,7 @@ class GetStream:
         reads = self.store.reads
         if reach is None:
             for result in reads.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
-                yield from self._parts(result)
+                yield from self._pieces(frame_part(result))
             return
         rows = reads.in_place(keys, reach, self.least, peers)
         if len(rows):
@@ -112,7 +106,7 @@ class GetStream:
         for one in reads.get(self.session, keys[first:], self.deadline, reach, least, peers):
             result = replace(one, index=one.index + first)
             if result.place is None:
-                yield from self._parts(result)
+                yield from self._pieces(frame_part(result))
                 continue
             there.append(result)
             following = keys[result.index + 1 :][:1]
@@ -141,10 +135,6 @@ class GetStream:
             places=pb.Places(rows=rows, tier_names=names, peers=lenders),
         )
 
-    def _parts(self, result: ReadResult) -> Iterator[pb.GetResponse]:
-        frame = result.frame
-        return self._pieces(LayerPart(result.index, result.tier, len(frame), 0, frame))
-
     def _pieces(self, part: LayerPart) -> Iterator[pb.GetResponse]:
         """Cut a part of a frame into messages."""
         for start in range(0, len(part.data), messages.MESSAGE_BYTES):
@@ -160,6 +150,29 @@ class GetStream:
                     data=part.data[start : start + messages.MESSAGE_BYTES].tobytes(),
                 ),
             )
+
+
+def frame_part(result: ReadResult) -> LayerPart:
+    """Return a whole frame as one part."""
+    return LayerPart(result.index, result.tier, len(result.frame), 0, result.frame)
+
+
+def range_parts(
+    reading: RangeRead, keys: Sequence[ChunkKey], ranges: Iterable[bulk.Range | pb.FrameRange]
+) -> Generator[LayerPart, None, None]:
+    """Yield *ranges* of the frames of *keys*, in order; one read for neighbours.
+
+    Each part's memory is lent until the next is asked for.
+    """
+    for index, group in groupby(ranges, key=attrgetter("index")):
+        if index >= len(keys):
+            continue
+        spans = [ByteRange(one.start, one.stop) for one in group]
+        with reading.read(keys[index], spans) as stored:
+            if stored is not None:
+                for span, data in zip(spans, stored.data, strict=True):
+                    if len(data):
+                        yield LayerPart(index, stored.tier, stored.frame_bytes, span.start, data)
 
 
 def _row(place: SlabPlace | FilePlace | PeerPlace, tier: int) -> Place:

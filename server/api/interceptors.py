@@ -227,10 +227,10 @@ def guarded(
     return streamed if streams else answered
 
 
-def told(
+def packed_errors(
     answers: Generator[T, None, None], failure: Callable[[str, str], T], method: str
 ) -> Generator[T, None, None]:
-    """Yield *answers*; an error that ends them becomes a last one by its class name and text."""
+    """Yield *answers*; an error that ends them is packed as the last one by *failure*."""
     with RequestId():
         try:
             yield from answers

@@ -1,22 +1,24 @@
-"""Put streams: frames that arrive in pieces, one after another or layer by layer."""
+"""Put streams: frames that arrive in pieces, one after another or layer by layer.
+
+Each is used once, by one thread, inside its ``with``: leaving that frees what did not become whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Self
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey
 from kvstore.server.api.validation import Checks
-from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import PartTicket
 from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
 from kvstore.server.store.store import Store
@@ -35,67 +37,45 @@ class _Incoming:
 
 
 class PutStream:
-    """Receive the frames of one stream, one after another. Used once, by one thread.
+    """Receives the frames of one stream, one after another; those before a bad one stay stored.
 
-    Leave its ``with`` to give back the room of a frame that did not become whole.
+    Raises InvalidRequestError for what this server cannot promise.
     """
 
-    def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
+    def __init__(
+        self,
+        store: Store,
+        checks: Checks,
+        *,
+        durable: bool,
+        deadline_ms: int,
+        hints: Hints = NO_HINTS,
+    ) -> None:
+        checks.durable(durable, is_possible=store.can_be_durable)
+        self.deadline = checks.deadline(deadline_ms)
+        self.hints = hints
         self._store = store
-        self._sessions = sessions
         self._checks = checks
-        self._results: list[PutResult] = []
+        self._durable = durable
+        self._deadline_ms = deadline_ms
         self._keys: list[ChunkKey] = []
+        self._results: list[PutResult] = []
         self._incoming: _Incoming | None = None
         self._held: _Incoming | None = None
         """A whole frame whose state is kept only if the next one does not continue it."""
-        self._durable = False
-        self._deadline_ms = 0
-        self.deadline = 0.0
-        self.hints = NO_HINTS
-
-    def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
-        """Store each frame; return what became of them in order.
-
-        At the first bad message its error is raised; frames before it stay stored, the one
-        it belongs to leaves nothing behind.
-        """
-        is_open = False
-        with self:
-            for message in messages:
-                session = self._sessions.get(message.session_id)
-                if not is_open:
-                    is_open = True
-                    self.open(
-                        durable=message.durable,
-                        deadline_ms=message.deadline_ms,
-                        hints=hints_from_message(message.hints),
-                    )
-                self.take(session, message.frame_bytes, as_bytes(message.data))
-            return self.finish()
-
-    def open(self, *, durable: bool, deadline_ms: int, hints: Hints = NO_HINTS) -> None:
-        """Begin. Raises InvalidRequestError for what this server cannot promise."""
-        if durable:
-            self._checks.durable(durable, is_possible=self._store.can_be_durable)
-        self._durable, self._deadline_ms, self.hints = durable, deadline_ms, hints
-        self.deadline = self._checks.deadline(deadline_ms)
 
     def hint(self, hints: Hints) -> None:
-        """Take what the writer says of all frames. Raises InvalidRequestError once one has come."""
+        """Set the hints of all frames. Raises InvalidRequestError once one has begun."""
         if self._keys:
             raise InvalidRequestError("hints", len(self._keys), "say them before the first frame")
         self.hints = hints
 
     @property
-    def frames(self) -> int:
-        """The number of the frame that the next piece belongs to."""
-        return len(self._keys) - (self._incoming is not None)
-
-    @property
-    def received_bytes(self) -> int:
-        """How far that frame is."""
-        return 0 if self._incoming is None else self._incoming.received_bytes
+    def position(self) -> tuple[int, int]:
+        """The frame that the next piece belongs to, and the offset in it."""
+        if self._incoming is None:
+            return len(self._keys), 0
+        return len(self._keys) - 1, self._incoming.received_bytes
 
     def take(self, session: Session, frame_bytes: int, data: Bytes) -> None:
         """Take the next piece; *frame_bytes* is looked at where a frame begins.
@@ -157,15 +137,10 @@ class PutStream:
             return results
         return self._store.harden(keys, results, self._checks.deadline(self._deadline_ms))
 
-    def __enter__(self) -> PutStream:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with suppress(KVStoreError):  # the frames before a bad one stay
             self._commit_held(is_last=True)
         if self._incoming is not None and self._incoming.ticket is not None:
@@ -192,12 +167,12 @@ class PutStream:
         if isinstance(begun, PutResult):
             self._results.append(begun)
             self._incoming = _Incoming(None, frame_bytes)
-        else:
-            # Ours: the end of the session must not free what we write into.
-            check = None
-            if isinstance(begun, PutTicket) and begun.room is not None:
-                check = FrameVerifier(begun.room, info.key, header.header_bytes)
-            self._incoming = _Incoming(begun, frame_bytes, check)
+            return
+        # Ours: the end of the session must not free what we write into.
+        check = None
+        if isinstance(begun, PutTicket) and begun.room is not None:
+            check = FrameVerifier(begun.room, info.key, header.header_bytes)
+        self._incoming = _Incoming(begun, frame_bytes, check)
 
 
 @dataclass(slots=True)
@@ -211,67 +186,32 @@ class _LayeredFrame:
 
 
 class LayeredPutStream:
-    """Receive the frames of one ``layer_major`` stream. Used once, by one thread.
+    """Receives the frames of one ``layer_major`` stream, of which all or none stay.
 
     A frame begins with its header, whose checksums are still open, and ends with the header
     that has them. Nothing is visible before the stream ends, all its frames whole; then each is
-    verified and sealed.
+    verified and sealed. *stream* has what holds for all frames, and takes none itself.
     """
 
-    def __init__(self, store: Store, sessions: SessionTable, checks: Checks) -> None:
-        self._store = store
-        self._sessions = sessions
+    def __init__(self, store: Store, checks: Checks, stream: PutStream) -> None:
+        self._writes = store.writes
         self._checks = checks
-        self._stream = PutStream(store, sessions, checks)
+        self._stream = stream
         self._frames: list[_LayeredFrame] = []
 
-    def run(self, messages: Iterator[pb.PutRequest]) -> list[PutResult]:
-        """Store the frames; return what became of them in order.
+    def __enter__(self) -> Self:
+        return self
 
-        At the first bad message its error is raised, and nothing of the stream stays.
-        """
-        is_open = False
-        try:
-            for message in messages:
-                session = self._sessions.get(message.session_id)
-                if not is_open:
-                    is_open = True
-                    self._stream.open(
-                        durable=message.durable,
-                        deadline_ms=message.deadline_ms,
-                        hints=hints_from_message(message.hints),
-                    )
-                if message.frame == len(self._frames):
-                    self._begin(session, message)
-                else:
-                    self._take(message)
-            return self._finish()
-        finally:
-            for frame in self._frames:
-                if frame.ticket is not None:
-                    self._store.writes.discard(frame.ticket)
+    def __exit__(self, *error: object) -> None:
+        for frame in self._frames:
+            if frame.ticket is not None:
+                self._writes.discard(frame.ticket)
 
-    def _begin(self, session: Session, message: pb.PutRequest) -> None:
-        self._checks.batch("frames", len(self._frames) + 1)
-        header = parse_header(as_bytes(message.data), FLAG_UNSUMMED)
-        if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
-            raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
-        info, _ = self._checks.header(session, header, message.frame_bytes)
-        options = PutOptions(self._stream.hints)
-        begun = self._store.writes.open(session, info, self._stream.deadline, options)
-        if isinstance(begun, PutResult):
-            self._frames.append(_LayeredFrame(begun, None, header))
+    def take(self, session: Session, message: pb.PutRequest) -> None:
+        """Take the next piece. Raises KVStoreErrors of what is wrong with it."""
+        if message.frame == len(self._frames):
+            self._begin(session, message)
             return
-        # Ours: the end of the session must not free what we write into.
-        self._frames.append(_LayeredFrame(None, begun, header))
-        view = begun.room
-        assert view is not None
-        end = header.header_bytes
-        for row in header.segments:  # what no segment covers, and no checksum
-            view[end : int(row["offset"])] = 0
-            end = int(row["offset"]) + int(row["stored_bytes"])
-
-    def _take(self, message: pb.PutRequest) -> None:
         if message.frame > len(self._frames):
             raise InvalidRequestError("frame", message.frame, "begin frames one after another")
         frame = self._frames[message.frame]
@@ -286,7 +226,28 @@ class LayeredPutStream:
         if frame.ticket is not None and frame.ticket.room is not None:
             copy_bytes(frame.ticket.room[start:stop], as_bytes(message.data))
 
-    def _finish(self) -> list[PutResult]:
+    def _begin(self, session: Session, message: pb.PutRequest) -> None:
+        self._checks.batch("frames", len(self._frames) + 1)
+        header = parse_header(as_bytes(message.data), FLAG_UNSUMMED)
+        if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
+            raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
+        info, _ = self._checks.header(session, header, message.frame_bytes)
+        options = PutOptions(self._stream.hints)
+        begun = self._writes.open(session, info, self._stream.deadline, options)
+        if isinstance(begun, PutResult):
+            self._frames.append(_LayeredFrame(begun, None, header))
+            return
+        # Ours: the end of the session must not free what we write into.
+        self._frames.append(_LayeredFrame(None, begun, header))
+        view = begun.room
+        assert view is not None
+        end = header.header_bytes
+        for row in header.segments:  # what no segment covers, and no checksum
+            view[end : int(row["offset"])] = 0
+            end = int(row["offset"]) + int(row["stored_bytes"])
+
+    def finish(self) -> list[PutResult]:
+        """Return what became of each frame, durable where that was asked for."""
         for number, frame in enumerate(self._frames):
             if not frame.is_whole:
                 raise InvalidFrameError("frame", number, "the stream ended before it was whole")
@@ -294,7 +255,7 @@ class LayeredPutStream:
         for frame in self._frames:
             if frame.ticket is not None:
                 ticket, frame.ticket = frame.ticket, None
-                frame.result = self._store.writes.commit(ticket)
+                frame.result = self._writes.commit(ticket)
             assert frame.result is not None
             results.append(frame.result)
         return self._stream.hardened([frame.header.key for frame in self._frames], results)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-import grpc
+from grpc import ServicerContext as Context
 
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
@@ -25,7 +25,7 @@ from kvstore.proto.unix_socket import Reach, pid_namespace
 from kvstore.server.api.get_stream import REACH, GetStream
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
-from kvstore.server.api.unix_server import DataPlane
+from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
 from kvstore.server.index.results import Leasing
 from kvstore.server.security.pools import Standings
@@ -75,7 +75,7 @@ class Backend:
     checks: Checks
     identity: Identity
     trust: Trust | None = None
-    data_plane: DataPlane | None = None
+    unix_server: UnixServer | None = None
     device_puts: DevicePuts | None = None
     scrub: Scrub | None = None
     events: EventLog | None = None
@@ -84,7 +84,7 @@ class Backend:
     @property
     def stamp(self) -> pb.Server:
         """What each reply says of the server."""
-        features = messages.FEATURE_SHARED_MEMORY if self.data_plane is not None else 0
+        features = messages.FEATURE_SHARED_MEMORY if self.unix_server is not None else 0
         features |= messages.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
         return pb.Server(boot_id=self.identity.boot_id, features=features)
 
@@ -105,7 +105,7 @@ class DataCalls:
         self._clock = backend.checks.clock
         self._identity = backend.identity
         self._standings = backend.standings
-        self._data_plane = backend.data_plane
+        self._unix_server = backend.unix_server
         self._device_puts = backend.device_puts
         self._stamp = backend.stamp
         self._explainer = explainer
@@ -114,7 +114,7 @@ class DataCalls:
     # --- sessions
 
     def OpenSession(
-        self, request: pb.OpenSessionRequest, context: grpc.ServicerContext
+        self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.OpenSessionResponse:
         """Open a session for a client of one model."""
         client = check_text("client", request.client, MAX_CLIENT_CHARS)
@@ -124,7 +124,7 @@ class DataCalls:
         session = self._sessions.open(
             representation, client, standing.tenant, caller, standing.roles, request.process
         )
-        plane, gpu = self._data_plane, self._store.moves.tiers.gpu_tier
+        unix, gpu = self._unix_server, self._store.moves.tiers.gpu_tier
         return pb.OpenSessionResponse(
             server=self._stamp,
             session_id=session.session_id,
@@ -133,30 +133,28 @@ class DataCalls:
             max_message_bytes=messages.MESSAGE_BYTES,
             max_frame_bytes=self._checks.limits.max_frame_bytes,
             max_batch_chunks=self._checks.limits.max_batch_chunks,
-            host_id=self._identity.host_id if plane else "",
-            socket_path=str(plane.path) if plane else "",
-            attach_token=session.attach_token if plane or self._identity.bulk_address else b"",
+            host_id=self._identity.host_id if unix else "",
+            socket_path=str(unix.path) if unix else "",
+            attach_token=session.attach_token if unix or self._identity.bulk_address else b"",
             bulk_address=self._identity.bulk_address,
             bulk_certificate=self._identity.bulk_certificate,
             codecs=list(CODECS),
-            arena_device=gpu.device.identity if gpu and plane else "",
-            arena_bytes=gpu.capacity_bytes if gpu and plane else 0,
+            arena_device=gpu.device.identity if gpu and unix else "",
+            arena_bytes=gpu.capacity_bytes if gpu and unix else 0,
             peers=self._lent(),
             server_pid=os.getpid(),
             pid_namespace=pid_namespace(),
             weighs=self._store.weighs(standing.tenant),
         )
 
-    def Heartbeat(
-        self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
-    ) -> pb.HeartbeatResponse:
+    def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         """Keep a session open, and take what its engine counted."""
         self._explainer.log.report(self._sessions.get(request.session_id), request.counts)
         draining = self._sessions.is_draining
         return pb.HeartbeatResponse(server=self._stamp, draining=draining, peers=self._lent())
 
     def CloseSession(
-        self, request: pb.CloseSessionRequest, context: grpc.ServicerContext
+        self, request: pb.CloseSessionRequest, context: Context
     ) -> pb.CloseSessionResponse:
         """End a session; one that is gone is fine."""
         self._sessions.close_owned(request.session_id, principal_of(context))
@@ -164,7 +162,7 @@ class DataCalls:
 
     # --- reading
 
-    def Lookup(self, request: pb.LookupRequest, context: grpc.ServicerContext) -> pb.LookupResponse:
+    def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         """Say how many of a prompt's first chunks are there, and lease them."""
         started = self._clock()
         session = self._sessions.get(request.session_id)
@@ -183,7 +181,7 @@ class DataCalls:
         )
         self._requests.note(keys, match.ready, request.prefill.tokens)
         self._explainer.record_lookup(session, keys, match, least)
-        wants_places = request.places and match.lease_id and self._data_plane is not None
+        wants_places = request.places and match.lease_id and self._unix_server is not None
         reply = pb.LookupResponse(
             server=self._stamp,
             ready=match.ready,
@@ -200,7 +198,7 @@ class DataCalls:
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
-    def Plan(self, request: pb.PlanRequest, context: grpc.ServicerContext) -> pb.PlanResponse:
+    def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:
         """Order the prompts of a batch, and keep the chunks that they share."""
         session = self._sessions.get(request.session_id)
         ttl_ms = self._checks.plan_ttl_ms(request.ttl_ms)
@@ -216,9 +214,7 @@ class DataCalls:
             peak_chunks=plan.peak_chunks,
         )
 
-    def Get(
-        self, request: pb.GetRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.GetResponse]:
+    def Get(self, request: pb.GetRequest, context: Context) -> Iterator[pb.GetResponse]:
         """Yield chunks' frames or places; a lease of this call's own ends with it."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
@@ -226,7 +222,7 @@ class DataCalls:
         least = fidelity(request.min_fidelity)
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
-        reach = REACH[request.via] if self._data_plane is not None else None
+        reach = REACH[request.via] if self._unix_server is not None else None
         if reach is not None and "write" not in session.roles:
             reach = reach - {Reach.file}  # an open file can be opened again for writing
         if request.ranges:
@@ -242,14 +238,14 @@ class DataCalls:
             session.reads_from = frozenset(request.peers[:MAX_READ_PEERS])
             messages = stream.frames(keys[:known], reach, session.reads_from)
         release = not request.lease_id
-        told = False
+        has_places = False
         try:
             for message in messages:
-                told = told or message.HasField("places")
+                has_places = has_places or message.HasField("places")
                 yield message
             # Through shared memory the client reads after this call and releases by itself; one
-            # that cancelled it, or was told nothing, does not.
-            release = release and not told
+            # that cancelled it, or got no place, does not.
+            release = release and not has_places
         finally:
             if release:
                 self._store.release(session, lease_id)
@@ -260,9 +256,7 @@ class DataCalls:
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
         return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
-    def Release(
-        self, request: pb.ReleaseRequest, context: grpc.ServicerContext
-    ) -> pb.ReleaseResponse:
+    def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         """End leases."""
         session = self._sessions.get(request.session_id)
         self._checks.batch("lease_ids", len(request.lease_ids))
@@ -272,19 +266,32 @@ class DataCalls:
 
     # --- writing
 
-    def Put(
-        self, request_iterator: Iterator[pb.PutRequest], context: grpc.ServicerContext
-    ) -> pb.PutResponse:
-        """Store the frames of a stream."""
+    def Put(self, request_iterator: Iterator[pb.PutRequest], context: Context) -> pb.PutResponse:
+        """Store the frames of a stream; after a bad message its error is raised."""
+        results: list[PutResult] = []
         first = next(request_iterator, None)
-        kind = LayeredPutStream if first is not None and first.layer_major else PutStream
-        messages = request_iterator if first is None else chain((first,), request_iterator)
-        results = kind(self._store, self._sessions, self._checks).run(messages)
+        if first is not None:
+            get, requests = self._sessions.get, chain((first,), request_iterator)
+            stream = PutStream(
+                self._store,
+                self._checks,
+                durable=first.durable,
+                deadline_ms=first.deadline_ms,
+                hints=messages.hints_from_message(first.hints),
+            )
+            if first.layer_major:
+                with LayeredPutStream(self._store, self._checks, stream) as layered:
+                    for one in requests:
+                        layered.take(get(one.session_id), one)
+                    results = layered.finish()
+            else:
+                with stream:
+                    for one in requests:
+                        stream.take(get(one.session_id), one.frame_bytes, as_bytes(one.data))
+                    results = stream.finish()
         return pb.PutResponse(server=self._stamp, **outcomes(results))
 
-    def Reserve(
-        self, request: pb.ReserveRequest, context: grpc.ServicerContext
-    ) -> pb.ReserveResponse:
+    def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         """Set CPU memory aside for chunks that come by shared memory."""
         session = self._sessions.get(request.session_id)
         self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
@@ -293,19 +300,17 @@ class DataCalls:
         deadline = self._checks.deadline(request.deadline_ms)
         hints = messages.hints_from_message(request.hints)
         begun = self._store.writes.begin_all(session, infos, deadline, hints, parts)
-        tickets = [0 if isinstance(r, PutResult) else r.ticket_id for r in begun]
-        answers = [r if isinstance(r, PutResult) else PutResult(PutOutcome.stored) for r in begun]
+        existing = {at: one for at, one in enumerate(begun) if isinstance(one, PutResult)}
         if request.durable:
-            existing = [r for r in begun if isinstance(r, PutResult)]
-            keys = [i.key for i, r in zip(infos, begun, strict=True) if isinstance(r, PutResult)]
-            hardened = iter(self._store.harden(keys, existing, deadline))
-            answers = [
-                next(hardened) if isinstance(r, PutResult) else answer
-                for r, answer in zip(begun, answers, strict=True)
-            ]
+            keys = [infos[at].key for at in existing]
+            hardened = self._store.harden(keys, list(existing.values()), deadline)
+            existing = dict(zip(existing, hardened, strict=True))
+        stored = PutResult(PutOutcome.stored)
+        answers = [existing.get(at, stored) for at in range(len(begun))]
+        tickets = [0 if isinstance(one, PutResult) else one.ticket_id for one in begun]
         return pb.ReserveResponse(server=self._stamp, reservation_ids=tickets, **outcomes(answers))
 
-    def Commit(self, request: pb.CommitRequest, context: grpc.ServicerContext) -> pb.CommitResponse:
+    def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         """Copy reserved chunks from the session's staging memory, and store them."""
         session = self._sessions.get(request.session_id)
         if len(request.reservation_ids) != len(request.offsets):
@@ -314,21 +319,21 @@ class DataCalls:
             )
         self._checks.batch("reservation_ids", len(request.reservation_ids))
         self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
-        if self._data_plane is None:
+        unix_server, writes = self._unix_server, self._store.writes
+        if unix_server is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
-        staging = self._data_plane.staging(session.session_id).memory
-        writes, keys, results = self._store.writes, [], []
+        unix_server.staging(session.session_id)
+        keys, results = [], []
         try:
             for reservation_id, offset in zip(
                 request.reservation_ids, request.offsets, strict=True
             ):
                 ticket = writes.claim(session, reservation_id)
                 try:
-                    self._data_plane.check_written(session.session_id, offset, ticket.frame_bytes)
+                    frame = unix_server.written(session.session_id, offset, ticket.frame_bytes)
                 except KVStoreError:
                     writes.discard(ticket)
                     raise
-                frame = staging[offset : offset + ticket.frame_bytes]
                 results.append(writes.commit(ticket, frame=frame))
                 keys.append(ticket.key)
         except KVStoreError:
@@ -339,16 +344,14 @@ class DataCalls:
             results = self._store.harden(keys, results, self._checks.deadline(request.deadline_ms))
         return pb.CommitResponse(server=self._stamp, **outcomes(results))
 
-    def Abort(self, request: pb.AbortRequest, context: grpc.ServicerContext) -> pb.AbortResponse:
+    def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Give reservations back."""
         session = self._sessions.get(request.session_id)
         self._checks.batch("reservation_ids", len(request.reservation_ids))
         aborted = sum(self._store.writes.abort(session, i) for i in request.reservation_ids)
         return pb.AbortResponse(server=self._stamp, aborted=aborted)
 
-    def PutDevice(
-        self, request: pb.PutDeviceRequest, context: grpc.ServicerContext
-    ) -> pb.PutResponse:
+    def PutDevice(self, request: pb.PutDeviceRequest, context: Context) -> pb.PutResponse:
         """Put frames out of the session's ring."""
         session = self._sessions.get(request.session_id)
         count = len(request.headers)
@@ -379,7 +382,7 @@ class DataCalls:
         return header
 
     def AnnouncePuts(
-        self, request: pb.AnnouncePutsRequest, context: grpc.ServicerContext
+        self, request: pb.AnnouncePutsRequest, context: Context
     ) -> pb.AnnouncePutsResponse:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
@@ -387,7 +390,7 @@ class DataCalls:
         pending = self._store.announcements.announce(session, keys, request.ttl_ms)
         return pb.AnnouncePutsResponse(server=self._stamp, pending=pending)
 
-    def Weigh(self, request: pb.WeighRequest, context: grpc.ServicerContext) -> pb.WeighResponse:
+    def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.WeighResponse:
         """Remember which tokens of chunks matter, until they are encoded."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
@@ -403,9 +406,7 @@ class DataCalls:
 
     # --- blending
 
-    def Resolve(
-        self, request: pb.ResolveRequest, context: grpc.ServicerContext
-    ) -> pb.ResolveResponse:
+    def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
         """Say what can stand in for the segments of a prompt, under a lease."""
         started = self._clock()
         session = self._sessions.get(request.session_id)
@@ -417,7 +418,7 @@ class DataCalls:
         return reply
 
     def ReportReuse(
-        self, request: pb.ReportReuseRequest, context: grpc.ServicerContext
+        self, request: pb.ReportReuseRequest, context: Context
     ) -> pb.ReportReuseResponse:
         """Take in what an engine measured; all of it, or an error that names what is wrong."""
         session = self._sessions.get(request.session_id)
@@ -433,9 +434,7 @@ class DataCalls:
 
     # --- other servers
 
-    def OpenPeer(
-        self, request: pb.OpenPeerRequest, context: grpc.ServicerContext
-    ) -> pb.OpenPeerResponse:
+    def OpenPeer(self, request: pb.OpenPeerRequest, context: Context) -> pb.OpenPeerResponse:
         """Let another server in, which may only read, on the bulk channel."""
         node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS, least=1)
         if not self._identity.bulk_address:
@@ -457,9 +456,7 @@ class DataCalls:
         slot = self._store.moves.tiers.remote
         return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
 
-    def LendPeer(
-        self, request: pb.LendPeerRequest, context: grpc.ServicerContext
-    ) -> pb.LendPeerResponse:
+    def LendPeer(self, request: pb.LendPeerRequest, context: Context) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
         slot = self._store.moves.tiers.remote

@@ -1,4 +1,4 @@
-"""The data plane of one host: descriptors and calls over a Unix socket of this user alone."""
+"""The Unix socket of one host, for this user alone: descriptors of memory, and calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import stat
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +52,7 @@ _END_WITHIN_S = 2.0
 _THREAD_AGAIN_S = 10.0
 _STAGING_DESCRIPTORS = 2
 """Of a session's memory: the map has one of its own."""
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT
 _IN_A_ROW = 16
 """Messages of one peer before others have their turn."""
 _BACKLOG = 128
@@ -78,8 +79,8 @@ Answer = Callable[[Session, Request, bytes], Generator[Packet, None, None]]
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneLimits:
-    """``threads`` answer at once, at most; ``max_sessions`` peers may be about to say who they are.
+class UnixLimits:
+    """``threads`` answer at once, at most; ``max_sessions`` peers may be there without a session.
 
     Connections and staging memory have ``max_descriptors`` of the process in all.
     """
@@ -97,9 +98,9 @@ class _Peer:
     session: Session | None = None
     challenge: Challenge | None = None
     """Of its hello, until it is answered."""
-    staging_map: mmap.mmap | None = field(default=None, repr=False)
+    staging_map: mmap.mmap | None = None
     is_busy: bool = False
-    """A thread serves it: nobody else may close its connection."""
+    """A thread serves it: no other may close its connection."""
 
 
 class Staging(NamedTuple):
@@ -109,7 +110,7 @@ class Staging(NamedTuple):
     written: WrittenPages
 
 
-class DataPlane:
+class UnixServer:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
     *auth* records what was given and refused. Several threads wait for messages side by side:
@@ -125,7 +126,7 @@ class DataPlane:
         sessions: SessionTable,
         files: Mapping[Op, SlabFile],
         clock: Callable[[], float],
-        limits: PlaneLimits,
+        limits: UnixLimits,
         auth: SessionAuth,
     ) -> None:
         self.path = path
@@ -135,28 +136,27 @@ class DataPlane:
         self._limits = limits
         self._auth = auth
         self.take_ring: TakeRing | None = None
-        self._answer: Answer | None = None
+        self.answer: Answer | None = None
+        """Answers calls; while it is None they are refused."""
         self._peers: dict[int, _Peer] = {}
         self._staging: dict[int, Staging] = {}
-        # Guards the two above, for dictionary operations only.
+        # Guards the two above and the counts below, for moments only.
         self._lock = threading.Lock()
         self._listener = listen(path)
         self._poll = select.epoll()
-        self._poll.register(self._listener, select.EPOLLIN | select.EPOLLONESHOT)
-        self._wake_out, self._wake_in = os.pipe()
-        self._poll.register(self._wake_out, select.EPOLLIN)
+        self._poll.register(self._listener, _ONCE)
+        self._wakeup = os.eventfd(0)
+        self._poll.register(self._wakeup, select.EPOLLIN)
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         """Those that serve; one is started when no other waits for messages."""
         self._begun = self._waiting = 0
-        self._users = 1
-        """Who still uses the poll: the threads, and whoever closes the plane."""
         self._no_thread_until_s = 0.0
         """Before that no more are started: the system gave none."""
         self._begin_thread()
 
     def _begin_thread(self) -> None:
-        """Start another thread, up to the limit, unless the plane is closing."""
+        """Start another thread, up to the limit, unless the server is closing."""
         with self._lock:
             is_late = self._clock() < self._no_thread_until_s
             if self._begun >= self._limits.threads or is_late or self._closed.is_set():
@@ -164,33 +164,19 @@ class DataPlane:
             number = self._begun
             self._begun += 1
             self._waiting += 1
-            self._users += 1
-        thread = threading.Thread(target=self._run, name=f"dataplane-{number}", daemon=True)
+        thread = threading.Thread(target=self._run, name=f"unix-{number}", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # the system gives no more: those there are serve on
             with self._lock:
                 self._begun -= 1
                 self._waiting -= 1
-                self._users -= 1
                 self._no_thread_until_s = self._clock() + _THREAD_AGAIN_S
             if not number:
                 raise
-            logger.warning("data plane has no further thread", reason=str(error), threads=number)
+            logger.warning("no further thread", server="unix", reason=str(error), threads=number)
             return
         self._threads.append(thread)
-
-    def _leave_waiting(self) -> None:
-        """A thread has something to do: another waits for messages in its place."""
-        with self._lock:
-            self._waiting -= 1
-            is_last = not self._waiting
-        if is_last:
-            self._begin_thread()
-
-    def answer_calls(self, answer: Answer) -> None:
-        """Have *answer* answer calls; until then they are refused."""
-        self._answer = answer
 
     def staging(self, session_id: int) -> Staging:
         """Return the session's staging memory. Raises InvalidRequestError if it brought none."""
@@ -199,14 +185,16 @@ class DataPlane:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
         return staging
 
-    def check_written(self, session_id: int, offset: int, size_bytes: int) -> None:
-        """Raise InvalidRequestError for a part of staging memory that its session never wrote.
+    def written(self, session_id: int, offset: int, size_bytes: int) -> Bytes:
+        """Return a part of a session's staging memory; what lies outside has no bytes.
 
-        Reading it would allocate it, and the server would pay. What lies outside has no bytes.
+        Raises InvalidRequestError for what it never wrote: to read that would allocate it, and the
+        server would pay.
         """
         memory, written = self.staging(session_id)
         if offset + size_bytes <= len(memory) and not written.has(offset, size_bytes):
             raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
+        return memory[offset : offset + size_bytes]
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
@@ -220,7 +208,7 @@ class DataPlane:
         if self._closed.is_set():
             return
         self._closed.set()
-        os.write(self._wake_in, b".")
+        os.eventfd_write(self._wakeup, 1)
         deadline = self._clock() + _END_WITHIN_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
@@ -232,34 +220,27 @@ class DataPlane:
                     peer.connection.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Close what the threads wait on, once nobody does."""
-        with self._lock:
-            self._users -= 1
-            is_last = not self._users
-        if is_last:
-            self._poll.close()
-            os.close(self._wake_out)
-            os.close(self._wake_in)
+        # A thread that is still at work does not wait again, and finds them closed.
+        self._poll.close()
+        os.close(self._wakeup)
 
     # --- threads
 
     def _run(self) -> None:
         """Serve what comes."""
-        try:
-            while not self._closed.is_set():
-                for descriptor, _ in self._poll.poll(None, 1):
-                    self._leave_waiting()
-                    if descriptor == self._listener.fileno():
-                        self._accept()
-                    else:
-                        self._serve(descriptor)
-                    with self._lock:
-                        self._waiting += 1
-        finally:
-            self._let_go()
+        while not self._closed.is_set():
+            for descriptor, _ in self._poll.poll(None, 1):
+                with self._lock:
+                    self._waiting -= 1
+                    is_last = not self._waiting
+                if is_last:  # another waits for messages in its place
+                    self._begin_thread()
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                else:
+                    self._serve(descriptor)
+                with self._lock:
+                    self._waiting += 1
 
     def _accept(self) -> None:
         connection: socket.socket | None = None
@@ -268,14 +249,12 @@ class DataPlane:
         except BlockingIOError:
             pass  # the peer is gone again
         except OSError as error:
-            logger.warning("data plane cannot accept", reason=str(error))
+            logger.warning("cannot accept", server="unix", reason=str(error))
             self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: some may be closed meanwhile
         with suppress(OSError, ValueError):  # closing
-            self._poll.modify(self._listener, select.EPOLLIN | select.EPOLLONESHOT)
-        if connection is not None:
-            self._take_in(connection)
-
-    def _take_in(self, connection: socket.socket) -> None:
+            self._poll.modify(self._listener, _ONCE)
+        if connection is None:
+            return
         connection.setblocking(False)
         if not is_trusted(connection):
             self._auth.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
@@ -289,13 +268,13 @@ class DataPlane:
         if not has_room:
             connection.close()
             logger.warning(
-                "data plane hung up on a connection: it has as many as it may",
+                "hung up on a connection: there are as many as may be", server="unix",
                 descriptors=self._limits.max_descriptors, unknown=strangers,
                 fix="raise ulimit -n, or --max-sessions",
             )  # fmt: skip
             return
         try:
-            self._poll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
+            self._poll.register(connection, _ONCE)
         except (OSError, ValueError):  # no room for more, or closing
             self._hang_up(peer)
 
@@ -305,10 +284,7 @@ class DataPlane:
         return used + descriptors <= self._limits.max_descriptors
 
     def tick(self) -> None:
-        """Hang up on peers that never said who they are, and on those whose session ended.
-
-        Called a few times a second.
-        """
+        """Hang up on peers that never attached, and on those whose session ended."""
         oldest = self._clock() - _ATTACH_WITHIN_S
         for peer in list(self._peers.values()):
             is_silent = peer.session is None and peer.since < oldest
@@ -324,38 +300,34 @@ class DataPlane:
             return True
 
     def _serve(self, descriptor: int) -> None:
+        """Answer what came from a peer.
+
+        Calls that were sent ahead are taken one behind the other, and wake no thread each.
+        """
         peer = self._peers.get(descriptor)
         if peer is None or not self._claim(peer):
             return
+        stays = True
         try:
-            stays = self._take_all(peer) and not self._closed.is_set()
+            for _ in range(_IN_A_ROW):
+                try:
+                    received = socket.recv_fds(peer.connection, MAX_PACKET_BYTES + 1, 4)
+                except BlockingIOError:
+                    break
+                stays = self._take(peer, *received[:3])
+                if not stays:
+                    break
         except OSError:
             stays = False
-        if not stays:
+        if not stays or self._closed.is_set():
             self._hang_up(peer)
             return
         peer.is_busy = False
         # From here on others may hang up on it: then its socket is closed, which is a ValueError.
         with suppress(OSError, ValueError):
-            self._poll.modify(peer.connection, select.EPOLLIN | select.EPOLLONESHOT)
+            self._poll.modify(peer.connection, _ONCE)
 
     # --- messages
-
-    def _take_all(self, peer: _Peer) -> bool:
-        """Answer what waits: False when the peer hung up or is to be hung up on.
-
-        Calls that were sent ahead are taken one behind the other, and wake no thread each.
-        """
-        for _ in range(_IN_A_ROW):
-            try:
-                message, descriptors, flags, _ = socket.recv_fds(
-                    peer.connection, MAX_PACKET_BYTES + 1, 4
-                )
-            except BlockingIOError:
-                return True
-            if not self._take(peer, message, descriptors, flags):
-                return False
-        return True
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
         """Answer one message. False when the peer hung up or is to be hung up on."""
@@ -368,7 +340,12 @@ class DataPlane:
             if len(message) > MAX_PACKET_BYTES or flags & socket.MSG_TRUNC:
                 raise InvalidRequestError("message", len(message), f"at most {MAX_PACKET_BYTES}")
             if request.op is Op.call:
-                return self._take_call(peer, request, body)
+                if peer.session is None:
+                    raise UnauthenticatedError("attach or join before calling")
+                if self.answer is None:
+                    raise InvalidRequestError("op", request.op, "this server takes no calls here")
+                with closing(self.answer(peer.session, request, body)) as packets:
+                    return send_packets(peer.connection, packets, self._clock)
             if body:
                 raise InvalidRequestError("message", len(message), f"send {HEADER_BYTES}")
             self._obey(peer, request, descriptors)
@@ -380,42 +357,32 @@ class DataPlane:
         return True
 
     def _refuse(self, peer: _Peer, request: Request | None, error: KVStoreError) -> None:
-        logger.info("data plane refused", reason=str(error))
+        logger.info("refused", method="unix", reason=str(error))
         if request is not None:  # or else it is noise, which nobody wants written down
             method = _METHODS.get(request.op, _ATTACH)
             self._auth.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
-        reply = Reply.denied if is_denied else Reply.invalid
-        peer.connection.send(pack_reply(reply))
-
-    def _take_call(self, peer: _Peer, request: Request, body: bytes) -> bool:
-        if peer.session is None:
-            raise UnauthenticatedError("attach or join before calling")
-        if self._answer is None:
-            raise InvalidRequestError("op", request.op, "this server takes no calls here")
-        with closing(self._answer(peer.session, request, body)) as packets:
-            return send_packets(peer.connection, packets, self._clock)
+        peer.connection.send(pack_reply(Reply.denied if is_denied else Reply.invalid))
 
     def _obey(self, peer: _Peer, request: Request, descriptors: list[int]) -> None:
-        if request.op in (Op.slab, Op.extent):
+        op, reply = request.op, pack_reply(Reply.ok)
+        if op in (Op.attach, Op.ring) and len(descriptors) != 1:
+            raise InvalidRequestError(op.name, len(descriptors), "bring one memfd")
+        if op not in _METHODS and peer.session is not None:
+            raise InvalidRequestError("op", op.name, "this connection has a session")
+        if op in (Op.slab, Op.extent):
             self._send_file(peer, request)
             return
-        if request.op in (Op.attach, Op.ring) and len(descriptors) != 1:
-            raise InvalidRequestError(request.op.name, len(descriptors), "bring one memfd")
-        if request.op is Op.ring:
+        if op is Op.ring:
             self._ring(peer, request, descriptors[0])
-        elif peer.session is not None:
-            raise InvalidRequestError("op", request.op.name, "this connection has a session")
-        elif request.op is Op.hello:
+        elif op is Op.hello:
             peer.challenge = challenge = self._sessions.challenge(request.arg, request.token)
-            proven = challenge.proof(Op.hello)
-            peer.connection.send(pack_greeting(challenge.nonces[1], proven))
-            return
-        elif request.op is Op.attach:
+            reply = pack_greeting(challenge.nonces[1], challenge.proof(Op.hello))
+        elif op is Op.attach:
             self._attach(peer, request, descriptors[0])
         else:
             self._join(peer, request)
-        peer.connection.send(pack_reply(Reply.ok))
+        peer.connection.send(reply)
 
     def _send_file(self, peer: _Peer, request: Request) -> None:
         session = self._admitted(peer, request.op)

@@ -7,7 +7,7 @@ no policy hears of it, as whoever reads a chunk often keeps it itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ from kvstore.proto import bulk
 from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GET_BYTES
+from kvstore.server.store.layered_reads import LayerPart
 from kvstore.server.tiering.moves import Moves
 
 
@@ -48,8 +48,11 @@ class PeerServer:
         self._requests = 0
         self._under_way_bytes = 0
 
-    def enter(self, word: bulk.Word) -> None:
-        """Take a request in. Raises QuotaExceededError when as many are at work as may be."""
+    @contextmanager
+    def admitted(self, word: bulk.Word) -> Iterator[None]:
+        """Count a request while it is answered. Raises QuotaExceededError when there are too many
+        or too many bytes are under way.
+        """
         size_bytes = GET_BYTES if isinstance(word, bulk.Get) else 0
         limits = self._limits
         with self._lock:
@@ -61,24 +64,15 @@ class PeerServer:
             if not past:
                 self._requests += 1
                 self._under_way_bytes += size_bytes
-                return
-        self._counters.add("peer_refused_requests")
-        raise QuotaExceededError(*past[0], "this server")
-
-    def leave(self, word: bulk.Word) -> None:
-        """Undo one ``enter``."""
-        with self._lock:
-            self._requests -= 1
-            self._under_way_bytes -= GET_BYTES if isinstance(word, bulk.Get) else 0
-
-    @contextmanager
-    def admitted(self, word: bulk.Word) -> Iterator[None]:
-        """Take a request in while it is answered. Raises as ``enter``."""
-        self.enter(word)
+        if past:
+            self._counters.add("peer_refused_requests")
+            raise QuotaExceededError(*past[0], "this server")
         try:
             yield
         finally:
-            self.leave(word)
+            with self._lock:
+                self._requests -= 1
+                self._under_way_bytes -= size_bytes
 
     def find(self, payload: bytes) -> bytes:
         """Return what is known of the chunks in memory that *payload* names.
@@ -89,40 +83,34 @@ class PeerServer:
         self._counters.add("peer_asked_chunks", len(keys))
         return pack_found(self._catalog.infos_on(self._cpu.name, keys))
 
-    def get(self, work: StreamWork, payload: bytes) -> None:
-        """Send the frames in memory that *payload* names, up to the first that is not there.
+    def parts(self, flags: int, payload: bytes) -> Generator[LayerPart, None, None]:
+        """Yield the frames in memory that *payload* names, up to the first that is not there, or
+        with the flag of ranges those of them.
 
-        Return once their memory is in use no more, or the deadline is over. Raises
-        InvalidRequestError.
+        Their memory is lent until the generator ends. Raises InvalidRequestError.
         """
         ranges: list[bulk.Range] = []
-        if work.word.flags & bulk.RANGES:
+        if flags & bulk.RANGES:
             payload, ranges = bulk.unpack_ranges(payload)
         keys = unpack_wanted(payload, self._limits.max_batch_chunks)
+        wanted = ranges or [bulk.Range(index, 0, 1 << 62) for index in range(len(keys))]
         held: list[ChunkKey] = []
         try:
-            for piece in self._pieces(keys, ranges, held):
-                self._counters.add("peer_served_bytes", len(piece.data))
-                if not work.offer(piece):
-                    break
+            for index, start, stop in wanted:
+                if index >= len(keys):
+                    continue
+                key = keys[index]
+                copies = self._catalog.hold(key)
+                held.append(key)
+                frame = self._cpu.peek(key) if self._cpu.name in copies else None
+                if frame is None:
+                    return
+                data = frame[start:stop]
+                if len(data):
+                    self._counters.add("peer_served_bytes", len(data))
+                    yield LayerPart(index, self._cpu.name, len(frame), start, data)
+                if start == 0:
+                    self._counters.add("peer_served_chunks")
         finally:
             for key in held:
                 self._catalog.let_go(key)
-
-    def _pieces(
-        self, keys: Sequence[ChunkKey], ranges: Sequence[bulk.Range], held: list[ChunkKey]
-    ) -> Iterator[Piece]:
-        wanted = ranges or [bulk.Range(index, 0, 1 << 62) for index in range(len(keys))]
-        for index, start, stop in wanted:
-            if index >= len(keys):
-                continue
-            key = keys[index]
-            copies = self._catalog.hold(key)
-            held.append(key)
-            frame = self._cpu.peek(key) if self._cpu.name in copies else None
-            if frame is None:
-                return
-            if start < min(stop, len(frame)):
-                yield Piece(index, self._cpu.name, len(frame), start, frame[start:stop])
-            if start == 0:
-                self._counters.add("peer_served_chunks")

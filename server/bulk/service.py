@@ -1,180 +1,284 @@
-"""What the bulk channel asks of the store: the same as the gRPC service's Get and Put."""
+"""The requests of the bulk channel: gets of clients and servers, puts, what another server finds.
+
+The same as the gRPC service's Get and Put; only the bytes move otherwise.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from itertools import groupby
-from operator import attrgetter
+import time
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.proto import bulk
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    PermissionDeniedError,
+    TierUnavailableError,
+    UnauthenticatedError,
+)
+from kvstore.proto.framing import FramedSocket
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.server.api.get_stream import frame_part, range_parts
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
 from kvstore.server.bulk.peer_server import PeerLimits, PeerServer
-from kvstore.server.bulk.tcp_transfers import Piece, StreamWork
+from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver
+from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.reads import ByteRange, RangeRead
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
+from kvstore.server.store.reads import RangeRead
 from kvstore.server.store.store import Store
 
 if TYPE_CHECKING:
-    from kvstore.server.bulk.tcp_transfers import StreamPut
     from kvstore.server.telemetry.tracing import Tracing
+
+GUEST_GET_S = 60.0
+"""What a guest's get takes at most."""
+REFUSED_S = 2.0
+"""For a client whose put was refused in its midst to read why; what it sends meanwhile is
+dropped."""
+REFUSED_BYTES = 64 << 20
+YIELD_S = 0.001
+"""Before a part for another server, while this one's own clients are sent frames."""
+METHODS: dict[type[bulk.Word], str] = {bulk.Get: "Get", bulk.Find: "Lookup", bulk.Put: "Put"}
+"""What of the service each word that asks is of, in the audit log."""
+
+
+@dataclass(slots=True, eq=False)
+class Caller:
+    """Whose stream it is, from the address *origin*."""
+
+    wire: FramedSocket
+    session: Session
+    origin: str
+    guest: bulk.Guest | None = None
+    """What a client of the session's server was let in by; None: it is that server, or a client
+    of this one.
+    """
+    is_served: bool = False
+
+    @property
+    def is_client(self) -> bool:
+        """Whether it is of an engine, not of another server."""
+        return self.guest is not None or not self.session.is_peer
 
 
 class BulkService:
-    """Gets and puts for whoever moves their bytes. Thread-safe."""
+    """Each call answers one request, in the caller's thread. Thread-safe.
+
+    It raises when the stream is of no use any more.
+    """
 
     def __init__(
         self,
         store: Store,
         sessions: SessionTable,
         checks: Checks,
-        peer_limits: PeerLimits | None = None,
+        auth: SessionAuth,
+        peer_limits: PeerLimits,
     ) -> None:
-        self._store = store
-        self.peer_server = PeerServer(store.moves, peer_limits or PeerLimits())
-        self._sessions = sessions
-        self._checks = checks
+        self.sessions = sessions
+        self.clock = checks.clock
+        self.auth = auth
+        self.peer_server = PeerServer(store.moves, peer_limits)
         self.tracing: Tracing | None = None
+        self._store = store
+        self._checks = checks
         self._own_gets = 0
+        """Gets of this server's own clients that are answered now."""
         self._lock = threading.Lock()  # guards that
 
-    def checked(self, word: bulk.Get) -> float:
-        """Return the deadline of a get. Raises InvalidRequestError."""
-        known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
-        if word.flags & bulk.LAYER_MAJOR and not word.flags & bulk.RANGES:
-            known |= bulk.SKIP_ROWS
-        if word.flags & bulk.PEER:
-            known = bulk.PEER | bulk.RANGES
-        _check_flags(word.flags, known)
-        return self._checks.deadline(word.deadline_ms)
+    def is_over(self, caller: Caller) -> bool:
+        """Whether its session has ended, or the time that a guest was given."""
+        guest = caller.guest
+        until_s = math.inf if guest is None else caller.session.opened_at + guest.until_s
+        return caller.session.is_closed or self.clock() >= until_s
 
-    def checked_put(self, word: bulk.Put) -> float:
-        """Return the deadline of a put. Raises InvalidRequestError."""
-        _check_flags(word.flags, bulk.DURABLE)
-        return self._checks.deadline(word.deadline_ms)
+    def note(self, caller: Caller, method: str, outcome: str, frames: int) -> None:
+        """Record a request in the audit log."""
+        self.auth.note(caller.session, method, outcome, frames, caller.origin)
 
-    def get(self, work: StreamWork, digests: bytes) -> None:
-        """Send the frames of *digests*, in order, up to the first missing or late one, or layers.
+    # --- gets
 
-        With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
-        ``unpack_skipped`` parse. Return once their memory is in use no more, or the deadline is
-        over.
+    def get(self, caller: Caller, word: bulk.Get, payload: bytes) -> None:
+        """Answer a get with frames, in order, up to the first missing or late one, or with parts.
+
+        Return once their memory is in use no more, or the deadline is over.
         """
-        session = self._sessions.get(work.word.session_id)
-        if work.word.flags & bulk.PEER:
-            self.peer_server.get(work, digests)
+        if bool(word.flags & bulk.PEER) != caller.session.is_peer:
+            raise PermissionDeniedError("flags: servers ask as servers, clients as clients")
+        sender = PartSender(caller.wire, word)
+        try:
+            session = self._admitted(caller, word, "OpenPeer" if caller.session.is_peer else "Get")
+            if session.is_peer:
+                self._get_of_peer(caller, sender, payload)
+            else:
+                _check_get_flags(word.flags)
+                deadline = self._checks.deadline(word.deadline_ms)
+                with self._own_get():
+                    parts = self._parts(session, word, payload, deadline)
+                    sender.send_all(parts, deadline, has_short_part=True)
+        except KVStoreError as error:
+            if sender.is_broken:
+                raise
+            self._refuse(caller, word, error)
             return
-        self._count_own(1)
+        if sender.is_broken:
+            raise TierUnavailableError("peer", "it did not take what it asked for")
+        self._done(caller, word, sender.frames_sent)
+
+    def _get_of_peer(self, caller: Caller, sender: PartSender, payload: bytes) -> None:
+        """Send what is in memory to another server, or to its client, which is a guest here."""
+        word, guest = sender.word, caller.guest
+        until = self.clock() + word.deadline_ms / 1000
+        # Guests are not counted at the peer server: their threads bound them, as other clients.
+        admitted = self.peer_server.admitted(word) if guest is None else nullcontext()
+        if guest is not None:
+            until = min(until, self.clock() + GUEST_GET_S)
+            if self.is_over(caller):
+                raise UnauthenticatedError("until_s: over; ask your server to be let in again")
+            if payload[: len(guest.namespace)] != guest.namespace or word.flags != bulk.PEER:
+                raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
+        with admitted:
+            parts = self.peer_server.parts(word.flags, payload)
+            sender.send_all(parts, until, self._yield_to_clients, has_short_part=guest is not None)
+
+    def _yield_to_clients(self) -> None:
+        if self._own_gets:
+            time.sleep(YIELD_S)
+
+    @contextmanager
+    def _own_get(self) -> Iterator[None]:
+        with self._lock:
+            self._own_gets += 1
         try:
             with self._traced("Get"):
-                self._get(session, work, digests)
+                yield
         finally:
-            self._count_own(-1)
+            with self._lock:
+                self._own_gets -= 1
 
-    def _count_own(self, more: int) -> None:
-        with self._lock:
-            self._own_gets += more
+    def _parts(
+        self, session: Session, word: bulk.Get, digests: bytes, deadline: float
+    ) -> Generator[LayerPart, None, None]:
+        """Yield what is asked for, under a lease. Each part's memory is lent until the next.
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether clients of this server's own are being sent frames."""
-        return self._own_gets > 0
-
-    def _traced(self, method: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.tracing is None else self.tracing.call(method, "tcp")
-
-    def _get(self, session: Session, work: StreamWork, digests: bytes) -> None:
+        With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
+        ``unpack_skipped`` parse.
+        """
         ranges: list[bulk.Range] = []
-        if work.word.flags & bulk.RANGES:
+        if word.flags & bulk.RANGES:
             digests, ranges = bulk.unpack_ranges(digests)
         skip_rows = b""
-        if work.word.flags & bulk.SKIP_ROWS:
+        if word.flags & bulk.SKIP_ROWS:
             digests, skip_rows = bulk.unpack_skipped(digests)
         keys = self._checks.keys(session, digests)
         self._checks.ranges(ranges, len(keys))
         skipped = SkippedRows.unpack(skip_rows, len(keys))
-        lease_id, known = self._store.open_get(session, keys, work.word.lease_id)
+        lease_id, known = self._store.open_get(session, keys, word.lease_id)
+        keys, reads = keys[:known], self._store.reads
         try:
-            least = fidelity(work.word.flags >> bulk.FIDELITY_SHIFT & 3)
-            if work.word.flags & bulk.RANGES:
-                reading = RangeRead(self._store.reads, session, least, work.deadline)
-                found = self._ranges(reading, keys[:known], ranges)
-            elif work.word.flags & bulk.LAYER_MAJOR:
-                moves = self._store.moves
-                layered = LayerwiseRead(moves, session, keys[:known], work.deadline, least)
+            least = fidelity(word.flags >> bulk.FIDELITY_SHIFT & 3)
+            if word.flags & bulk.RANGES:
+                yield from range_parts(RangeRead(reads, session, least, deadline), keys, ranges)
+            elif word.flags & bulk.LAYER_MAJOR:
+                layered = LayerwiseRead(self._store.moves, session, keys, deadline, least)
                 layered.skipped = skipped
-                found = self._layers(layered)
+                yield from layered.parts()
             else:
-                found = self._frames(session, keys[:known], work.deadline, least)
-            with closing(found):
-                for piece in found:
-                    if not work.offer(piece):
-                        break
+                for result in reads.get(session, keys, deadline, least=least):
+                    yield frame_part(result)
         finally:
-            if not work.word.lease_id:
+            if not word.lease_id:
                 self._store.release(session, lease_id)
 
-    def _frames(
-        self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Fidelity
-    ) -> Generator[Piece, None, None]:
-        for one in self._store.reads.get(session, keys, deadline, least=least):
-            yield Piece(one.index, one.tier, len(one.frame), 0, one.frame)
+    # --- finds and puts
 
-    def _layers(self, layered: LayerwiseRead) -> Generator[Piece, None, None]:
-        for part in layered.parts():
-            yield Piece(*part)
+    def find(self, caller: Caller, word: bulk.Find, payload: bytes) -> None:
+        """Answer another server, which asks what is in memory."""
+        if caller.guest is not None or not caller.session.is_peer:
+            raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
+        try:
+            self._admitted(caller, word, "OpenPeer")
+            with self.peer_server.admitted(word):
+                found = self.peer_server.find(payload)
+        except KVStoreError as error:
+            self._refuse(caller, word, error)
+        else:
+            self._done(caller, word, 0, found)
 
-    def _ranges(
-        self, reading: RangeRead, keys: Sequence[ChunkKey], ranges: Sequence[bulk.Range]
-    ) -> Generator[Piece, None, None]:
-        for index, group in groupby(ranges, key=attrgetter("index")):
-            if index >= len(keys):
-                continue
-            spans = [ByteRange(one.start, one.stop) for one in group]
-            with reading.read(keys[index], spans) as stored:
-                if stored is None:
-                    continue
-                for span, data in zip(spans, stored.data, strict=True):
-                    if len(data):
-                        size = stored.frame_bytes
-                        yield Piece(index, stored.tier, size, span.start, data)
-
-    def put(self, put: StreamPut) -> list[PutResult]:
-        """Store the frames of *put*, received where they stay; return what became of each.
-
-        Raises as ``PutStream`` does; frames before a bad one stay stored.
-        """
-        with self._putting(put.word) as stream:
-            for word, size_bytes in put.words():
-                if isinstance(word, bulk.Hint):
-                    stream.hint(put.hints(size_bytes))
-                else:
-                    put.land(stream, self._next(stream, word, put.word), word, size_bytes)
-            return stream.finish()
-
-    @contextmanager
-    def _putting(self, word: bulk.Put) -> Iterator[PutStream]:
-        stream = PutStream(self._store, self._sessions, self._checks)
-        with self._traced("Put"), stream:
+    def put(self, caller: Caller, word: bulk.Put) -> None:
+        """Have the frames of a put sent, and store them where they are received."""
+        if caller.guest is not None or caller.session.is_peer:
+            raise PermissionDeniedError("put: only clients of this server put here")
+        receiver = PutReceiver(caller.wire, word, self.sessions)
+        try:
+            self._admitted(caller, word, "Put")
+            _check_flags(word.flags, bulk.DURABLE)
+            caller.wire.set_timeout(bulk.SILENCE_S, self._checks.deadline(word.deadline_ms))
             durable = bool(word.flags & bulk.DURABLE)
-            stream.open(durable=durable, deadline_ms=word.deadline_ms)
-            yield stream
-
-    def _next(self, stream: PutStream, part: bulk.Part, word: bulk.Put) -> Session:
-        """Return whose part it is. Raises InvalidFrameError unless it is the next."""
-        if (part.chunk, part.offset) != (stream.frames, stream.received_bytes):
-            raise InvalidFrameError(
-                "offset", (part.chunk, part.offset), "parts must follow each other"
+            stream = PutStream(
+                self._store, self._checks, durable=durable, deadline_ms=word.deadline_ms
             )
-        return self._sessions.get(word.session_id)
+            with self._traced("Put"), stream:
+                receiver.receive(stream)
+                results = stream.finish()
+        except KVStoreError as error:
+            if not receiver.has_begun:
+                self._refuse(caller, word, error)
+                return
+            with suppress(DeadlineError, TierUnavailableError):
+                self._refuse(caller, word, error)
+                caller.wire.set_timeout(REFUSED_S, self.clock() + REFUSED_S)
+                caller.wire.drain(REFUSED_BYTES)
+            raise TierUnavailableError("client", "the rest of its put is of no use") from error
+        payload = bulk.pack_outcomes(
+            bytes(result.outcome for result in results), [result.reason for result in results]
+        )
+        self._done(caller, word, len(results), payload)
+
+    # --- all of them
+
+    def _traced(self, method: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.tracing is None else self.tracing.call(method, "tcp")
+
+    def _admitted(
+        self, caller: Caller, word: bulk.Get | bulk.Put | bulk.Find, method: str
+    ) -> Session:
+        session = self.sessions.get(caller.session.session_id)
+        if word.session_id != session.session_id:
+            raise UnauthenticatedError("session_id: ask on the connection of your session")
+        self.auth.admit(session, method)
+        return session
+
+    def _done(self, caller: Caller, word: bulk.Word, frames: int, payload: bytes = b"") -> None:
+        self.note(caller, METHODS[type(word)], "OK", frames)
+        # A reader that asked for more than came in time gets to know of it.
+        caller.wire.set_timeout(bulk.SILENCE_S)
+        caller.wire.send(bulk.Done(word.request, frames), payload)
+
+    def _refuse(self, caller: Caller, word: bulk.Word, error: KVStoreError) -> None:
+        self.note(caller, METHODS[type(word)], type(error).__name__, 0)
+        caller.wire.set_timeout(bulk.SILENCE_S)
+        refuse(caller.wire, word, error)
+
+
+def refuse(wire: FramedSocket, word: bulk.Word, error: KVStoreError) -> None:
+    """Say that a request failed. Raises as ``FramedSocket.send``."""
+    wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))
+
+
+def _check_get_flags(flags: int) -> None:
+    known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
+    if flags & bulk.LAYER_MAJOR and not flags & bulk.RANGES:
+        known |= bulk.SKIP_ROWS
+    _check_flags(flags, known)
 
 
 def _check_flags(flags: int, known: int) -> None:

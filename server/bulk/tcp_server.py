@@ -1,9 +1,9 @@
-"""StreamPlane: the bulk channel, TCP connections over which other servers read this one's memory,
-and clients get and put frames.
+"""The bulk channel: TCP connections over which other servers read this one's memory, and clients
+get and put frames.
 
-One thread waits for all who say nothing; threads answer who asked. Who has not said yet whose
-connection it is has threads of his own to be slow with, and so have clients, those of other
-servers, their guests, among them.
+One thread waits on all idle connections; other threads answer requests. Connections that have not
+attached yet have threads of their own to be slow with, and so have clients, those of other servers,
+their guests, among them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import selectors
 import socket
 import ssl
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import structlog
 
@@ -33,15 +31,10 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.framing import FramedSocket, word_bytes, word_of
 from kvstore.server.api.interceptors import known_errors
-from kvstore.server.bulk.tcp_requests import METHODS, Caller, StreamAnswers, StreamTerms, refuse
-from kvstore.server.security.authorization import SessionAuth
-from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.bulk.service import METHODS, BulkService, Caller, refuse
+from kvstore.server.security.sessions import Session
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, join_endpoint, parse_endpoint
-
-if TYPE_CHECKING:
-    from kvstore.server.bulk.service import BulkService
-
 
 HELLO_S = 4.0
 """For the handshake and the first word."""
@@ -53,25 +46,43 @@ MAX_CLIENT_STREAMS = 512
 STREAMS_PER_SESSION = 16
 GUEST_STREAMS_PER_SESSION = 128
 """Of the clients of one other server, all together."""
+MAX_STREAMS = 1024
+"""And an eighth of the descriptors that are left, at most."""
 HELLO_THREADS = 2
 _SWEEP_S = 1.0
 
 logger = structlog.get_logger(__name__)
 
 
-class StreamPlane:
+class StreamLimits(NamedTuple):
+    """``threads`` answer other servers, ``client_threads`` clients. ``most_streams`` are open at
+    once.
+    """
+
+    threads: int
+    client_threads: int
+    most_streams: int = MAX_STREAMS
+
+
+class BulkServer:
     """Serves gets of peers, and gets and puts of clients, on *listener*; over TLS with *tls*.
 
     ``address`` is what they connect to, with ``*`` for the host when every interface is bound.
     """
 
     def __init__(
-        self, listener: socket.socket, address: str, tls: ssl.SSLContext | None, terms: StreamTerms
+        self,
+        listener: socket.socket,
+        address: str,
+        tls: ssl.SSLContext | None,
+        service: BulkService,
+        limits: StreamLimits,
     ) -> None:
         self.address = address
+        self.service = service
+        self.limits = limits
         self._tls = tls
-        self._terms = terms
-        self._answers = StreamAnswers(terms)
+        self._clock = service.clock
         self._listener = listener
         listener.setblocking(False)
         self._streams: set[Caller] = set()
@@ -84,11 +95,9 @@ class StreamPlane:
         # Guards the four above.
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._hellos = ThreadPoolExecutor(HELLO_THREADS, thread_name_prefix="stream-hello")
-        self._workers = ThreadPoolExecutor(terms.threads, thread_name_prefix="stream-work")
-        self._for_clients = ThreadPoolExecutor(
-            terms.client_threads, thread_name_prefix="stream-client"
-        )
+        self._hellos = ThreadPoolExecutor(HELLO_THREADS, "stream-hello")
+        self._workers = ThreadPoolExecutor(limits.threads, "stream-work")
+        self._for_clients = ThreadPoolExecutor(limits.client_threads, "stream-client")
         self._thread = threading.Thread(target=self._run, name="stream-plane", daemon=True)
         self._thread.start()
 
@@ -125,7 +134,7 @@ class StreamPlane:
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._listener, selectors.EVENT_READ)
             waiting.register(self._wakeup, selectors.EVENT_READ)
-            swept_at = self._terms.clock()
+            swept_at = self._clock()
             while not self._closed:
                 for key, _ in waiting.select(_SWEEP_S):
                     self._notice(waiting, key)
@@ -134,8 +143,8 @@ class StreamPlane:
                 for one in back:
                     ours = one.link if isinstance(one, Stranger) else one.wire
                     waiting.register(ours, selectors.EVENT_READ, one)
-                if self._terms.clock() - swept_at >= _SWEEP_S:
-                    swept_at = self._terms.clock()
+                if self._clock() - swept_at >= _SWEEP_S:
+                    swept_at = self._clock()
                     self._sweep(waiting)
 
     def _notice(self, waiting: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
@@ -158,10 +167,10 @@ class StreamPlane:
         The client asks over gRPC then.
         """
         with self._lock:
-            is_full = self._clients_served >= self._terms.client_threads
+            is_full = self._clients_served >= self.limits.client_threads
             self._clients_served += not is_full
         if is_full:
-            self._answers.note(stream, "Get", "QuotaExceededError", 0)
+            self.service.note(stream, "Get", "QuotaExceededError", 0)
             self._drop(stream)
         else:
             self._for_clients.submit(self._serve, stream)
@@ -173,46 +182,45 @@ class StreamPlane:
             # Gone again, or no descriptor is left: asked again at once it would say so for ever.
             waiting.unregister(self._listener)
             return
-        with self._lock:
-            is_crowded = len(self._strangers) >= MAX_STRANGERS
-        if is_crowded:
+        if len(self._strangers) >= MAX_STRANGERS:
             self._make_room(waiting)
-        until = self._terms.clock() + HELLO_S
         try:
-            stranger = Stranger(link, self._tls, f"stream:{address[0]}", until)
+            stranger = Stranger(link, self._tls, f"stream:{address[0]}", self._clock() + HELLO_S)
         except OSError:  # it hung up at once
             link.close()
             return
         with self._lock:
             known = len(self._strangers)
-            is_full = (
-                known >= MAX_STRANGERS or known + len(self._streams) >= self._terms.most_streams
-            )
-            if not is_full:
+            has_room = known < MAX_STRANGERS
+            has_room = has_room and known + len(self._streams) < self.limits.most_streams
+            if has_room:
                 self._strangers.add(stranger)
-        if is_full:
-            stranger.link.close()
-        else:
+        if has_room:
             waiting.register(stranger.link, selectors.EVENT_READ, stranger)
+        else:
+            stranger.link.close()
 
     def _make_room(self, waiting: selectors.BaseSelector) -> None:
-        held = (key.data for key in waiting.get_map().values())
-        gone = least_welcome(one for one in held if isinstance(one, Stranger))
-        if gone is not None:
-            waiting.unregister(gone.link)
-            gone.is_gone = True
-            self._forget(gone)
+        """Hang up on the first of those that came from the address with the most."""
+        held = [key.data for key in waiting.get_map().values() if isinstance(key.data, Stranger)]
+        if not held:
+            return
+        counts = Counter(one.origin for one in held)
+        gone = max(held, key=lambda one: (counts[one.origin], -one.until))
+        waiting.unregister(gone.link)
+        gone.is_gone = True
+        self._forget(gone)
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
         """Hang up on who says nothing, and on those whose session has ended; listen again."""
         if self._listener.fileno() not in waiting.get_map():
             waiting.register(self._listener, selectors.EVENT_READ)
-        now = self._terms.clock()
+        now = self._clock()
         for key in list(waiting.get_map().values()):
             if isinstance(key.data, Stranger) and now >= key.data.until:
                 waiting.unregister(key.fileobj)
                 self._forget(key.data)
-            elif isinstance(key.data, Caller) and self._answers.is_over(key.data):
+            elif isinstance(key.data, Caller) and self.service.is_over(key.data):
                 waiting.unregister(key.fileobj)
                 self._drop(key.data)
 
@@ -226,7 +234,7 @@ class StreamPlane:
                 self._wait_again(stranger)
                 return
             is_encrypted = self._tls is not None
-            wire = FramedSocket(stranger.link, "peer", self._terms.clock, is_encrypted=is_encrypted)
+            wire = FramedSocket(stranger.link, "peer", self._clock, is_encrypted=is_encrypted)
             wire.set_timeout(HELLO_S, stranger.until)
             with known_errors("stream Attach"):
                 stream = self._attached(wire, word, stranger.origin)
@@ -234,7 +242,7 @@ class StreamPlane:
             self._forget(stranger)
             name = type(error).__name__
             logger.info("refused", method="stream", error=name, reason=str(error))
-            self._terms.auth.note(None, "Attach", name, 0, stranger.origin)
+            self.service.auth.note(None, "Attach", name, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)
@@ -244,10 +252,10 @@ class StreamPlane:
         try:
             if not isinstance(word, bulk.Attach | bulk.Guest):
                 raise UnauthenticatedError("say first whose connection it is")
-            session = self._terms.sessions.get(word.session_id)
+            session = self.service.sessions.get(word.session_id)
             guest = word if isinstance(word, bulk.Guest) else None
             stream = Caller(wire, session, origin, guest)
-            if not _is_genuine(session, word) or self._answers.is_over(stream):
+            if not _is_genuine(session, word) or self.service.is_over(stream):
                 raise UnauthenticatedError("token: not this session's; open a session first")
             self._take_room(stream)
         except KVStoreError as error:
@@ -268,7 +276,7 @@ class StreamPlane:
             alike = [one for one in self._streams if one.session is session]
             if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
                 raise QuotaExceededError("streams_per_session", most, session.client)
-            most_clients = min(MAX_CLIENT_STREAMS, self._terms.most_streams // 2)
+            most_clients = min(MAX_CLIENT_STREAMS, self.limits.most_streams // 2)
             is_full = sum(one.is_client for one in self._streams) >= most_clients
             if is_full and stream.is_client:
                 raise QuotaExceededError("client_streams", most_clients, session.client)
@@ -279,7 +287,7 @@ class StreamPlane:
         stream.is_served, is_answered = True, False
         method = METHODS[bulk.Get]
         try:
-            stream.wire.set_timeout(bulk.SILENCE_S, self._terms.clock() + bulk.SILENCE_S)
+            stream.wire.set_timeout(bulk.SILENCE_S, self._clock() + bulk.SILENCE_S)
             word, size_bytes = stream.wire.receive()
             method = METHODS.get(type(word), method)
             with known_errors(f"stream {method}"):
@@ -289,7 +297,7 @@ class StreamPlane:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
                 name = type(error).__name__
                 logger.info("refused", method="stream", error=name, reason=str(error))
-                self._answers.note(stream, method, name, 0)
+                self.service.note(stream, method, name, 0)
         finally:
             with self._lock:
                 self._clients_served -= stream.is_client
@@ -301,11 +309,11 @@ class StreamPlane:
 
     def _answer(self, stream: Caller, word: bulk.Word, payload: bytes) -> None:
         if isinstance(word, bulk.Get):
-            self._answers.send(stream, word, payload)
+            self.service.get(stream, word, payload)
         elif isinstance(word, bulk.Put):
-            self._answers.take(stream, word)
+            self.service.put(stream, word)
         elif isinstance(word, bulk.Find):
-            self._answers.find(stream, word, payload)
+            self.service.find(stream, word, payload)
         elif not isinstance(word, bulk.Cancel):  # of a get that had ended meanwhile
             raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
 
@@ -372,35 +380,15 @@ class Stranger:
         return word_of(self._begun)[0]
 
 
-def least_welcome(strangers: Iterable[Stranger]) -> Stranger | None:
-    """Return who goes when there is no room: of the origin with the most, who came first."""
-    here = list(strangers)
-    counts = Counter(one.origin for one in here)
-    return max(here, key=lambda one: (counts[one.origin], -one.until), default=None)
-
-
-YIELD_S = 0.001
-"""Before a part for another server, while this one's own clients are sent frames."""
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 _BACKLOG = 128
 
 
-class BulkAt(NamedTuple):
-    """What clients and peers are told: where the channel is, and its certificate."""
-
-    address: str = ""
-    certificate: bytes = b""
-
-
-def open_streams(
-    config: Settings,
-    service: BulkService,
-    sessions: SessionTable,
-    auth: SessionAuth,
-    clock: Callable[[], float],
-    most_streams: int,
-) -> tuple[StreamPlane, BulkAt]:
-    """Return the channel at ``config.bulk``, in plain text where only this machine can reach it.
+def open_bulk(
+    config: Settings, service: BulkService, most_streams: int
+) -> tuple[BulkServer, bytes]:
+    """Return the channel at ``config.bulk`` and its certificate; in plain text, with none, where
+    only this machine can reach it.
 
     Raises InvalidRequestError when the address cannot be had.
     """
@@ -411,17 +399,9 @@ def open_streams(
 
         tls = make_tls()
     listener, address = listen(host, port)
-
-    def pause() -> None:
-        if service.is_busy:
-            time.sleep(YIELD_S)
-
-    threads = config.limits.peer_requests + 1
-    terms = StreamTerms(
-        sessions, auth, service, threads, config.workers, clock, pause, most_streams
-    )
-    streams = StreamPlane(listener, address, tls.context if tls else None, terms)
-    return streams, BulkAt(address, tls.certificate if tls else b"")
+    limits = StreamLimits(config.limits.peer_requests + 1, config.workers, most_streams)
+    server = BulkServer(listener, address, tls.context if tls else None, service, limits)
+    return server, tls.certificate if tls else b""
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:

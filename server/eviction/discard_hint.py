@@ -1,9 +1,10 @@
-"""What an engine said will not come again goes first, leaves of the prefix tree first."""
+"""What an engine labels as of no more use goes first, leaves of the prefix tree first."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from typing_extensions import override
 
@@ -39,16 +40,12 @@ class DiscardHintEviction(LeafFirstEviction):
     def __init__(self, history: AccessHistory) -> None:
         super().__init__()
         self._history = history
-        self._ranks = array("Q", [0])
+        self._ranks: array[int] = self._column("Q")
         """The queue of each chunk, then when it was used, in one number."""
         self._queues = ClassQueues(self._ranks, 2)
+        self._columns += self._queues.columns
         self._tick = 0
         history.on_hint.append(self._requeue)
-
-    @override
-    def _extend(self, count: int) -> None:
-        self._ranks.frombytes(bytes(count * self._ranks.itemsize))
-        self._queues.extend(count)
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
@@ -89,8 +86,5 @@ class DiscardHintEviction(LeafFirstEviction):
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        return self._name(self._in_order(), self._ranks.__getitem__, keep)
-
-    def _in_order(self) -> Iterator[int]:
-        yield from self._queues.walk(_DISCARDED)
-        yield from self._queues.walk(_OTHERS)
+        leaves = chain(self._queues.walk(_DISCARDED), self._queues.walk(_OTHERS))
+        return self._name(leaves, self._ranks.__getitem__, keep)

@@ -16,22 +16,17 @@ from kvstore.server.eviction.queues import ClassQueues
 class LruEviction(LeafFirstEviction):
     """Evict the leaf that was used longest ago.
 
-    This is the leaf-LRU of SGLang's RadixAttention (Zheng et al., arXiv 2312.07104, section
-    3.1), over chunks instead of tokens. All leaves are in one queue, so that every event costs
-    O(1), or O(log n) of the leaves that came into it late. 31 bytes a row, in columns.
+    All leaves are in one queue, so that every event costs O(1), or O(log n) of the leaves that
+    came into it late. 31 bytes a row, in columns.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._used = array("Q", [0])
+        self._used: array[int] = self._column("Q")
         """When each chunk was last used, as the number of the use."""
         self._leaves = ClassQueues(self._used)
+        self._columns += self._leaves.columns
         self._tick = 0
-
-    @override
-    def _extend(self, count: int) -> None:
-        self._used.frombytes(bytes(count * self._used.itemsize))
-        self._leaves.extend(count)
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
@@ -40,6 +35,9 @@ class LruEviction(LeafFirstEviction):
 
     @override
     def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        self._stamp(rows)
+
+    def _stamp(self, rows: Rows) -> None:
         ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
         np.frombuffer(self._used, np.uint64)[rows] = ticks
         self._tick += len(rows)
@@ -63,9 +61,7 @@ class LruEviction(LeafFirstEviction):
         for row in leaves:
             self._leaves.remove(row)
             self._leaves.append(row, 0)
-        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        np.frombuffer(self._used, np.uint64)[rows] = ticks
-        self._tick += len(rows)
+        self._stamp(rows)
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:

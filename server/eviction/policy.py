@@ -1,9 +1,9 @@
-"""The eviction interface: told what happens on one tier, asked whom to give up."""
+"""The eviction interface: what happened on one tier goes in, whom to evict comes out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +46,6 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def remove(self, row: int) -> None:
         """Forget a chunk. Unknown rows are ignored."""
-
-    def remove_all(self, rows: Sequence[int]) -> None:
-        """Forget chunks, in this order. The same as one ``remove`` after the other."""
-        for row in rows:
-            self.remove(row)
 
     @abstractmethod
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:

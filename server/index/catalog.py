@@ -20,7 +20,7 @@ from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.index.results import LeaseTerms, PrefixMatch
-from kvstore.server.index.saved_history import MAX_CHUNKS, HistoryState, SavedHistory
+from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
 from kvstore.server.telemetry.outcomes import Outcomes
 
@@ -548,11 +548,11 @@ class Catalog:
             self.state.access_log.apply_all()
             now = self.state.clock()
             rows = np.fromiter(filter(known.history.knows, self.state.index.known_rows()), np.intp)
-            state = HistoryState.of(known.history, rows[-MAX_CHUNKS:], now)
             rows = rows[-MAX_CHUNKS:]
-            state.chunks["key"] = self.state.index.keys(rows)
-            known.hints.write(rows, state.chunks, now)
-            return SavedHistory(known.groups.names(), state)
+            saved = SavedHistory.of(known.groups.names(), known.history, rows, now)
+            saved.chunks["key"] = self.state.index.keys(rows)
+            known.hints.write(rows, saved.chunks, now)
+            return saved
 
     def restore(self, saved: SavedHistory) -> int:
         """Remember what an earlier run did; return how many chunks. Before any other event.
@@ -561,15 +561,15 @@ class Catalog:
         """
         known = self.state.metadata
         with self.state.lock:
-            for names in saved.groups:
+            for names in saved.names:
                 known.groups.number(*names)
-            chunks = saved.state.chunks[-max(1, known.evicted_limit) :]
+            chunks = saved.chunks[-max(1, known.evicted_limit) :]
             keys = [ChunkKey(key) for key in chunks["key"].tolist()]
             rows = np.array([self.state.index.add_evicted(key) for key in keys], np.intp)
-            state = replace(saved.state, chunks=chunks[rows > 0])
-            state.fill(known.history, rows[rows > 0], self.state.clock())
-            known.hints.restore(rows[rows > 0], state.chunks, self.state.clock())
-            return len(state.chunks)
+            chunks, rows = chunks[rows > 0], rows[rows > 0]
+            replace(saved, chunks=chunks).fill(known.history, rows, self.state.clock())
+            known.hints.restore(rows, chunks, self.state.clock())
+            return len(chunks)
 
 
 def _chains(infos: Sequence[ChunkInfo]) -> Iterator[list[ChunkInfo]]:

@@ -104,7 +104,7 @@ class Session:
     owner: Principal = ANYBODY
     roles: frozenset[str] = ROLES
     is_attached: bool = False
-    """Whether its process holds the data plane's socket open: then it is alive."""
+    """Whether its process holds the Unix socket open: then it is alive."""
     is_peer: bool = False
     """Whether it is another server's, which names chunks by whole keys; it has no model."""
     reads_from: frozenset[int] = frozenset()

@@ -1,83 +1,335 @@
-"""The HistoryKeeper: has what policies learned written now and then, and read at the start."""
+"""What a server has learned, over a restart: one file of sections, each with its own checksum.
+
+docs/format.md has its bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import structlog
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from kvstore.proto.errors import KVStoreError
-from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.known_models import ModelRegistry
-from kvstore.server.index.saved_history import FILE_NAME, SavedHistory, read_history, write_history
-from kvstore.server.telemetry.metrics import Counters
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import check_tag
+from kvstore.proto.buffers import checksum
+from kvstore.proto.errors import InvalidFrameError, KVStoreError
+from kvstore.proto.messages import representation_from_message, representation_to_message
+from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Namespace
+from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_LEARNED, Learned
+from kvstore.server.blending.gates import MAX_GATES, UNKNOWN, GateName, GateState
+from kvstore.server.blending.scores import Context
+from kvstore.server.eviction.access_history import OWNS
+from kvstore.server.eviction.reuse_statistics import AGE_BINS
+from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace
+from kvstore.server.index.saved_history import CHUNK, CLASS, SavedHistory
+from kvstore.server.settings.values import MAX_RATIO
+from kvstore.server.store.store import Store
+from kvstore.tiers.disk_io import write_durably
 
+FILE_NAME = "history.kvh"
+MAX_FILE_BYTES = 64 << 20
 SAVE_EVERY_S = 300.0
 """A power cut costs what was learned since, and no chunk."""
 
+SAVE_GATES_EVERY_S = 10.0
+"""The same where a gate opened or closed since."""
+
+MAX_MODEL_BYTES = 1 << 14
+"""Of one Representation; one that takes more is not kept."""
+
+MAX_NAME_CHARS = 256
+"""Of a model in a gate's row, and of a session's client; what is longer is cut."""
+
+_MAGIC, _VERSION = b"KVHS", 3
+_HEAD = struct.Struct("<4sHH")
+_ROW = struct.Struct("<8sQQ")
+_SUM = struct.Struct("<Q")
+
 logger = structlog.get_logger(__name__)
 
-Clock = Callable[[], float]
+Sections: TypeAlias = Mapping[str, bytes | memoryview]
+SavedGate: TypeAlias = tuple[GateName, str, GateState]
+_T = TypeVar("_T")
 
 
-class HistoryKeeper:
-    """Keeps the history file of *folder*. For one thread, after ``load``.
+def pack_sections(sections: Sections) -> bytes:
+    """Return the bytes of a file."""
+    rows = [_ROW.pack(n.encode(), len(data), checksum(data)) for n, data in sections.items()]
+    table = _HEAD.pack(_MAGIC, _VERSION, len(rows)) + b"".join(rows)
+    return b"".join([table, _SUM.pack(checksum(table)), *sections.values()])
 
-    *clock* returns monotonic seconds, *wall* those since 1970: ages go on while no server runs.
+
+def unpack_sections(data: bytes) -> dict[str, memoryview]:
+    """Return the sections of a file but those that are damaged.
+
+    Raises InvalidFrameError for one of another version, or whose table of sections is damaged.
     """
+    view = memoryview(data)
+    if not _HEAD.size <= len(data) <= MAX_FILE_BYTES:
+        raise InvalidFrameError("history", len(data), "not the size of a history file")
+    magic, version, count = _HEAD.unpack_from(data)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise InvalidFrameError("history", (magic, version), "not this version's")
+    end = _HEAD.size + count * _ROW.size
+    table, at = view[:end], end + _SUM.size
+    if len(data) < at or _SUM.unpack_from(data, end)[0] != checksum(table):
+        raise InvalidFrameError("history", "checksum", "its table of sections is damaged")
+    sections = {}
+    for name, size, stated_sum in _ROW.iter_unpack(table[_HEAD.size :]):
+        part = view[at : at + size]
+        at += size
+        if len(part) == size and checksum(part) == stated_sum:
+            sections[name.rstrip(b"\0").decode("latin-1")] = part
+    return sections
 
-    def __init__(
-        self, catalog: Catalog, folder: Path, counters: Counters, clock: Clock, wall: Clock
-    ) -> None:
-        self._catalog = catalog
-        self._folder = folder
-        self._counters = counters
-        self._clock = clock
-        self._wall = wall
-        self._saved_s = clock()
-        self.spaces = ModelRegistry()
-        """Kept with the rest: what namespaces stand for."""
 
-    def load(self) -> int:
-        """Remember what an earlier run knew, before anything else happens; return how many chunks.
+# --- sections in JSON
 
-        A file that is not there or cannot be used is as good as none.
-        """
+_Digest = Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Positive = Annotated[float, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class _Groups(NamedTuple):
+    age_bins: int
+    names: list[tuple[str, str]]
+    groups: list[_Count]
+
+
+class _Model(NamedTuple):
+    namespace: _Digest
+    tenant: str
+    client: str
+    representation: Annotated[bytes, Field(min_length=1, max_length=MAX_MODEL_BYTES)]
+
+
+class _Gate(NamedTuple):
+    namespace: _Digest
+    tag: Annotated[str, AfterValidator(check_tag)]
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+    ratio: Annotated[float, Field(ge=0, le=MAX_RATIO)]
+    agreement: _Share
+    divergence: _Positive
+    speedup: float
+
+
+class _Variant(NamedTuple):
+    key: Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    impact: _Share
+    deviation: float
+    overlap: _Share
+    uses: Annotated[float, Field(ge=0, le=1e9)]
+    reports: _Count
+    context: Annotated[
+        list[tuple[_Digest, Annotated[int, Field(gt=0)], _Positive]], Field(max_length=MAX_CONTEXT)
+    ]
+
+
+_JSON = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", allow_inf_nan=False)
+_GROUPS = TypeAdapter(_Groups, config=_JSON)
+_MODELS = TypeAdapter(Annotated[list[_Model], Field(max_length=MAX_SPACES)], config=_JSON)
+_GATES = TypeAdapter(Annotated[list[_Gate], Field(max_length=MAX_GATES)], config=_JSON)
+_VARIANTS = TypeAdapter(Annotated[list[_Variant], Field(max_length=MAX_LEARNED)], config=_JSON)
+
+
+def _section(sections: Sections, name: str) -> bytes | memoryview:
+    if name not in sections:
+        raise InvalidFrameError(name, "checksum", "it is damaged, or not there")
+    return sections[name]
+
+
+def _parsed(rows: TypeAdapter[_T], sections: Sections, name: str) -> _T:
+    data = bytes(_section(sections, name))
+    try:
+        return rows.validate_json(data)
+    except ValidationError as error:
+        raise InvalidFrameError(name, error.error_count(), "rows that are none of ours") from None
+
+
+def pack_models(spaces: Sequence[ModelNamespace]) -> bytes:
+    """Return the section ``models``, the last of *spaces* last."""
+    rows = []
+    for one in spaces[-MAX_SPACES:]:
+        data = representation_to_message(one.representation).SerializeToString(deterministic=True)
+        if len(data) <= MAX_MODEL_BYTES:
+            rows.append(_Model(one.namespace, one.tenant, one.client[:MAX_NAME_CHARS], data))
+    return _MODELS.dump_json(rows)
+
+
+def unpack_models(sections: Sections) -> list[ModelNamespace]:
+    """Return what namespaces stand for. Raises InvalidFrameError."""
+    spaces = []
+    for row in _parsed(_MODELS, sections, "models"):
         try:
-            saved = read_history(self._folder)
-            if saved is None:
-                return 0
-            written_s = (self._folder / FILE_NAME).stat().st_mtime
-            self.spaces.restore(saved.spaces)
-            return self._catalog.restore(_older(saved, self._wall() - written_s))
-        except (KVStoreError, OSError) as error:
-            self._counters.add("unusable_histories")
-            logger.warning("what policies had learned is lost", reason=str(error))
-            return 0
-
-    def save_if_due(self) -> bool:
-        """Write the file if that was long ago. Return whether it is now."""
-        return self._clock() - self._saved_s >= SAVE_EVERY_S and self.save()
-
-    def save(self) -> bool:
-        """Write the file. Return whether that was possible."""
-        self._saved_s = self._clock()
-        try:
-            spaces = tuple(reversed(self.spaces.all()))
-            write_history(self._folder, replace(self._catalog.save(), spaces=spaces))
-        except OSError as error:
-            logger.warning("what policies learned was not saved", reason=str(error))
-            return False
-        return True
+            kind = representation_from_message(pb.Representation.FromString(row.representation))
+        except (KVStoreError, DecodeError) as error:
+            raise InvalidFrameError("models", row.namespace.hex(), str(error)) from None
+        spaces.append(ModelNamespace(Namespace(row.namespace), row.tenant, row.client, kind))
+    return spaces
 
 
-def _older(saved: SavedHistory, seconds: float) -> SavedHistory:
-    """Return *saved* as it is *seconds* later; a clock that went back in between counts as none."""
-    chunks = saved.state.chunks.copy()
-    elapsed_s = max(0.0, seconds)
+def pack_gates(gates: Sequence[SavedGate]) -> bytes:
+    """Return the section ``gates``, of those that are open."""
+    rows = [
+        _Gate(
+            *name, model[:MAX_NAME_CHARS], gate.ratio, gate.agreement, gate.divergence, gate.speedup
+        )
+        for name, model, gate in gates
+    ]
+    return _GATES.dump_json(rows)
+
+
+def unpack_gates(sections: Sections) -> list[SavedGate]:
+    """Return the gates that were open. Raises InvalidFrameError."""
+    gates: list[SavedGate] = []
+    for row in _parsed(_GATES, sections, "gates"):
+        gate = GateState(
+            is_open=True, ratio=row.ratio, agreement=row.agreement, divergence=row.divergence,
+            why="calibrated before the last start", is_calibrated=True,
+            speedup=row.speedup if row.speedup >= 0 else UNKNOWN,
+        )  # fmt: skip
+        gates.append(((row.namespace, row.tag), row.model, gate))
+    return gates
+
+
+def pack_variants(rows: Sequence[Learned]) -> bytes:
+    """Return the section ``variants``, the last of *rows* last."""
+    return _VARIANTS.dump_json([_Variant(*row[:-1], list(row.context)) for row in rows])
+
+
+def unpack_variants(sections: Sections) -> list[Learned]:
+    """Return what engines reported of variants. Raises InvalidFrameError."""
+    found = []
+    for row in _parsed(_VARIANTS, sections, "variants"):
+        if row.deviation < 0 and row.deviation != UNKNOWN:
+            raise InvalidFrameError("deviation", row.deviation, "not negative")
+        context = tuple(Context(*mass) for mass in row.context)
+        found.append(Learned(ChunkKey(row.key), *row[1:-1], context))
+    return found
+
+
+# --- what policies learned
+
+
+def pack_history(saved: SavedHistory) -> dict[str, bytes]:
+    """Return the three sections of *saved*, which are of use together only."""
+    groups = _Groups(AGE_BINS, list(saved.names), list(saved.groups))
+    return {
+        "groups": _GROUPS.dump_json(groups),
+        "classes": saved.classes.tobytes(),
+        "chunks": saved.chunks.tobytes(),
+    }
+
+
+def unpack_history(sections: Sections, elapsed_s: float = 0.0) -> SavedHistory:
+    """Return what policies learned, as it is *elapsed_s* later. Raises InvalidFrameError."""
+    groups = _parsed(_GROUPS, sections, "groups")
+    if groups.age_bins != AGE_BINS:
+        raise InvalidFrameError("age_bins", groups.age_bins, "not this version's")
+    classes = _array(sections, "classes", CLASS, ("asked", "forgotten"))
+    chunks = _array(sections, "chunks", CHUNK, ("age_s", "flops", "left_s"))
+    if not ((chunks["own"] < OWNS).all() and (chunks["hits"] > 0).all()):
+        raise InvalidFrameError("own", "or hits", "the file is not ours")
     chunks["age_s"] += elapsed_s
     mortal = chunks["left_s"] > 0
     chunks["left_s"][mortal] = (chunks["left_s"][mortal] - elapsed_s).clip(min=1e-9)
-    return replace(saved, state=replace(saved.state, chunks=chunks))
+    return SavedHistory(groups.names, groups.groups, classes, chunks)
+
+
+def _array(
+    sections: Sections, name: str, row: np.dtype[Any], positive: Sequence[str]
+) -> NDArray[np.void]:
+    """Return a section of rows, whose fields *positive* must be finite and not negative."""
+    data = _section(sections, name)
+    if len(data) % row.itemsize:
+        raise InvalidFrameError(name, len(data), f"no multiple of {row.itemsize} bytes")
+    found = np.frombuffer(data, row).copy()
+    for field in positive:
+        if not ((found[field] >= 0) & (found[field] < math.inf)).all():
+            raise InvalidFrameError(field, "below 0, or no number", "the file is not ours")
+    return found
+
+
+class StateKeeper:
+    """Keeps the history file of *folder*. For one thread, after ``load``.
+
+    *wall* returns seconds since 1970: ages go on while no server runs.
+    """
+
+    def __init__(self, store: Store, folder: Path, wall: Callable[[], float]) -> None:
+        self._store = store
+        self._path = folder / FILE_NAME
+        self._clock = store.moves.clock
+        self._wall = wall
+        self._saved_s = self._clock()
+        self._gate_changes = store.blends.gates.changes
+
+    def load(self) -> None:
+        """Take in what an earlier run knew, before anything else happens.
+
+        What is damaged or of another version is as good as not there, and counted.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                elapsed_s = self._wall() - os.fstat(file.fileno()).st_mtime
+                sections = unpack_sections(file.read(MAX_FILE_BYTES + 1))
+        except FileNotFoundError:
+            return
+        except (KVStoreError, OSError) as error:
+            self._note_lost({"everything": str(error)})
+            return
+        parts: dict[str, Callable[[], object]] = {
+            "history": partial(self._load_history, sections, max(0.0, elapsed_s)),
+            "models": lambda: self._store.spaces.restore(unpack_models(sections)),
+            "gates": lambda: self._store.blends.gates.restore(unpack_gates(sections)),
+            "variants": lambda: self._store.blends.contents.recall(unpack_variants(sections)),
+        }
+        lost = {}
+        for name, restore in parts.items():
+            try:
+                restore()
+            except KVStoreError as error:
+                lost[name] = str(error)
+        if lost:
+            self._note_lost(lost)
+
+    def _load_history(self, sections: Sections, elapsed_s: float) -> None:
+        self._store.catalog.restore(unpack_history(sections, elapsed_s))
+
+    def _note_lost(self, lost: Mapping[str, str]) -> None:
+        self._store.counters.add("unusable_histories")
+        logger.warning("what was learned is lost", **lost)
+
+    def save_if_due(self) -> None:
+        """Write the file if that was long ago, or if a gate opened or closed since."""
+        is_same = self._gate_changes == self._store.blends.gates.changes
+        if self._clock() - self._saved_s >= (SAVE_EVERY_S if is_same else SAVE_GATES_EVERY_S):
+            self.save()
+
+    def save(self) -> bool:
+        """Write the file, in one step. Return whether that was possible."""
+        store, blends = self._store, self._store.blends
+        self._saved_s, self._gate_changes = self._clock(), blends.gates.changes
+        sections = {
+            **pack_history(store.catalog.save()),
+            "models": pack_models(store.spaces.all()[::-1]),
+            "gates": pack_gates(blends.gates.save()),
+            "variants": pack_variants(blends.contents.learned()),
+        }
+        try:
+            write_durably(self._path, pack_sections(sections))
+        except OSError as error:
+            logger.warning("what was learned was not saved", reason=str(error))
+            return False
+        return True

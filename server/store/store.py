@@ -325,7 +325,7 @@ class Store:
                 slot.encoder.name,
                 slot.encoder.codec_id,
                 slot.rate.bytes_per_s,
-                slot.reason,
+                slot.breaker.reason or slot.tier.write_error,
             )
             for slot in self.tiers.slots.values()
         ]

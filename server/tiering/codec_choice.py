@@ -17,7 +17,7 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.settings.rules import auto_fidelity, is_auto
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import NamedCodec, TierCodec, TierSlot, lossless_codec
+from kvstore.server.tiering.tier_slot import LOSSLESS, TierCodec, TierSlot
 from kvstore.tiers.base import DEFAULT_TENANT
 
 
@@ -70,7 +70,7 @@ class AutoCodec:
         speeds = measure_codecs(names, sample, self.clock, CALIBRATION_S * (1 - LINK_SHARE))
         chosen = choose_codec(speeds, link, self.least)
         name = "raw" if chosen is None else chosen.name
-        self.slot.encoder.use(NamedCodec(f"{name} (auto)", codec_by_name(name)))
+        self.slot.encoder.use(name, " (auto)")
         logger.info("codec chosen", tier=self.slot.name, codec=name, link_bytes_per_s=round(link))
         return True
 
@@ -139,7 +139,7 @@ def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
 
     Beside a lossy one also what is used for chunks that stay exact.
     """
-    used = {} if encoder.is_exact else {"lossless": lossless_codec()}
+    used = {} if encoder.is_exact else {LOSSLESS: codec_by_name(LOSSLESS)}
     used[encoder.name] = encoder.of_tenant(DEFAULT_TENANT)
     sample = make_sample()
     return all(bool(measure(name, one, sample, clock, 0.0)) for name, one in used.items())

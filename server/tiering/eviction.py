@@ -6,9 +6,9 @@ An evicted chunk of which no lower tier has a copy as good as it can get is demo
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol
 
 from kvstore.proto.errors import (
     DeadlineError,
@@ -29,45 +29,27 @@ from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import Reservation
 
 
-class Waiting(NamedTuple):
-    """Room of one partition for chunks to come."""
-
-    size_bytes: int
-    chunks: int
-
-
-NOTHING = Waiting(0, 0)
-
-
 class ReservedRoom:
     """Room by partition, from its reservation until it is filled or given back. Thread-safe."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()  # guards it
 
     def add(self, partition: int, size_bytes: int, chunks: int) -> None:
         """Count room as the partition's; less than none: count it no longer."""
         with self._lock:
-            before = self._waiting.pop(partition, NOTHING)
-            after = Waiting(before.size_bytes + size_bytes, before.chunks + chunks)
-            if after != NOTHING:
-                self._waiting[partition] = after
+            before_bytes, before = self._waiting.pop(partition, (0, 0))
+            if chunks + before:
+                self._waiting[partition] = before_bytes + size_bytes, before + chunks
 
-    def of(self, partition: int) -> Waiting:
-        """Return what is reserved for the partition."""
-        return self._waiting.get(partition, NOTHING)
+    def of(self, partition: int) -> tuple[int, int]:
+        """Return the bytes and chunks that are reserved for the partition."""
+        return self._waiting.get(partition, (0, 0))
 
 
 MAX_ROUNDS = 1000
 VICTIMS_PER_ROUND = 64
-
-
-class CopyDown(Protocol):
-    """Queues a copy of a chunk to a slower tier."""
-
-    def __call__(self, key: ChunkKey, target: TierSlot, *, urgent: bool = False) -> Ticket | None:
-        """Return its ticket; None when the queue of *target* is full."""
 
 
 class Eviction:
@@ -83,7 +65,7 @@ class Eviction:
         work_queue: WorkQueue,
         counters: Counters,
         placement: Placement,
-        copy_down: CopyDown,
+        copy_down: Callable[..., Ticket | None],
     ) -> None:
         self._tiers = tiers
         self._catalog = catalog
@@ -108,15 +90,14 @@ class Eviction:
             )
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - request.headroom_bytes
-        partition = self._catalog.eviction.partition(
-            request.info.key, request.tenant, request.category
-        )
+        key, tenant = request.info.key, request.tenant
+        partition = self._catalog.eviction.partition(key, tenant, request.category)
         self._free_own(slot, Wanted(partition, is_own=True), request)
         for attempt in range(MAX_ROUNDS):
             missing = tier.stats().used_bytes + need - limit
             if is_scattered := missing <= 0:
                 try:
-                    return tier.reserve(request.info, request.tenant)
+                    return tier.reserve(request.info, tenant)
                 except TierFullError:
                     missing = need
                 except TierUnavailableError as error:
@@ -130,34 +111,32 @@ class Eviction:
 
     def _free_own(self, slot: TierSlot, own: Wanted, request: SpaceRequest) -> None:
         """Evict of a partition what it would be over its quota. Raises TierFullError."""
-        size, catalog = request.info.size_bytes, self._catalog
-        waits = self.reserved.of(own.partition) if slot is self._tiers.cpu else NOTHING
+        size, eviction = request.info.size_bytes, self._catalog.eviction
+        is_cpu = slot is self._tiers.cpu
+        waiting_bytes, waiting = self.reserved.of(own.partition) if is_cpu else (0, 0)
+        need_bytes, need_chunks = size + waiting_bytes, 1 + waiting
         for _ in range(MAX_ROUNDS):
-            need_bytes, need_chunks = size + waits.size_bytes, 1 + waits.chunks
-            owed = catalog.eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
+            owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
             if not owed:
                 return
-            victims = catalog.eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
+            victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
             self._evict(slot, victims, owed, request.deadline)
             self._counters.add("evicted_for_quota_chunks", len(victims))
         raise TierFullError(slot.name, size, 0)
 
     def settle_quota(self, slot: TierSlot, key: ChunkKey) -> None:
-        """Evict what the partition of a chunk that came is over its quota, as far as may go.
-
-        Threads that reserve side by side look before each other's room counts.
+        """Evict what the partition of a chunk that came is over its quota, as far as may go:
+        threads that reserve side by side look before each other's room counts.
         """
-        partition = self._catalog.eviction.partition(key, "", "")
-        owed = self._catalog.eviction.owed_bytes(slot.name, partition, 0)
-        if owed:
-            own = Wanted(partition, is_own=True)
-            victims = self._catalog.eviction.claim_victims(
-                slot.name, owed, VICTIMS_PER_ROUND, wanted=own
-            )
-            if victims:
-                with suppress(TierFullError):  # their demotions go on
-                    self._evict(slot, victims, owed, slot.clock())
-                    self._counters.add("evicted_for_quota_chunks", len(victims))
+        eviction = self._catalog.eviction
+        own = Wanted(eviction.partition(key, "", ""), is_own=True)
+        owed = eviction.owed_bytes(slot.name, own.partition, 0)
+        if owed and (
+            victims := eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
+        ):
+            with suppress(TierFullError):  # their demotions go on
+                self._evict(slot, victims, owed, slot.clock())
+                self._counters.add("evicted_for_quota_chunks", len(victims))
 
     def _claim(
         self,
@@ -213,8 +192,7 @@ class Eviction:
     def _await_progress(self, slot: TierSlot, deadline: float) -> bool:
         """Wait until something that keeps chunks on *slot* is done; False if nothing does.
 
-        Only evictions from this slot and moves to lower ones count, as only these end
-        without our help.
+        That is evictions from it and moves to lower slots: only these end without our help.
         """
         if self._catalog.eviction.await_unclaimed(slot.name, deadline):
             return True
@@ -224,9 +202,8 @@ class Eviction:
     def _demote(self, slot: TierSlot, key: ChunkKey) -> Ticket | None:
         """Queue a copy to a lower slot that is in use, unless one has the chunk.
 
-        The one that it would load from soonest gets it, of those whose admission wants it.
-        What is exact goes to the nearest that keeps it so, if there is one, and a lossy copy
-        further down does not count.
+        That is the fastest whose admission wants it. What is exact goes to the nearest that keeps
+        it so, if there is one, and a lossy copy further down does not count.
         """
         lower = self._tiers.below(slot)
         tenant = slot.tier.tenant_of(key)
@@ -249,11 +226,14 @@ class Eviction:
         return None
 
     def fidelity_on(self, target: TierSlot, key: ChunkKey, tenant: str) -> Fidelity:
-        """Return what becomes at least of an exact *key* of *tenant* on *target*.
-
-        What several prompts have stays exact: it steers all their answers.
+        """Return what becomes at least of an exact *key* of *tenant* on *target*: what several
+        prompts have stays exact, as it steers all their answers.
         """
-        return Fidelity.exact if self._catalog.is_common(key) else target.fidelity_for(tenant)
+        return (
+            Fidelity.exact
+            if self._catalog.is_common(key)
+            else target.encoder.of_tenant(tenant).fidelity
+        )
 
     def _give_up(
         self, slot: TierSlot, key: ChunkKey, ticket: Ticket | None, deadline: float
@@ -298,9 +278,8 @@ class Eviction:
         return self.reserve(slot, request)
 
     def replace(self, info: ChunkInfo) -> bool:
-        """Cast out the copies of a chunk that has more of its end in *info*.
-
-        False when somebody reads one.
+        """Cast out the copies of a chunk that has more of its end in *info*; False when somebody
+        reads one.
         """
         for name in self._catalog.holders(info.key):
             if not self._catalog.cast_out(name, info.key, even_if_held=False):
@@ -318,9 +297,8 @@ class Eviction:
             self.delete_from(slot, key)
 
     def delete_from(self, slot: TierSlot, key: ChunkKey, *, urgent: bool = False) -> Ticket | None:
-        """Free a copy that was cast out; lower slots do that in their store queue.
-
-        None when there is nothing to wait for.
+        """Free a copy that was cast out: in lower slots by their store queue, whose ticket this
+        returns.
         """
         if slot is self._tiers.cpu:
             self.discard(slot, key)

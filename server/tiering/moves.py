@@ -10,10 +10,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from kvstore.codecs.base import REMOVED, codec_name
+from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -84,27 +86,27 @@ class Moves:
 
         What goes to CPU memory comes from GPU memory.
         """
-        work = partial(self._copy, key, target)
+        work = partial(self._counted, self._copy, key, target)
         if target is self._cpu:
             assert self._gpu is not None
-            work = partial(self._promote, key, self._gpu, self._gpu.tier.tenant_of(key))
-        work = partial(self._counted, work)
+            tenant = self._gpu.tier.tenant_of(key)
+            work = partial(self._counted, self._promote, key, self._gpu, tenant)
         return self.work_queue.submit(f"store-{target.name}", key, work, urgent=urgent)
 
     def copy_now(self, key: ChunkKey, target: TierSlot) -> bool:
-        """Copy *key* to a lower slot, in a thread of its store queue. Raises what that raises."""
-        return self._counted(partial(self._copy, key, target))
+        """Copy *key* to a lower slot, in a thread of its store queue. Raises KVStoreErrors."""
+        return self._counted(self._copy, key, target)
 
     def copy_up(self, key: ChunkKey, tenant: str) -> Ticket | None:
         """Queue a copy of *key* to GPU memory; None without it or when its queue is full."""
         if self._gpu is None or self._gpu.breaker.is_open:
             return None
-        work = partial(self._counted, partial(self._copy, key, self._gpu, tenant))
+        work = partial(self._counted, self._copy, key, self._gpu, tenant)
         return self.work_queue.submit(f"store-{self._gpu.name}", key, work)
 
-    def _counted(self, copy: Callable[[], bool]) -> bool:
+    def _counted(self, copy: Callable[..., bool], *args: Any) -> bool:
         try:
-            return copy()
+            return copy(*args)
         except KVStoreError:
             self.counters.add("failed_copies")
             raise
@@ -116,11 +118,9 @@ class Moves:
 
         One that is *claimed* ends when nobody wants it any more: see ``WorkQueue.submit``.
         """
-        work = partial(self._raise_up, key, source, tenant)
+        work, queue = partial(self._raise_up, key, source, tenant), f"load-{source.name}"
         batch_key = source.tier.batch_key(key)
-        return self.work_queue.submit(
-            f"load-{source.name}", key, work, claimed=claimed, batch_key=batch_key
-        )
+        return self.work_queue.submit(queue, key, work, claimed=claimed, batch_key=batch_key)
 
     def let_go_of_loads(self, tickets: Iterable[Ticket]) -> None:
         """Whoever claimed these does not wait for them any more."""
@@ -143,15 +143,12 @@ class Moves:
         with self._lock:
             is_due = self._remote_reads.is_due(key)
         stats = self.tiers.cpu_tier.stats()
-        if 100 * stats.used_bytes < FULL_PERCENT * stats.capacity_bytes:
-            return True
-        return is_due and self.placement.promotes(key, source, self._cpu)
+        has_room = 100 * stats.used_bytes < FULL_PERCENT * stats.capacity_bytes
+        return has_room or (is_due and self.placement.promotes(key, source, self._cpu))
 
     def drop_duplicates(self) -> None:
         """Drop one of two copies: from exclusive slots what came up to CPU memory, and from there
-        what came from a peer and is not kept. What somebody reads waits for that.
-
-        Called at every tick; what is read still is tried again at the next.
+        what came from a peer and is not kept. What is being read waits for the next tick.
         """
         for _ in range(len(self._duplicates)):
             key, slot, other, counter = duplicate = self._duplicates.popleft()
@@ -162,9 +159,8 @@ class Moves:
                 self._duplicates.append(duplicate)
 
     def _copy(self, key: ChunkKey, target: TierSlot, tenant: str | None = None) -> bool:
-        """Copy *key* to *target*, for *tenant* or whose it is.
-
-        Return whether it is there now, as good as *target* can keep it.
+        """Copy *key* to *target*, for *tenant* or whose it is; return whether it is there now, as
+        good as *target* can keep it.
         """
         self._make_way(target, key)
         copies = self.catalog.hold(key)
@@ -176,7 +172,7 @@ class Moves:
             if frame is None:
                 return False
             least = self.eviction.fidelity_on(target, key, tenant)
-            frame = target.encode_for(frame, tenant, least)
+            frame = target.encoder.encode(frame, tenant, least)
             header = verify(frame, key)
             info = header.info()
             if target.encoder.is_other(header, tenant):
@@ -218,15 +214,15 @@ class Moves:
                 self.eviction.discard(target, key)
 
     def _adopt(self, key: ChunkKey, target: TierSlot) -> bool:
-        """Take note of a copy that somebody else sealed first; False when it is gone again."""
+        """Know a copy that somebody else sealed first; False when it is gone again."""
         if not target.tier.shared:
             raise TierUnavailableError(target.name, f"does not let go of {key.hex()}")
         (info,) = target.tier.find([key])
-        if info is not None and self.catalog.is_less_complete(key, info.layout):
-            return False  # it has more than ours, and is learned of when somebody asks
-        if info is not None:
-            self.catalog.note_sealed(target.name, info)
-        return info is not None
+        # One that has more than ours is learned of by the next lookup.
+        if info is None or self.catalog.is_less_complete(key, info.layout):
+            return False
+        self.catalog.note_sealed(target.name, info)
+        return True
 
     def _write(self, target: TierSlot, reservation: Reservation, frame: Bytes) -> bool:
         sealing = False
@@ -257,12 +253,10 @@ class Moves:
         """Return the verified frame of the best and nearest copy that proves right."""
         for slot in self._best(copies):
             try:
-                if slot is self._cpu:
-                    frame = self.tiers.cpu_tier.peek(key)
-                    if frame is not None:
-                        verify(frame, key)
-                else:
+                if slot is not self._cpu:
                     frame = self.read_bypass(copies[slot.name], slot)
+                elif (frame := self.tiers.cpu_tier.peek(key)) is not None:
+                    verify(frame, key)
             except ChunkCorruptError:
                 self.eviction.drop_corrupt(slot, key)
                 continue
@@ -282,18 +276,19 @@ class Moves:
                 return True
             if source.name not in copies:
                 return False
-            self._check_wanted(source)
+            if self.work_queue.is_given_up():
+                raise DeadlineError(f"load from {source.name}: nobody waits for it any more")
             stored = copies[source.name]
-            info = with_size(stored, self._cpu.codec.codec_id, raw_frame_bytes(stored.layout))
+            info = with_size(stored, RawCodec.codec_id, raw_frame_bytes(stored.layout))
             deadline = self.clock() + self._move_timeout_s
             reservation = self.eviction.reserve(self._cpu, SpaceRequest(info, tenant, deadline))
+            found = False
             try:
                 found = self._fill(stored, source, self.tiers.cpu_tier.view(reservation))
-            except BaseException:
-                self.tiers.cpu_tier.abort(reservation)
-                raise
+            finally:
+                if not found:
+                    self.tiers.cpu_tier.abort(reservation)
             if not found:
-                self.tiers.cpu_tier.abort(reservation)
                 return False
             if self.tiers.cpu_tier.seal(reservation):
                 self.catalog.note_sealed(self._cpu.name, info)
@@ -303,21 +298,16 @@ class Moves:
         finally:
             self.catalog.let_go(key)
 
-    def _check_wanted(self, source: TierSlot) -> None:
-        """Raise DeadlineError if nobody wants the load that this thread does."""
-        if self.work_queue.is_given_up():
-            raise DeadlineError(f"load from {source.name}: nobody waits for it any more")
-
     def _fill(self, stored: ChunkInfo, source: TierSlot, out: Bytes) -> bool:
         """Read, verify and decode the stored copy into *out* of a raw frame's size."""
-        if stored.codec_id == self._cpu.codec.codec_id and stored.size_bytes == len(out):
+        if stored.codec_id == RawCodec.codec_id and stored.size_bytes == len(out):
             return self._read(stored, source, out)
         scratch = np.empty(stored.size_bytes, np.uint8)
         if not self._read(stored, source, scratch):
             return False
         started = self.clock()
         try:
-            transcode(scratch, self._cpu.codec, out)
+            transcode(scratch, RawCodec(), out)
             # Verified as it was read; checked again as it will be served.
             verify(out, stored.key)
             source.note_decode(stored.size_bytes, self.clock() - started)
@@ -331,7 +321,7 @@ class Moves:
         return True
 
     def _turn_away(self, source: TierSlot, stored: ChunkInfo) -> None:
-        """Drop a copy that no server reads any more, or only one with other codecs or tables."""
+        """Drop a copy that only servers with other codecs or tables read, or none."""
         is_removed, key = stored.codec_id in REMOVED, stored.key
         if not (is_removed or source.tier.shared):
             self.eviction.drop_corrupt(source, key)
@@ -371,10 +361,8 @@ class Moves:
     # --- from where a chunk is read
 
     def nearest(self, key: ChunkKey, holders: Sequence[str]) -> list[TierSlot]:
-        """Return the slots of *holders* that are in use, in the order in which *key* is read.
-
-        That is from the fastest on; of another server's memory and a shared tier the one goes
-        first that would have sent this chunk sooner, as it is measured.
+        """Return the slots of *holders* that are in use, in the order in which *key* is read: from
+        the fastest, as measured where both another server and a shared tier have it.
         """
         remote = self.tiers.remote
         usable = [s for s in self.tiers.sources if s.name in holders and not s.breaker.is_open]
@@ -390,9 +378,8 @@ class Moves:
     def lent_place(
         self, key: ChunkKey, holders: Sequence[str], peers: Collection[int]
     ) -> PeerPlace | None:
-        """Return where a reader that reads from *peers* itself finds *key*.
-
-        None where the nearest of *holders* is no such server.
+        """Return where a reader that reads from *peers* itself finds *key*; None where the nearest
+        of *holders* is none of them.
         """
         nearest = self.nearest(key, holders)[:1] if peers else []
         return next((slot.tier.peer_place(key, peers) for slot in nearest), None)

@@ -33,85 +33,68 @@ from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKi
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.tiering.admission import TierAdmission
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.tiers.base import DEFAULT_TENANT, Tier
+from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
+
+if TYPE_CHECKING:  # the tier's file loads torch
+    from kvstore.server.telemetry.tracing import Tracing
+    from kvstore.tiers.gpu import GpuTier
 
 TermsOf = Callable[[FrameHeader], EncodeTerms | None]
 """Returns what the server knows of the model that a frame is of."""
 
+LOSSLESS = "zplane"
+"""What takes the place of a lossy codec where that cannot be used."""
+
 _CANNOT = (LayoutMismatchError, UnknownCodecError, RepresentationError, InvalidRequestError)
-
-
-def no_terms(_: FrameHeader) -> EncodeTerms | None:
-    """Know nothing of any model."""
-    return None
-
-
-def lossless_codec() -> Codec:
-    """Return what takes the place of a lossy codec where that cannot be used."""
-    return codec_by_name("zplane")
-
-
-@dataclass(frozen=True, slots=True)
-class NamedCodec:
-    """A codec under the name that it was asked for by, such as ``kvq:2``."""
-
-    name: str
-    codec: Codec = field(compare=False)
-
-    @classmethod
-    def of(cls, name: str) -> NamedCodec:
-        """Return the codec called *name*. Raises UnknownCodecError."""
-        return cls(name, codec_by_name(name))
 
 
 class TierCodec:
     """Encodes frames for one tier. Thread-safe; ``use`` may change the codec while it is at work.
 
-    A lossy codec is given originals of floating point only: integers and fp8 have no precision
-    to spare, and loss on top of loss has no bound. These go without loss, and so do recurrent
-    states, which the codecs keep as they are beside keys and values.
+    Codecs are by name, such as ``kvq:2``. A lossy one is given originals of floating point only:
+    integers and fp8 have no precision to spare, and loss on top of loss has no bound. These go
+    without loss, and so do recurrent states, which the codecs keep as they are beside keys and
+    values. Raises UnknownCodecError.
     """
 
     def __init__(
         self,
-        default: NamedCodec,
-        by_tenant: Mapping[str, NamedCodec] | None = None,
-        terms_of: TermsOf = no_terms,
+        name: str,
+        by_tenant: Mapping[str, str] | None = None,
+        terms_of: TermsOf = lambda _: None,
     ) -> None:
-        self._default = default
-        self._by_tenant = dict(by_tenant or {})
+        self._by_tenant = {who: codec_by_name(one) for who, one in (by_tenant or {}).items()}
         self._terms_of = terms_of
+        self.use(name)
 
-    @property
-    def name(self) -> str:
-        """What the tier's codec is called, such as ``kvq:2``."""
-        return self._default.name
+    def use(self, name: str, note: str = "") -> None:
+        """Encode with another codec from now on, for tenants without one of their own.
+
+        *note* is shown behind its name.
+        """
+        self._default, self.name = codec_by_name(name), name + note
 
     @property
     def codec_id(self) -> int:
         """What frames call it."""
-        return self._default.codec.codec_id
-
-    def use(self, codec: NamedCodec) -> None:
-        """Encode with *codec* from now on, for tenants without one of their own."""
-        self._default = codec
+        return self._default.codec_id
 
     def of_tenant(self, tenant: str) -> Codec:
         """Return the codec for the chunks of *tenant*."""
-        return self._by_tenant.get(tenant, self._default).codec
+        return self._by_tenant.get(tenant, self._default)
 
     @property
     def is_exact(self) -> bool:
         """Whether everybody's chunks come back bit for bit."""
         every = (self._default, *self._by_tenant.values())
-        return all(one.codec.fidelity is Fidelity.exact for one in every)
+        return all(codec.fidelity is Fidelity.exact for codec in every)
 
     @property
     def needs_assets(self) -> bool:
         """Whether some of the frames can only be read by who has an asset of their model."""
         every = (self._default, *self._by_tenant.values())
-        return any(isinstance(one.codec, AssetCodec) for one in every)
+        return any(isinstance(codec, AssetCodec) for codec in every)
 
     def weighs(self, tenant: str) -> bool:
         """Whether the codec of *tenant* keeps tokens that matter more exactly than others."""
@@ -121,14 +104,13 @@ class TierCodec:
     def is_other(self, header: FrameHeader, tenant: str) -> bool:
         """Whether a frame for *tenant* was kept without loss, as its codec could not take it."""
         codec = self.of_tenant(tenant)
-        is_lossy = codec.fidelity is not Fidelity.exact
-        return is_lossy and header.codec_id != codec.codec_id
+        return codec.fidelity is not Fidelity.exact and header.codec_id != codec.codec_id
 
     def encode(self, frame: Bytes, tenant: str, least: Fidelity = Fidelity.none) -> Bytes:
         """Return *frame* as this tier keeps it: the same bytes when it already is.
 
-        What the codec cannot take is kept without loss, and so is what *least* says is to stay
-        exact. Raises as ``transcode`` does.
+        What the codec cannot take stays without loss, and so does all where *least* is exact.
+        Raises as ``transcode`` does.
         """
         header = parse_header(frame)
         codec = self.of_tenant(tenant)
@@ -143,7 +125,7 @@ class TierCodec:
                 return _transcoded(frame, header, codec, self._terms_of(header))
             except _CANNOT:
                 pass  # of this model: no tables for it, or no embedding that the codec knows
-        return _transcoded(frame, header, lossless_codec(), None)
+        return _transcoded(frame, header, codec_by_name(LOSSLESS), None)
 
 
 def may_lose(layout: KVLayout) -> bool:
@@ -163,10 +145,6 @@ def _transcoded(
     return scratch[: transcode(frame, codec, scratch, terms).frame_bytes]
 
 
-if TYPE_CHECKING:  # the tier's file loads torch
-    from kvstore.server.telemetry.tracing import Tracing
-    from kvstore.tiers.gpu import GpuTier
-
 PEER_TIER = "peer"
 
 _EWMA_WEIGHT = 0.2
@@ -177,7 +155,7 @@ _ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "peer": 500e-6, "redi
 
 @dataclass(slots=True)
 class Rate:
-    """Bytes per second of loads from a tier, as an exponentially weighted mean."""
+    """Bytes per second of loads from a tier, an exponentially weighted mean."""
 
     bytes_per_s: float
     round_trip_s: float
@@ -185,8 +163,7 @@ class Rate:
     def observe(self, size_bytes: int, seconds: float) -> None:
         """Take note of one load."""
         if seconds > 0:
-            step = size_bytes / seconds - self.bytes_per_s
-            self.bytes_per_s += _EWMA_WEIGHT * step
+            self.bytes_per_s += _EWMA_WEIGHT * (size_bytes / seconds - self.bytes_per_s)
 
     def load_us(self, sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Estimated microseconds to load each of *sizes* bytes."""
@@ -196,7 +173,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class SpaceRequest:
-    """What is asked of a slot: room for a frame, by when, leaving how much free."""
+    """Room for a frame on a slot, by when, leaving how much free."""
 
     info: ChunkInfo
     tenant: str
@@ -214,12 +191,10 @@ class TierSlot:
     """
 
     tier: Tier
-    codec: Codec
+    encoder: TierCodec
     policy: EvictionPolicy
     breaker: Breaker
     clock: Callable[[], float]
-    encoder: TierCodec = None  # type: ignore[assignment] # filled in at birth
-    """What encodes frames for it; without one, *codec* does."""
     admission: TierAdmission | None = None
     """Which copies it is given; None for what the store's limits say."""
     is_exclusive: bool = False
@@ -227,25 +202,16 @@ class TierSlot:
     decode_bytes_per_s: float = 0.0
     """Mean speed of decoding its frames for CPU memory; 0 before the first, and for raw ones."""
     name: str = field(init=False)
-    """The tier's, which is asked for often."""
+    """The tier's, kept here as it is read often."""
     rate: Rate = field(init=False)
     tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
-        self.encoder = self.encoder or TierCodec(NamedCodec(self.codec.name, self.codec))
         self.name = name = self.tier.name
         self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
 
-    @property
-    def reason(self) -> str:
-        """Why it is left alone, or takes nothing; empty while it serves."""
-        return self.breaker.reason or self.tier.write_error
-
     def read_verified(
-        self,
-        info: ChunkInfo,
-        out: Bytes,
-        is_given_up: Callable[[], bool] = lambda: False,
+        self, info: ChunkInfo, out: Bytes, is_given_up: Callable[[], bool] = lambda: False
     ) -> FrameHeader | None:
         """Fill *out* with the frame of *info* and verify it; None when the tier lost it.
 
@@ -266,9 +232,8 @@ class TierSlot:
         except InvalidFrameError as error:
             raise ChunkCorruptError(info.key, str(error)) from None
         if header.fidelity < info.fidelity:
-            raise ChunkCorruptError(
-                info.key, f"is {header.fidelity.name}, not {info.fidelity.name}"
-            )
+            why = f"is {header.fidelity.name}, not {info.fidelity.name}"
+            raise ChunkCorruptError(info.key, why)
         self.rate.observe(len(out), self.clock() - started)
         return header
 
@@ -280,19 +245,15 @@ class TierSlot:
 
     def decode_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Estimated seconds to decode each of *sizes* stored bytes."""
-        if not self.decode_bytes_per_s:
-            return np.zeros(len(sizes))
-        return sizes / self.decode_bytes_per_s
+        speed = self.decode_bytes_per_s
+        return sizes / speed if speed else np.zeros(len(sizes))
 
     def load_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Estimated seconds until each of *sizes* stored bytes is in memory, decoded."""
         return self.rate.round_trip_s + sizes / self.rate.bytes_per_s + self.decode_s(sizes)
 
     def guarded(self, work: Callable[[], bool], what: str = "use") -> bool:
-        """Run *work* on the medium and let the breaker know how it went.
-
-        *what* is its name in traces.
-        """
+        """Run *work*, *what* in traces, on the medium; the breaker counts how it went."""
         if not self.breaker.allows():
             raise TierUnavailableError(self.name, f"left alone for now: {self.breaker.reason}")
         try:
@@ -304,59 +265,30 @@ class TierSlot:
         self.breaker.succeed()
         return done
 
-    def encode_for(
-        self, frame: Bytes, tenant: str = DEFAULT_TENANT, least: Fidelity = Fidelity.none
-    ) -> Bytes:
-        """Return *frame* under this slot's codec: the same bytes when it already is.
 
-        An exact one stays so where *least* is.
-        """
-        return self.encoder.encode(frame, tenant, least)
-
-    def fidelity_for(self, tenant: str) -> Fidelity:
-        """Return what becomes at least of an exact chunk of *tenant* here."""
-        return self.encoder.of_tenant(tenant).fidelity
-
-
-@dataclass(frozen=True, slots=True)
 class Tiers:
-    """The slots of a server by name, ordered from the fastest to the slowest.
+    """The *slots* of a server, given from the fastest to the slowest.
 
     One of them is CPU memory, which frames are served from; only GPU memory is faster.
     """
 
-    slots: Mapping[str, TierSlot]
-    cpu: TierSlot
-    cpu_tier: CpuTier
-    gpu: TierSlot | None
-    gpu_tier: GpuTier | None
-    file_backed: TierSlot | None
-    """The slot whose frames lie in files that a reader on this host may open."""
-    remote: TierSlot | None
-    """The memory of other servers."""
-    sources: tuple[TierSlot, ...]
-    """In the order in which frames are looked for: first where they are served."""
-    lower: tuple[TierSlot, ...]
-    """Those below CPU memory that can be written, fastest first."""
-
-    @classmethod
-    def of(cls, slots: Sequence[TierSlot]) -> Tiers:
-        """Return *slots*, which are in this order, by what they are for."""
-        cpu = next(slot for slot in slots if isinstance(slot.tier, CpuTier))
-        gpu = None if slots[0] is cpu else slots[0]
-        lower = tuple(s for s in slots if s not in (cpu, gpu) and not s.tier.read_only)
-        local = (s for s in lower if s.tier.survives_restart and not s.tier.shared)
-        return cls(
-            {slot.name: slot for slot in slots},
-            cpu,
-            cast("CpuTier", cpu.tier),
-            gpu,
-            cast("GpuTier", gpu.tier) if gpu else None,
-            next((s for s in local if s.tier.shares_files and not s.encoder.needs_assets), None),
-            next((s for s in slots if s.name == PEER_TIER), None),
-            (cpu, *(slot for slot in slots if slot is not cpu)),
-            lower,
+    def __init__(self, slots: Sequence[TierSlot]) -> None:
+        self.slots: Mapping[str, TierSlot] = {slot.name: slot for slot in slots}
+        self.cpu = cpu = next(slot for slot in slots if isinstance(slot.tier, CpuTier))
+        self.cpu_tier = cast("CpuTier", cpu.tier)
+        self.gpu = gpu = None if slots[0] is cpu else slots[0]
+        self.gpu_tier = cast("GpuTier", gpu.tier) if gpu else None
+        self.remote = self.slots.get(PEER_TIER)
+        """The memory of other servers."""
+        self.sources = (cpu, *(slot for slot in slots if slot is not cpu))
+        """In the order in which frames are looked for: first where they are served."""
+        self.lower = tuple(s for s in slots if s not in (cpu, gpu) and not s.tier.read_only)
+        """Those below CPU memory that can be written, fastest first."""
+        local = (s for s in self.lower if s.tier.survives_restart and not s.tier.shared)
+        self.file_backed = next(
+            (s for s in local if s.tier.shares_files and not s.encoder.needs_assets), None
         )
+        """The slot whose frames lie in files that a reader on this host may open."""
 
     def below(self, slot: TierSlot) -> tuple[TierSlot, ...]:
         """Return the slots below *slot* that can be written, fastest first."""

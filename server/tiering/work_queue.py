@@ -7,7 +7,7 @@ here knows what is moved.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from kvstore.proto.errors import DeadlineError
 
 Work = Callable[[], object]
 Expect = Callable[[Sequence[bytes]], object]
-"""Told what a thread does next."""
+"""Called with what a thread does next."""
 
 MAX_BATCH = 16
 """Tickets that a worker takes at once, of one batch_key."""
@@ -48,15 +48,25 @@ class Ticket:
     """What it has in common with others that are better done one after the other by one worker."""
 
 
+@dataclass(slots=True, eq=False)
+class _Run:
+    """What one worker does of one batch_key: a ticket since ``since``, then *tickets*."""
+
+    queue: str
+    batch_key: object
+    since: float
+    tickets: deque[Ticket]
+
+
 class WorkQueue:
     """Bounded queues of tickets, and their threads.
 
     With ``workers`` of 0 for every queue nothing runs by itself: ``step`` is driven by a test,
-    and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. Tickets of one
-    batch_key that wait are shared between as many workers as *parallelism* says of their queue,
-    else one; who has been at one for STUCK_S is not counted, and the rest of its batch goes to
-    others. *expect* is called by a worker of its queue before each of a batch, with the names of
-    what it does next, and with none after the last. It raises nothing.
+    and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. As many workers
+    as *parallelism* says of a queue, else one, share the tickets of one batch_key; a worker that
+    has been at one for STUCK_S does not count, and the rest of its run goes to others. *expect* is
+    called by a worker of its queue before each ticket of a run, with the names of what it does
+    next, and with none after the last. It raises nothing.
     """
 
     def __init__(
@@ -76,13 +86,10 @@ class WorkQueue:
         self._waiting: dict[str, deque[Ticket]] = {queue: deque() for queue in queues}
         self._urgent: dict[str, deque[Ticket]] = {queue: deque() for queue in queues}
         self._open: dict[tuple[str, bytes], Ticket] = {}
-        self._batch: deque[Ticket] = deque()
-        """Taken by workers that are still at what was before."""
-        self._at_batch: dict[object, dict[int, float]] = {}
-        """Which threads work on each batch_key, and since when at one ticket of it."""
+        self._runs: list[_Run] = []
         self._closed = False
         self._stepped = not any(queues.values())
-        self._at_work = threading.local()
+        self._this_thread = threading.local()
         # Guards all fields above; held for queue operations only.
         self._lock = threading.Lock()
         # Notified when a ticket is done; one of a queue when one is queued there. Apart, as to wake
@@ -90,7 +97,7 @@ class WorkQueue:
         self._changed = threading.Condition(self._lock)
         self._queued = {queue: threading.Condition(self._lock) for queue in queues}
         self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name=queue, daemon=True)
+            threading.Thread(target=self._work, args=(queue,), name=queue, daemon=True)
             for queue, workers in queues.items()
             for _ in range(workers)
         ]
@@ -116,14 +123,15 @@ class WorkQueue:
         takes several of the same *batch_key*, in order, and says so to the queue's ``expect``.
         """
         with self._changed:
+            tickets, rush = self._waiting[queue], self._urgent[queue]
             known = self._open.get((queue, name))
             if known is not None:
                 if known.claims is not None:
                     known.claims = known.claims + 1 if claimed else None
-                if urgent:
-                    self._hurry(known)
+                if urgent and known in tickets:
+                    tickets.remove(known)
+                    rush.append(known)
                 return known
-            tickets, rush = self._waiting[queue], self._urgent[queue]
             if self._closed or (len(tickets) + len(rush) >= self._limit and not urgent):
                 return None
             # In the context of who asks: its request id, and its span.
@@ -145,18 +153,18 @@ class WorkQueue:
             ticket.claims -= 1
             if ticket.claims:
                 return False
-            for tickets in (self._waiting[ticket.queue], self._urgent[ticket.queue], self._batch):
+            runs = (run.tickets for run in self._runs)
+            for tickets in (self._waiting[ticket.queue], self._urgent[ticket.queue], *runs):
                 if ticket in tickets:
                     tickets.remove(ticket)
                     ticket.error = DeadlineError(f"{ticket.queue}: nobody waits for it any more")
-                    ticket.is_given_up = ticket.done = True
-                    self._open.pop((ticket.queue, ticket.name), None)
-                    self._changed.notify_all()
+                    ticket.is_given_up = True
+                    self._end(ticket)
             return True
 
     def is_given_up(self) -> bool:
         """Whether nobody wants the work that this thread does; from then on nobody joins it."""
-        ticket: Ticket | None = getattr(self._at_work, "ticket", None)
+        ticket: Ticket | None = getattr(self._this_thread, "ticket", None)
         if ticket is None or ticket.claims != 0:
             return False
         with self._changed:
@@ -166,12 +174,6 @@ class WorkQueue:
             if self._open.get((ticket.queue, ticket.name)) is ticket:
                 del self._open[ticket.queue, ticket.name]
             return True
-
-    def _hurry(self, ticket: Ticket) -> None:
-        tickets = self._waiting[ticket.queue]
-        if ticket in tickets:
-            tickets.remove(ticket)
-            self._urgent[ticket.queue].append(ticket)
 
     def wait(self, ticket: Ticket, deadline: float) -> object:
         """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
@@ -224,131 +226,107 @@ class WorkQueue:
         return True
 
     def _take(self, queue: str | None) -> Ticket | None:
-        """Take the first ticket of whose batch_key not as many are at work as may be."""
-        now = self._clock()
+        """Take the next ticket: of a run that is stuck, urgent, or the first that waits."""
         for name in self._waiting if queue is None else (queue,):
-            # Of what a stuck worker took batch the last first: the next may be on its way to it.
-            batch = [ticket for ticket in reversed(self._batch) if ticket.queue == name]
-            for source, tickets in (
-                (self._urgent[name], self._urgent[name]),
-                (batch, self._batch),
-                (self._waiting[name], self._waiting[name]),
-            ):
-                refused: set[object] = set()
-                for ticket in source:
-                    if ticket.batch_key in refused:
-                        continue
-                    if self._may_take(ticket, now, is_others=source is batch):
+            full, stuck = self._at_work(name)
+            if stuck:
+                return stuck.pop()  # the last: the next may be on its way to who is stuck
+            for tickets in (self._urgent[name], self._waiting[name]):
+                for ticket in tickets:
+                    if ticket.batch_key not in full:
                         tickets.remove(ticket)
                         return ticket
-                    refused.add(ticket.batch_key)
         return None
 
-    def _may_take(self, ticket: Ticket, now: float, *, is_others: bool) -> bool:
-        """Whether one more may work on the ticket's batch_key; for what others took all of those
-        at it have to be stuck. They leave a worker of the queue to other batch keys.
+    def _at_work(self, queue: str) -> tuple[set[object], deque[Ticket] | None]:
+        """Return the batch keys that no more workers may take up, and a run that is stuck.
+
+        Workers that are stuck leave one of the queue to other batch keys.
         """
-        at_it = self._at_batch.get(ticket.batch_key)
-        if not at_it:
-            return True
-        parallelism = self._parallelism[ticket.queue]
-        moving = sum(since > now - STUCK_S for since in at_it.values())
-        most = max(parallelism, self._workers[ticket.queue] - 1)
-        return len(at_it) < most and moving < (1 if is_others else parallelism)
+        runs = [run for run in self._runs if run.queue == queue]
+        at_it = Counter(run.batch_key for run in runs)
+        moving = Counter(run.batch_key for run in runs if run.since > self._clock() - STUCK_S)
+        parallelism = self._parallelism[queue]
+        most = max(parallelism, self._workers[queue] - 1)
+        full = {key for key in at_it if at_it[key] >= most or moving[key] >= parallelism}
+        left = (run for run in reversed(runs) if run.tickets and not moving[run.batch_key])
+        return full, next((run.tickets for run in left if run.batch_key not in full), None)
 
     def _do(self, ticket: Ticket) -> None:
-        outer = getattr(self._at_work, "ticket", None)  # who waits may step, one in another
-        self._at_work.ticket = ticket
+        outer = getattr(self._this_thread, "ticket", None)  # who waits may step, one in another
+        self._this_thread.ticket = ticket
         try:
             ticket.result = ticket.work()
         except Exception as error:  # noqa: BLE001
             # The loop outlives any piece of work; whoever waits gets the error.
             ticket.error = error
             logger.debug("move failed", queue=ticket.queue, error=str(error))
-        self._at_work.ticket = outer
+        self._this_thread.ticket = outer
         with self._changed:
-            ticket.done = True
-            if self._open.get((ticket.queue, ticket.name)) is ticket:
-                del self._open[ticket.queue, ticket.name]
-            self._changed.notify_all()
+            self._end(ticket)
 
-    def _take_batch(self, first: Ticket) -> list[Ticket]:
-        """Take what waits right behind *first* and is of its batch_key: this worker's share."""
-        tickets = self._waiting[first.queue]
+    def _end(self, ticket: Ticket) -> None:
+        ticket.done = True
+        if self._open.get((ticket.queue, ticket.name)) is ticket:
+            del self._open[ticket.queue, ticket.name]
+        self._changed.notify_all()
+
+    def _work(self, queue: str) -> None:
+        while True:
+            with self._changed:
+                while (ticket := self._take(queue)) is None:
+                    if self._closed:
+                        return
+                    self._idle[queue] += 1
+                    # What is left may be for others once who is at it is stuck.
+                    self._queued[queue].wait(STUCK_S if self._has_more(queue) else None)
+                    self._idle[queue] -= 1
+                run = self._begin(ticket)
+            if run is None:
+                self._do(ticket)
+            else:
+                self._do_run(run)
+
+    def _has_more(self, queue: str) -> bool:
+        runs = any(run.tickets for run in self._runs if run.queue == queue)
+        return runs or bool(self._waiting[queue] or self._urgent[queue])
+
+    def _begin(self, first: Ticket) -> _Run | None:
+        """Take what waits in a row of the batch_key of *first*: this worker's share."""
         if first.batch_key is None:
-            return []
-        self._at_batch.setdefault(first.batch_key, {})[threading.get_ident()] = self._clock()
+            return None
+        tickets = self._waiting[first.queue]
         alike = list(takewhile(lambda one: one.batch_key == first.batch_key, tickets))
         share = min(self._parallelism[first.queue], 1 + self._idle[first.queue])
         mine = alike[share - 1 :: share][: MAX_BATCH - 1]
         for ticket in mine:
             tickets.remove(ticket)
-        self._batch.extend(mine)
-        return mine
+        run = _Run(first.queue, first.batch_key, self._clock(), deque([first, *mine]))
+        self._runs.append(run)
+        return run
 
-    def _run(self, queue: str) -> None:
-        while True:
-            with self._changed:
-                ticket = self._take(queue)
-                while ticket is None:
-                    if self._closed:
-                        return
-                    self._idle[queue] += 1
-                    self._queued[queue].wait(STUCK_S if self._has_more(queue) else None)
-                    self._idle[queue] -= 1
-                    ticket = self._take(queue)
-                row = deque([ticket, *self._take_batch(ticket)])
-            if ticket.batch_key is None:
-                self._do(ticket)
-            else:
-                self._do_row(queue, row)
-
-    def _has_more(self, queue: str) -> bool:
-        """Whether something waits there, or was taken batch, that may be others' in a while."""
-        is_waiting = bool(self._waiting[queue] or self._urgent[queue])
-        return is_waiting or any(ticket.queue == queue for ticket in self._batch)
-
-    def _do_row(self, queue: str, row: deque[Ticket]) -> None:
-        """Do what this worker took batch of one batch_key, as far as it is still its to do."""
-        expect = self._expect.get(queue, bool)
-        ticket = row.popleft()
-        batch_key = ticket.batch_key
+    def _do_run(self, run: _Run) -> None:
+        """Do the tickets of *run*, as far as others leave them."""
+        expect = self._expect.get(run.queue, bool)
+        ticket = None
         try:
             while True:
                 with self._changed:
-                    names = [ticket.name, *(one.name for one in row if one in self._batch)]
+                    names = [one.name for one in run.tickets]
+                    if not names:
+                        break
+                    ticket, run.since = run.tickets.popleft(), self._clock()
                 expect(names)
                 self._do(ticket)
-                following = self._next_of(row, batch_key)
-                if following is None:
-                    break
-                ticket = following
             expect(())
         finally:
-            self._leave(ticket, batch_key)
-
-    def _next_of(self, row: deque[Ticket], batch_key: object) -> Ticket | None:
-        """Take the next of *row* that is wanted and that nobody else has taken."""
-        with self._changed:
-            self._at_batch[batch_key][threading.get_ident()] = self._clock()
-            while row:
-                ticket = row.popleft()
-                if ticket in self._batch:
-                    self._batch.remove(ticket)
-                    return ticket
-        return None
-
-    def _leave(self, last: Ticket, batch_key: object) -> None:
-        """This thread works on *batch_key* no more; *last* is what it did, or died of."""
-        with self._changed:
-            del self._at_batch[batch_key][threading.get_ident()]
-            if not self._at_batch[batch_key]:
-                del self._at_batch[batch_key]
-            if not last.done:
-                last.error, last.done = DeadlineError(f"{last.queue}: its worker has ended"), True
-                self._open.pop((last.queue, last.name), None)
-                self._changed.notify_all()
-            self._queued[last.queue].notify()  # who found too many at what waits
+            with self._changed:
+                self._runs.remove(run)
+                self._waiting[run.queue].extendleft(reversed(run.tickets))
+                if ticket is not None and not ticket.done:
+                    ticket.error = DeadlineError(f"{run.queue}: its worker has ended")
+                    self._end(ticket)
+                self._queued[run.queue].notify()  # who found too many at what waits
 
     def depth(self) -> dict[str, int]:
         """Return how many tickets wait in each queue."""
@@ -377,7 +355,8 @@ class WorkQueue:
         """Finish what runs, drop what waits, stop the threads. Idempotent."""
         with self._changed:
             self._closed = True
-            for tickets in (*self._waiting.values(), *self._urgent.values(), self._batch):
+            runs = (run.tickets for run in self._runs)
+            for tickets in (*self._waiting.values(), *self._urgent.values(), *runs):
                 for ticket in tickets:
                     self._open.pop((ticket.queue, ticket.name), None)
                 tickets.clear()

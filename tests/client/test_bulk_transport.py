@@ -23,8 +23,8 @@ from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Arrived
 from kvstore.proto.bulk import Range
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
-from kvstore.server.bulk.tcp_requests import StreamAnswers
-from kvstore.server.bulk.tcp_server import StreamPlane
+from kvstore.server.bulk.service import BulkService
+from kvstore.server.bulk.tcp_server import BulkServer
 
 
 class TestBulkTransport(BulkChannelContract):
@@ -140,7 +140,7 @@ def test_a_channel_that_does_not_answer_leaves_grpc(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server(*BULK, "--socket", "off")
-    monkeypatch.setattr(StreamPlane, "_welcome", lambda *_: None)
+    monkeypatch.setattr(BulkServer, "_welcome", lambda *_: None)
     options = ClientOptions("auto", chunk_tokens=16, deadline_ms=1000)
     client = server.connect(options=options)
     assert client.transport_name == "grpc"
@@ -178,13 +178,13 @@ def lost(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     transport = BulkTransport(session)
     for stream in transport._streams._idle:
         stream.give_up()
-    welcome = StreamPlane._welcome
+    welcome = BulkServer._welcome
 
     def slow(*terms: Any) -> None:
         threading.Event().wait(0.6)
         welcome(*terms)
 
-    monkeypatch.setattr(StreamPlane, "_welcome", slow)
+    monkeypatch.setattr(BulkServer, "_welcome", slow)
     yield transport
     transport.close()
     session.close()
@@ -240,7 +240,7 @@ def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
 
     assert eventually(is_found)
     go_on = threading.Event()
-    monkeypatch.setattr(StreamAnswers, "send", lambda *_: go_on.wait(DEADLINE_MS / 1000))
+    monkeypatch.setattr(BulkService, "get", lambda *_: go_on.wait(DEADLINE_MS / 1000))
     with pytest.raises(DeadlineError):
         client.get(keys)
     go_on.set()
@@ -256,7 +256,7 @@ def test_a_put_to_a_server_that_stores_nothing_in_time_is_an_error(
     server = make_server(*BULK)
     client = server.connect(options=ClientOptions("tcp", 16, deadline_ms=300))
     chunks = chunks_of(client, keys_of(client, 1, 2))
-    monkeypatch.setattr(StreamAnswers, "take", lambda *_: threading.Event().wait(0.6))
+    monkeypatch.setattr(BulkService, "put", lambda *_: threading.Event().wait(0.6))
     with pytest.raises(KVStoreError):
         client.put(chunks)
 

@@ -41,7 +41,7 @@ from kvstore.proto.framing import FramedSocket
 from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
-from kvstore.server.bulk.tcp_requests import StreamAnswers
+from kvstore.server.bulk.service import BulkService
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
 from kvstore.server.store.writes import Writes
 
@@ -146,7 +146,7 @@ def test_a_put_that_finds_no_thread_goes_through_grpc(
     store(client, 1, 2)
     # Its thread is done a little after its answer.
     assert eventually(lambda: streams._clients_served == 0)
-    monkeypatch.setattr(streams, "_clients_served", streams._terms.client_threads)
+    monkeypatch.setattr(streams, "_clients_served", streams.limits.client_threads)
     store(client, 2, 2)
     assert not _streams_idle(client)  # it was hung up on
 
@@ -285,7 +285,7 @@ def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
         began.set()
         ended.append(go_on.wait(SOON_S))
 
-    monkeypatch.setattr(server.node.bulk._terms.service, "get", waits)
+    monkeypatch.setattr(server.node.bulk.service, "get", waits)
     reader = threading.Thread(target=ended_get, args=(client, keys))
     reader.start()
     assert began.wait(SOON_S)
@@ -305,14 +305,14 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
     streams = server.node.bulk
     assert streams is not None
     began, go_on = threading.Event(), threading.Event()
-    answer = StreamAnswers.send
+    answer = BulkService.get
 
     def held_up(*terms: Any) -> None:
         began.set()
         assert go_on.wait(SOON_S)
         answer(*terms)
 
-    monkeypatch.setattr(StreamAnswers, "send", held_up)
+    monkeypatch.setattr(BulkService, "get", held_up)
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(slow.get, keys)
         assert began.wait(SOON_S)
@@ -321,7 +321,7 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
         assert len(_streams_idle(other)) == 0  # it was hung up on
         go_on.set()
         assert len(held.result(SOON_S)) == 2
-    monkeypatch.setattr(StreamAnswers, "send", answer)
+    monkeypatch.setattr(BulkService, "get", answer)
     forbid_grpc(monkeypatch)
     for _ in range(3):  # and its threads are there for all again
         assert_reads(slow, keys)

@@ -219,7 +219,7 @@ class TestShmTransport(TransportContract):
     ) -> None:
         client = connect()
         keys = store(client, 1, 2)
-        plane = server.node.data_plane
+        plane = server.node.unix_server
         assert plane is not None
         (peer,) = (peer for peer in plane._peers.values() if peer.staging_map)
         peer.connection.shutdown(socket.SHUT_RDWR)

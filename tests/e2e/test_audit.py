@@ -72,7 +72,7 @@ def test_a_stranger_at_the_bulk_channel_is_written_down(world: Audited) -> None:
 def test_who_is_not_let_in_at_the_unix_socket_is_written_down(
     uid: str, world: Audited, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plane = world.server.node.data_plane
+    plane = world.server.node.unix_server
     assert plane is not None
     if uid == "another":
         monkeypatch.setattr(unix_server, "is_trusted", lambda connection: False)

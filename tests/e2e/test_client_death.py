@@ -170,7 +170,7 @@ def test_many_clients_killed_in_a_row_leave_no_session_or_memory(
         process.kill()
         server.settled()
         assert eventually(lambda: len(server.node.sessions) == 0)
-    plane = server.node.data_plane
+    plane = server.node.unix_server
     assert plane is not None
     # Connections that joined the session end beside the one that it ended with.
     assert eventually(lambda: plane._staging == {} and plane._peers == {})

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from contracts.chunks import make_frame, make_info
+from golden.history_samples import packed, sections
 from golden.samples import FOLDER
 from google.protobuf.message import DecodeError
 from prompts import SMALL
@@ -27,10 +28,14 @@ from kvstore.proto.bulk import pack_found, pack_wanted, unpack_found, unpack_wan
 from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
 from kvstore.proto.messages import representation_to_message, unpack_info
-from kvstore.proto.types import Namespace
-from kvstore.server.index.known_models import ModelNamespace
-from kvstore.server.index.saved_history import pack_spaces, unpack_spaces
 from kvstore.server.settings.settings import load_config
+from kvstore.server.store.saved_state import (
+    unpack_gates,
+    unpack_history,
+    unpack_models,
+    unpack_sections,
+    unpack_variants,
+)
 from kvstore.tiers.disk_index import (
     IndexRow,
     owner_key,
@@ -57,6 +62,13 @@ _GOLDEN = [
     np.fromfile(FOLDER / f"{name}-r1.frame", np.uint8)
     for name in ("raw", "zplane", "gq8", "gq4", "gq2")
     if (FOLDER / f"{name}-r1.frame").exists()
+]
+_SECTIONS: list[tuple[str, Callable[[dict[str, bytes]], object]]] = [
+    ("groups", unpack_history),
+    ("chunks", unpack_history),
+    ("models", unpack_models),
+    ("gates", unpack_gates),
+    ("variants", unpack_variants),
 ]
 _MANIFEST = Manifest.of(make_info(3, 10_000), 4096, b"writer 1", 5)
 _REQUESTS = {
@@ -138,9 +150,13 @@ def peer_found(data: bytes) -> None:
     unpack_found([_INFO.key, _INFO.key], data)
 
 
-def spaces(data: bytes) -> None:
-    """The file of namespaces that were known."""
-    unpack_spaces(data)
+def saved_state(data: bytes) -> None:
+    """What a server learned before: the file, and one section under a right checksum."""
+    if data[:4] == b"KVHS":
+        unpack_sections(data)
+    elif data:
+        name, unpack = _SECTIONS[data[0] % len(_SECTIONS)]
+        unpack({**sections(), name: data[1:]})
 
 
 def at_rest(data: bytes) -> None:
@@ -267,7 +283,7 @@ TARGETS: dict[str, Target] = {
     "config": config,
     "peer_wanted": peer_wanted,
     "peer_found": peer_found,
-    "spaces": spaces,
+    "saved_state": saved_state,
     "at_rest": at_rest,
 }
 
@@ -292,7 +308,10 @@ SEEDS: dict[str, list[bytes]] = {
     "config": [b"cpu_size: 8GiB\ntiers: cpu,disk\n"],
     "peer_wanted": [pack_wanted([_INFO.key] * 3)],
     "peer_found": [pack_found([_INFO, None])],
-    "spaces": [pack_spaces([ModelNamespace(Namespace(bytes(16)), "acme", "engine", SMALL)])],
+    "saved_state": [
+        packed(),
+        *(bytes([number]) + sections()[name] for number, (name, _) in enumerate(_SECTIONS)),
+    ],
     "at_rest": [_at_rest_seed()],
 }
 

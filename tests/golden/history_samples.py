@@ -8,12 +8,33 @@ import numpy as np
 from contracts.chunks import make_representation
 from golden.samples import FOLDER
 
-from kvstore.proto.types import Namespace
+from kvstore.proto.types import ChunkKey, Namespace
+from kvstore.server.blending.content_index import Learned
+from kvstore.server.blending.gates import GateState
+from kvstore.server.blending.scores import Context
 from kvstore.server.index.known_models import ModelNamespace
-from kvstore.server.index.saved_history import CHUNK, CLASS, COARSER, HistoryState, SavedHistory
+from kvstore.server.index.saved_history import CHUNK, CLASS, COARSER, SavedHistory
+from kvstore.server.store.saved_state import (
+    SavedGate,
+    pack_gates,
+    pack_history,
+    pack_models,
+    pack_sections,
+    pack_variants,
+)
 
-PATH = FOLDER / "history-v1.kvh"
-PATH_V2 = FOLDER / "history-v2.kvh"
+PATH = FOLDER / "history-v3.kvh"
+OLDER = FOLDER / "history-v2.kvh"
+"""Of a version that is not read any more."""
+
+GATES: list[SavedGate] = [
+    ((b"s" * 16, "rag"), "meta/llama", GateState(True, 0.225, 0.97, 0.01, speedup=2.5)),
+    ((b"t" * 16, ""), "qwén", GateState(True, 0.15, 0.99, 0.002)),
+]
+VARIANTS = [
+    Learned(ChunkKey(b"a" * 32), 0.625, -1.0, 0.5, 3.0, 2, (Context(b"c" * 16, 48, 1.5),)),
+    Learned(ChunkKey(b"b" * 32), 1.0, 0.25, 0.0, 1.0, 1, ()),
+]
 
 
 def saved() -> SavedHistory:
@@ -32,16 +53,29 @@ def saved() -> SavedHistory:
     chunks["turns"] = (0, 4, 255, 1)
     chunks["own"] = (0, 7, 59, 12)
     chunks["priority"] = (0, 90, 0, 1)
-    groups = [("default", ""), ("acme", "batch")]
-    return SavedHistory(groups, HistoryState((1, 2), classes, chunks))
+    return SavedHistory([("default", ""), ("acme", "batch")], (1, 2), classes, chunks)
 
 
-def with_spaces() -> SavedHistory:
-    """Return the same and two namespaces."""
+def models() -> list[ModelNamespace]:
+    """Return two namespaces."""
     kinds = (make_representation(), replace(make_representation(), model_revision="f" * 40))
     names = (("default", "vllm 1"), ("acme", "ünïcode"))
-    spaces = [
+    return [
         ModelNamespace(Namespace(bytes([number] * 16)), tenant, client, kind)
         for number, ((tenant, client), kind) in enumerate(zip(names, kinds, strict=True), 1)
     ]
-    return replace(saved(), spaces=tuple(spaces))
+
+
+def sections() -> dict[str, bytes]:
+    """Return all of it as it lies in the file."""
+    return {
+        **pack_history(saved()),
+        "models": pack_models(models()),
+        "gates": pack_gates(GATES),
+        "variants": pack_variants(VARIANTS),
+    }
+
+
+def packed() -> bytes:
+    """Return the bytes of the file."""
+    return pack_sections(sections())

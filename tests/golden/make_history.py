@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from golden.history_samples import PATH, PATH_V2, saved, with_spaces
-
-FILES = ((PATH, saved()), (PATH_V2, with_spaces()))
+from golden.history_samples import PATH, packed
 
 
 def main() -> int:
-    """Write those that do not exist; return 1 if all do: they stand for what is out there."""
-    made = [(path, one) for path, one in FILES if not path.exists()]
-    for path, one in made:
-        path.write_bytes(one.pack())
-    if not made:
-        sys.stderr.write("they exist; they are golden, add a new one instead\n")
-    return 0 if made else 1
+    """Write it unless it exists; return 1 then: it stands for what is out there."""
+    if PATH.exists():
+        sys.stderr.write("it exists; it is golden, add a new one instead\n")
+        return 1
+    PATH.write_bytes(packed())
+    return 0
 
 
 if __name__ == "__main__":

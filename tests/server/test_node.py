@@ -186,7 +186,7 @@ def test_health_turns_not_serving_before_the_server_stops(
 
 
 def test_health_fails_once_a_worker_died(server: LocalServer, channel: grpc.Channel) -> None:
-    plane = server.node.data_plane
+    plane = server.node.unix_server
     assert plane is not None
     plane.close()
     stub = health_pb2_grpc.HealthStub(channel)
@@ -214,7 +214,7 @@ def test_health_fails_once_a_thread_of_the_node_died(
     if worker == "maintenance":
         monkeypatch.setattr(node._maintenance, "run_due", end)
     else:
-        monkeypatch.setattr(node._blends, "step", end)
+        monkeypatch.setattr(node._content_reader, "step", end)
     assert eventually(lambda: not node.is_alive())
     with grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -9,7 +9,6 @@ from itertools import count
 
 from simulation.universe import REPRESENTATION, Version, make_version, salt
 
-from kvstore.codecs.base import codec_by_name
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
@@ -26,7 +25,7 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -95,7 +94,7 @@ class Core:
         )
         self.counters = Counters()
         self.moves = Moves(
-            Tiers.of(slots),
+            Tiers(slots),
             self.catalog,
             self.work_queue,
             self.counters,
@@ -113,7 +112,7 @@ class Core:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         rule = self.admissions.get(tier.name)
         return TierSlot(
-            tier, codec_by_name(codec), self.policy(tier, self.metadata), breaker, self.clock,
+            tier, TierCodec(codec), self.policy(tier, self.metadata), breaker, self.clock,
             admission=make_admission(rule) if rule else None,
             is_exclusive=tier.name in self.exclusive,
         )  # fmt: skip

@@ -12,7 +12,6 @@ from simulation.tiers import DictTier, Faults, SimDisk, SimRedis
 from simulation.universe import salt
 from typing_extensions import override
 
-from kvstore.codecs.base import codec_by_name
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
 from kvstore.server.cluster.refill import attach_refills
@@ -26,7 +25,7 @@ from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import Tiers, TierSlot
+from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
@@ -188,7 +187,7 @@ class World:
         self.catalog = Catalog(policies, leases, pin_limit_bytes, clock, self.metadata)
         self.counters = Counters()
         moves = Moves(
-            Tiers.of(self.slots), self.catalog, self.work_queue, self.counters, clock,
+            Tiers(self.slots), self.catalog, self.work_queue, self.counters, clock,
             round(1000 * MOVE_TIMEOUT_S),
         )  # fmt: skip
         limits = StoreLimits(
@@ -208,7 +207,7 @@ class World:
     def _slot(self, tier: Tier, codec: str) -> TierSlot:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         policy = make_policy(self.plan.policy, self.metadata.history)
-        return TierSlot(tier, codec_by_name(codec), policy, breaker, self.clock)
+        return TierSlot(tier, TierCodec(codec), policy, breaker, self.clock)
 
     def restart(self) -> int:
         """Cut the power; return how many chunks the next server recovered."""

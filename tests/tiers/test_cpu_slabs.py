@@ -50,7 +50,7 @@ def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> SlabPlace:
 
 
 class Client:
-    """A process of *tenant* that maps a slab read-only, as the data plane lets it."""
+    """A process of *tenant* that maps a slab read-only, as the Unix socket lets it."""
 
     def __init__(self, tier: CpuTier, place: SlabPlace, tenant: str = "default") -> None:
         fd = tier.slab_file(place.slab_id, tenant)

@@ -24,7 +24,6 @@ from kvstore.proto.device import HostDevice
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, Representation
 from kvstore.server.blending import gates
-from kvstore.server.tiering.tier_slot import NamedCodec
 
 PROMPT = random_ids(300)
 """Four chunks of 64 tokens and some; three are stored, of the second a lossy copy only."""
@@ -264,7 +263,7 @@ def store_roughly(
     server: LocalServer, connect: Connect, model: PreTrainedModel, prompt: torch.Tensor
 ) -> None:
     """Store two chunks of *prompt*, of the second a copy by another codec only."""
-    server.node.store.tiers.slots["disk"].encoder.use(NamedCodec.of("rough"))
+    server.node.store.tiers.slots["disk"].encoder.use("rough")
     writer = connect("exact")
     writer.save(prompt[:, :128], prefill(model, prompt[:, :128]))
     leave_on_disk(server, writer.client.keys(prompt[0].tolist())[1:2])

@@ -38,8 +38,10 @@ from kvstore.proto.unix_socket import (
     unpack_answer,
 )
 from kvstore.server.api import unix_calls, unix_server
-from kvstore.server.api.unix_calls import LocalCalls, can_send
-from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, DataPlane, PlaneLimits
+from kvstore.server.api.unix_calls import UnixCalls, can_send
+from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
+from kvstore.server.security.authorization import Authorizer
+from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Session, SessionTable
 
 ServerMaker = Callable[..., LocalServer]
@@ -80,8 +82,8 @@ def finished(peer: Peer, answer: Answer) -> Answer:
     return answer
 
 
-def plane_of(server: LocalServer) -> DataPlane:
-    plane = server.node.data_plane
+def plane_of(server: LocalServer) -> UnixServer:
+    plane = server.node.unix_server
     assert plane is not None
     return plane
 
@@ -424,7 +426,7 @@ def test_caller_that_reads_slowly_gets_everything(
     assert server.settled().leases == 0
 
 
-# --- LocalCalls by itself
+# --- UnixCalls by itself
 
 
 class Service:
@@ -457,9 +459,18 @@ def session_of(table: SessionTable) -> Session:
 
 def packets_of(method: int, *replies: Any) -> tuple[Service, Generator[Packet, None, None]]:
     service: Any = Service(list(replies))
-    session = session_of(SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom))
+    calls, session = calls_of(service)
     body = METHODS[method].request(session_id=session.session_id).SerializeToString()
-    return service, LocalCalls(service).answer(session, Request(Op.call, method), body)
+    return service, calls.answer(session, Request(Op.call, method), body)
+
+
+def calls_of(
+    service: Any, after_lookup: Callable[[], None] = lambda: None
+) -> tuple[UnixCalls, Session]:
+    table = SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
+    limits = TenantLimits({}, lambda: 0.0)
+    authorizer = Authorizer(table, limits, None, clock=lambda: 0.0)
+    return UnixCalls(service, authorizer, after_lookup), session_of(table)
 
 
 def answers_of(method: int, *replies: Any) -> list[Answer]:
@@ -484,9 +495,8 @@ def test_what_follows_a_lookup_comes_after_its_answer_and_is_told_nobody(
             raise error
 
     service: Any = Service([pb.LookupResponse(ready=3)])
-    session = session_of(SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom))
+    calls, session = calls_of(service, learn)
     body = pb.LookupRequest(session_id=session.session_id).SerializeToString()
-    calls = LocalCalls(service, after_lookup=learn)
     packets = calls.answer(session, Request(Op.call, 1), body)
     assert parse_answer(pb.LookupResponse, unpack_answer(next(packets)).body).ready == 3
     assert done == []
@@ -531,8 +541,8 @@ class Plane:
     def __init__(self, path: Path, threads: int = 4) -> None:
         self.table = SessionTable(8, 1000, lambda _: b"", lambda: 0.0, os.urandom)
         self.session = session_of(self.table)
-        self.plane = DataPlane(
-            path, self.table, {}, lambda: 0.0, PlaneLimits(8, 1 << 20, threads, 64), OPEN
+        self.plane = UnixServer(
+            path, self.table, {}, lambda: 0.0, UnixLimits(8, 1 << 20, threads, 64), OPEN
         )
         self.begun = threading.Semaphore(0)
         self.let_go = threading.Event()
@@ -553,7 +563,7 @@ def test_calls_are_invalid_as_long_as_nobody_answers_them(tmp_path: Path, no_lea
     own = Plane(tmp_path / "s.sock")
     assert own.host.ask(pack_call("Lookup", pb.LookupRequest())) is Reply.invalid
     own.let_go.set()
-    own.plane.answer_calls(own.answer)
+    own.plane.answer = own.answer
     assert own.host.call("Lookup", pb.LookupRequest()).reply is Reply.ok
     own.host.close()
     own.plane.close()
@@ -563,7 +573,7 @@ def test_calls_wait_side_by_side_and_each_more_than_the_threads_for_its_turn(
     tmp_path: Path, no_leaks: None
 ) -> None:
     own = Plane(tmp_path / "s.sock", threads=3)
-    own.plane.answer_calls(own.answer)
+    own.plane.answer = own.answer
     peers = [own.join() for _ in range(6)]
     for peer in peers:
         peer.send_call("Lookup", pb.LookupRequest())
@@ -583,7 +593,7 @@ def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(unix_server, "_END_WITHIN_S", 0.1)
     own = Plane(tmp_path / "s.sock")
-    own.plane.answer_calls(own.answer)
+    own.plane.answer = own.answer
     peers = [own.join() for _ in range(2)]
     for peer in peers:
         peer.send_call("Lookup", pb.LookupRequest())
@@ -611,7 +621,7 @@ def test_connection_that_is_served_outlives_its_session_until_the_answer(
     tmp_path: Path, no_leaks: None
 ) -> None:
     own = Plane(tmp_path / "s.sock")
-    own.plane.answer_calls(own.answer)
+    own.plane.answer = own.answer
     busy, idle = own.join(), own.join()
     busy.send_call("Lookup", pb.LookupRequest())
     assert own.begun.acquire(timeout=20)
@@ -647,7 +657,7 @@ def test_session_that_ends_just_behind_its_call_kills_no_thread(
 ) -> None:
     own = Plane(tmp_path / "s.sock")
     own.let_go.set()
-    own.plane.answer_calls(own.answer)
+    own.plane.answer = own.answer
     peer = own.join()
     (served,) = (p.connection for p in own.plane._peers.values() if p.staging_map is None)
     hung_up: list[bool] = []

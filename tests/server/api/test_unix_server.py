@@ -31,7 +31,7 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KVLayout
 from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
-from kvstore.server.api.unix_server import DataPlane, PlaneLimits, SlabFile
+from kvstore.server.api.unix_server import SlabFile, UnixLimits, UnixServer
 from kvstore.server.api.written_pages import WrittenPages
 from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import SessionTable
@@ -66,7 +66,7 @@ def test_sealed_staging_memory_is_taken(
 ) -> None:
     with staging() as descriptor:
         assert connect().attach(terms, descriptor) is Reply.ok
-    plane = server.node.data_plane
+    plane = server.node.unix_server
     assert plane is not None
     assert len(plane.staging(terms.session_id).memory) == STAGING_BYTES
 
@@ -95,7 +95,7 @@ def test_staging_memory_whose_size_or_holes_could_change_is_refused(
 
 def assert_nothing_attached(server: LocalServer, terms: pb.OpenSessionResponse) -> None:
     """Fail if the session got staging memory, or lost its life."""
-    plane = server.node.data_plane
+    plane = server.node.unix_server
     assert plane is not None
     with pytest.raises(InvalidRequestError, match="attach staging memory first"):
         plane.staging(terms.session_id)
@@ -153,12 +153,12 @@ def test_staging_memory_is_looked_at_once_however_many_frames_are_in_it(
         return lseek(descriptor, offset, whence)
 
     monkeypatch.setattr(unix_server, "WrittenPages", partial(WrittenPages, lseek=counting))
-    plane = server.node.data_plane
+    plane = server.node.unix_server
     assert plane is not None
     with staging(size_bytes=size_bytes, written=True) as descriptor:
         assert connect().attach(terms, descriptor, size_bytes=size_bytes) is Reply.ok
         for offset in range(0, size_bytes, mmap.PAGESIZE):
-            plane.check_written(terms.session_id, offset, mmap.PAGESIZE)
+            plane.written(terms.session_id, offset, mmap.PAGESIZE)
     assert looks == [1]
 
 
@@ -175,14 +175,14 @@ def test_nobody_waits_for_a_look_at_another_s_staging_memory(
         assert goes_on.wait(20)
         return lseek(descriptor, offset, whence)
 
-    plane = server.node.data_plane
+    plane = server.node.unix_server
     assert plane is not None
     monkeypatch.setattr(unix_server, "WrittenPages", partial(WrittenPages, lseek=slow))
     with staging(written=True) as descriptor:
         peer = connect()
         assert peer.attach(terms, descriptor) is Reply.ok
         check = (terms.session_id, 0, STAGING_BYTES)
-        thread = threading.Thread(target=plane.check_written, args=check)
+        thread = threading.Thread(target=plane.written, args=check)
         thread.start()
         try:
             assert looks.wait(20)
@@ -387,7 +387,7 @@ def no_slabs(slab_id: int, tenant: str) -> tuple[int, int]:
     raise InvalidRequestError("slab_id", slab_id, "there is none")
 
 
-def open_plane(path: Path, clock: Clock, slab_file: SlabFile = no_slabs) -> DataPlane:
+def open_plane(path: Path, clock: Clock, slab_file: SlabFile = no_slabs) -> UnixServer:
     return open_plane_of(path, sessions(clock), slab_file, clock)
 
 
@@ -398,9 +398,9 @@ def open_plane_of(
     clock: Clock,
     auth: SessionAuth = OPEN,
     descriptors: int = 64,
-) -> DataPlane:
-    limits = PlaneLimits(2, 1 << 20, 4, descriptors)
-    return DataPlane(path, table, {Op.slab: slab_file}, clock, limits, auth)
+) -> UnixServer:
+    limits = UnixLimits(2, 1 << 20, 4, descriptors)
+    return UnixServer(path, table, {Op.slab: slab_file}, clock, limits, auth)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -483,18 +483,18 @@ def test_calls_of_one_client_are_answered_side_by_side(server: LocalServer) -> N
     client = server.connect("shm")
     keys = keys_of(client, 1, 2)
     client.put(chunks_of(client, keys))
-    plane = server.node.data_plane
+    plane = server.node.unix_server
     assert plane is not None
-    answer, together = plane._answer, threading.Barrier(3)
+    answer, together = plane.answer, threading.Barrier(3)
     assert answer is not None
 
     def wait_for_others(*call: Any) -> Generator[Any, None, None]:
         together.wait(20)
         yield from answer(*call)
 
-    plane.answer_calls(wait_for_others)
+    plane.answer = wait_for_others
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: client.lookup(keys, lease=False).ready, range(3)))
-    plane.answer_calls(answer)
+    plane.answer = answer
     assert found == [2, 2, 2]
     assert 3 < len(plane._threads) + 1 <= server.config.workers + 1

@@ -17,7 +17,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
-from kvstore.server.bulk import tcp_requests
+from kvstore.server.bulk import service
 from kvstore.server.security.audit_log import audit_files, read_chain
 
 ServerMaker = Callable[..., LocalServer]
@@ -270,7 +270,7 @@ def test_a_writer_that_falls_silent_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bulk, "SILENCE_S", 0.2)
-    monkeypatch.setattr(tcp_requests, "REFUSED_S", 0.1)
+    monkeypatch.setattr(service, "REFUSED_S", 0.1)
     writer.say(put_word(terms))
     writer.hear()
     writer.say(*parts_of(frame_of(key_of(terms), SMALL))[0])
@@ -285,7 +285,7 @@ def test_a_writer_that_goes_on_after_it_was_refused_is_cut_off(
     terms: pb.OpenSessionResponse,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_requests, "REFUSED_BYTES", 1 << 20)
+    monkeypatch.setattr(service, "REFUSED_BYTES", 1 << 20)
     writer.say(put_word(terms))
     writer.hear()
     with pytest.raises(KVStoreError):

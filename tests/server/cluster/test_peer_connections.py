@@ -37,7 +37,7 @@ from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.bulk.tcp_requests import StreamAnswers
+from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
 from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
@@ -136,7 +136,7 @@ def test_a_find_that_is_not_answered_costs_the_time_given_and_the_link(
     infos: list[ChunkInfo], link: StreamLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(StreamAnswers, "find", lambda *_: go_on.wait(SILENCE_S))
+    monkeypatch.setattr(BulkService, "find", lambda *_: go_on.wait(SILENCE_S))
     with pytest.raises(DeadlineError):
         find(link, [infos[0].key], 0.2)
     assert not link.is_open
@@ -211,7 +211,7 @@ def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
     assert server.node.bulk is not None
-    peer_server = server.node.bulk._terms.service.peer_server
+    peer_server = server.node.bulk.service.peer_server
     with peer_server.admitted(bulk.Find(1, 1, 1)):
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
             read(link, infos[0])
@@ -231,7 +231,7 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     assert server.node.bulk is not None
-    peer_server = server.node.bulk._terms.service.peer_server
+    peer_server = server.node.bulk.service.peer_server
     with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S).terms)) as link:
         with peer_server.admitted(bulk.Get(1, 1, 0, 1000, 0)):
             (info,) = find(link, keys)
@@ -312,7 +312,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
 
     with closing(reached(terms)) as before:
         for owner, name, ask in (
-            (PeerServer, "get", lambda: read(before, infos[0])),
+            (PeerServer, "parts", lambda: read(before, infos[0])),
             (SessionTable, "get", lambda: reached(terms)),
         ):
             with monkeypatch.context() as patch, capture_logs() as logs:

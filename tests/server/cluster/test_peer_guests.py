@@ -60,7 +60,7 @@ def tier_of(server: LocalServer) -> PeerTier:
 def peer_server_of(server: LocalServer) -> PeerServer:
     streams = server.node.bulk
     assert streams is not None
-    return streams._terms.service.peer_server
+    return streams.service.peer_server
 
 
 def reads_of(client: Client) -> PeerReads:
@@ -231,14 +231,14 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
         stream._silence_s = SILENCE_S
     resumed = threading.Event()
     peer_server = peer_server_of(pair.first)
-    answer = peer_server.get
+    parts = peer_server.parts
 
-    def hang_once(work: object, payload: bytes) -> None:
-        monkeypatch.setattr(peer_server, "get", answer)
+    def hang_once(*_: object) -> None:
+        monkeypatch.setattr(peer_server, "parts", parts)
         resumed.wait(SOON_S)
         raise TierUnavailableError("peer", "gone")
 
-    monkeypatch.setattr(peer_server, "get", hang_once)
+    monkeypatch.setattr(peer_server, "parts", hang_once)
     started = time.monotonic()
     assert_reads(pair.reader, keys)
     assert time.monotonic() - started >= SILENCE_S
@@ -258,16 +258,16 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
     peer_server = peer_server_of(pair.first)
-    pieces = peer_server._pieces
+    parts = peer_server.parts
 
     def two(*terms: object) -> Iterator[object]:
-        monkeypatch.setattr(peer_server, "_pieces", pieces)
-        whole = pieces(*terms)  # type: ignore[arg-type]
+        monkeypatch.setattr(peer_server, "parts", parts)
+        whole = parts(*terms)  # type: ignore[arg-type]
         yield next(whole)
         yield next(whole)
         raise OSError("the cable")
 
-    monkeypatch.setattr(peer_server, "_pieces", two)
+    monkeypatch.setattr(peer_server, "parts", two)
     assert_reads(pair.reader, keys)
     assert pair.lent() == CHUNKS
 

@@ -21,7 +21,7 @@ from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
-from kvstore.server.bulk.tcp_server import StreamPlane, listen
+from kvstore.server.bulk.tcp_server import BulkServer, listen
 from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
 from kvstore.server.cluster.peer_dial import PeerAccess
 
@@ -157,10 +157,10 @@ def test_without_a_descriptor_it_listens_again_a_little_later(make_server: Serve
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
     assert server.node.bulk is not None
     listener = _Full()
-    terms = server.node.bulk._terms
+    service, limits = server.node.bulk.service, server.node.bulk.limits
     told = PeerAccess().dial(server.address, "other", SILENCE_S).terms
     with closing(
-        StreamPlane(cast("socket.socket", listener), listener.address, None, terms)
+        BulkServer(cast("socket.socket", listener), listener.address, None, service, limits)
     ) as streams:
         reached(replace(told, address=listener.address)).close()
         assert listener.accepts == 2

@@ -314,7 +314,8 @@ class Ends:
         self.used = array("Q", bytes(8 * (_ROWS + 1)))
         self.worth = array("f", [0.0, *(1.0 + row % 3 for row in range(1, _ROWS + 1))])
         self.queues = ClassQueues(self.used, _KINDS)
-        self.queues.extend(_ROWS)
+        for column in self.queues.columns:
+            column.frombytes(bytes(_ROWS * column.itemsize))
         self.queued: dict[int, int] = {}
         self.now_s = 0.0
         self.tick = 0

@@ -37,7 +37,7 @@ def state(catalog: Catalog, keys: int) -> list[object]:
 
     But for the length of the prompt, which is guessed by what came together.
     """
-    saved = catalog.save().state.chunks
+    saved = catalog.save().chunks
     saved = saved[np.argsort(saved["key"])][["key", "flops", "hits", "turns", "own", "priority"]]
     told: list[object] = [
         (catalog.copies(key(n)), catalog.eviction.rank("peer", key(n)), catalog.is_held(key(n)))

@@ -22,7 +22,7 @@ from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reservations import PutResult, PutTicket
-from kvstore.server.tiering.tier_slot import NamedCodec, TierCodec
+from kvstore.server.tiering.tier_slot import TierCodec
 
 TIER_BYTES = 1 << 20
 
@@ -322,7 +322,7 @@ class Schedule:
         version, tier = self.draw.choice(self.versions), self.draw.choice(["disk", "redis"])
         best = self.core.catalog.holders(version.info.key, Fidelity.exact)
         if self.core.copy_down(version, tier) and best:
-            wanted = self.core.slot(tier).fidelity_for("red")
+            wanted = self.core.slot(tier).encoder.of_tenant("red").fidelity
             assert fidelity_on(self.core, tier, version.info.key) >= wanted
 
     def drop(self) -> None:
@@ -348,7 +348,7 @@ class Schedule:
         for version, frame in zip(versions, frames, strict=False):
             header = check_frame(frame, version.info.key)
             assert header.fidelity >= least
-            raw = TierCodec(NamedCodec.of("raw")).encode(frame, "red").tobytes()
+            raw = TierCodec("raw").encode(frame, "red").tobytes()
             exact = header.fidelity is Fidelity.exact
             assert raw == (version.frame.tobytes() if exact else self.coarse[version.info.key])
 
@@ -375,8 +375,8 @@ class Schedule:
 
 def coarse_of(frame: Bytes) -> Bytes:
     """Return what a raw frame is after it was coded with loss once."""
-    coarse = TierCodec(NamedCodec.of("coarse")).encode(frame, "red")
-    return TierCodec(NamedCodec.of("raw")).encode(coarse, "red")
+    coarse = TierCodec("coarse").encode(frame, "red")
+    return TierCodec("raw").encode(coarse, "red")
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -32,7 +32,7 @@ from kvstore.proto.types import (
     Stated,
 )
 from kvstore.server.index.known_models import MAX_KNOWN_MODELS, KnownModels
-from kvstore.server.tiering.tier_slot import NamedCodec, TierCodec, lossless_codec, may_lose
+from kvstore.server.tiering.tier_slot import LOSSLESS, TierCodec, may_lose
 
 
 @pytest.fixture(autouse=True)
@@ -60,19 +60,19 @@ def frame_of(*components: Component) -> Bytes:
 
 
 def test_a_tenant_may_have_a_codec_of_its_own() -> None:
-    encoder = TierCodec(NamedCodec.of("raw"), {"blue": NamedCodec.of("coarse")})
+    encoder = TierCodec("raw", {"blue": "coarse"})
     _, frame = make_frame(1)
     assert stored(encoder, frame, "red").fidelity is Fidelity.exact
     assert stored(encoder, frame, "blue").codec_id == CoarseCodec.codec_id
     assert encoder.encode(frame, "red") is frame
     assert not encoder.is_exact
-    assert TierCodec(NamedCodec.of("zplane"), {"blue": NamedCodec.of("raw")}).is_exact
+    assert TierCodec("zplane", {"blue": "raw"}).is_exact
 
 
 def test_another_codec_can_be_used_from_some_moment_on() -> None:
-    encoder = TierCodec(NamedCodec.of("raw"))
+    encoder = TierCodec("raw")
     _, frame = make_frame(1)
-    encoder.use(NamedCodec.of("coarse"))
+    encoder.use("coarse")
     assert encoder.name == "coarse"
     assert stored(encoder, frame).codec_id == CoarseCodec.codec_id
 
@@ -95,9 +95,12 @@ def test_only_floats_that_are_no_states_may_lose_anything(
     component = Component(kind, dtype, 2, 1, 8, 16)
     assert may_lose(KVLayout((component,))) is may
     if not may:
-        encoder = TierCodec(NamedCodec.of("coarse"))
+        encoder = TierCodec("coarse")
         header = stored(encoder, frame_of(component))
-        assert (header.codec_id, header.fidelity) == (lossless_codec().codec_id, Fidelity.exact)
+        assert (header.codec_id, header.fidelity) == (
+            codec_by_name(LOSSLESS).codec_id,
+            Fidelity.exact,
+        )
         assert encoder.is_other(header, "red")
 
 
@@ -116,7 +119,7 @@ def test_terms_come_from_the_model_that_a_session_was_opened_for() -> None:
         told.append(models.terms_of(header))
         return told[-1]
 
-    encoder = TierCodec(NamedCodec.of("coarse"), {}, terms_of)
+    encoder = TierCodec("coarse", {}, terms_of)
     representation = make_representation()
     _, frame = make_frame(1, representation=representation)
     assert stored(encoder, frame).fidelity is Fidelity.bounded
@@ -141,8 +144,8 @@ def test_a_model_that_the_codec_refuses_is_kept_without_loss() -> None:
     representation = replace(make_representation(), rope=RopeParameters(13.0, 8))
     _, frame = make_frame(1, representation=representation)
     models.learn(check_frame(frame).representation, representation)
-    header = stored(TierCodec(NamedCodec.of("coarse"), {}, models.terms_of), frame)
-    assert (header.codec_id, header.fidelity) == (lossless_codec().codec_id, Fidelity.exact)
+    header = stored(TierCodec("coarse", {}, models.terms_of), frame)
+    assert (header.codec_id, header.fidelity) == (codec_by_name(LOSSLESS).codec_id, Fidelity.exact)
 
 
 def test_the_model_seen_longest_ago_is_forgotten_first() -> None:
@@ -163,9 +166,9 @@ def test_the_model_seen_longest_ago_is_forgotten_first() -> None:
 @pytest.mark.parametrize("codec", ["coarse", "zplane"])
 def test_a_frame_coded_with_loss_is_kept_as_it_is(codec: str) -> None:
     _, frame = make_frame(1)
-    coarse = TierCodec(NamedCodec.of("coarse")).encode(frame, "red")
-    assert TierCodec(NamedCodec.of(codec)).encode(coarse, "red") is coarse
-    raw = stored(TierCodec(NamedCodec.of("raw")), coarse)
+    coarse = TierCodec("coarse").encode(frame, "red")
+    assert TierCodec(codec).encode(coarse, "red") is coarse
+    raw = stored(TierCodec("raw"), coarse)
     assert (raw.codec_id, raw.fidelity, raw.flags) == (0, Fidelity.bounded, FLAG_RESTORED)
 
 
@@ -175,13 +178,13 @@ def test_what_was_restored_says_by_which_codec_it_is_lossy_however_it_is_kept(
     monkeypatch.setattr(CoarseCodec, "fidelity", Fidelity.none)
     _, frame = make_frame(1)
     for codec in ("coarse", "raw", "zplane", "raw", "zplane"):
-        frame = TierCodec(NamedCodec.of(codec)).encode(frame, "red")
+        frame = TierCodec(codec).encode(frame, "red")
         assert check_frame(frame).stated == Stated(Fidelity.none, CoarseCodec.codec_id), codec
         assert stated_of(frame) == check_frame(frame).stated
 
 
 def test_what_takes_the_place_of_a_lossy_codec_is_exact() -> None:
-    assert lossless_codec().fidelity is Fidelity.exact
+    assert codec_by_name(LOSSLESS).fidelity is Fidelity.exact
     assert codec_by_name("coarse").fidelity is Fidelity.bounded
 
 
@@ -217,12 +220,12 @@ def floats_of(frame: Bytes) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 @pytest.mark.parametrize("name", LOSSY)
 def test_a_lossy_codec_keeps_its_promise_on_the_way_down_and_up(name: str) -> None:
     frame = tensor_frame(1)
-    down = TierCodec(NamedCodec.of(name)).encode(frame, "red")
+    down = TierCodec(name).encode(frame, "red")
     header = check_frame(down)
-    up = TierCodec(NamedCodec.of("raw")).encode(down, "red")
+    up = TierCodec("raw").encode(down, "red")
     restored = check_frame(up)
     if header.fidelity is Fidelity.exact:  # no asset of this model
-        assert header.codec_id == lossless_codec().codec_id
+        assert header.codec_id == codec_by_name(LOSSLESS).codec_id
         assert (up == frame).all()
         return
     assert (restored.fidelity, restored.flags) == (header.fidelity, FLAG_RESTORED)
@@ -235,13 +238,13 @@ def test_a_lossy_codec_keeps_its_promise_on_the_way_down_and_up(name: str) -> No
 @pytest.mark.parametrize("name", LOSSY)
 def test_nan_comes_back_as_it_was_from_every_lossy_codec(name: str) -> None:
     frame = tensor_frame(2, nan=True)
-    down = TierCodec(NamedCodec.of(name)).encode(frame, "red")
-    up = TierCodec(NamedCodec.of("raw")).encode(down, "red")
+    down = TierCodec(name).encode(frame, "red")
+    up = TierCodec("raw").encode(down, "red")
     component = check_frame(frame).layout.components[0]
     keys = check_frame(frame).segment(frame, 0)[: component.part_bytes]
     assert (check_frame(up).segment(up, 0)[: component.part_bytes] == keys).all()
 
 
 def test_frames_that_need_assets_are_not_for_everybody_to_read() -> None:
-    assert TierCodec(NamedCodec.of("raw"), {"blue": NamedCodec.of("cachegen")}).needs_assets
-    assert not TierCodec(NamedCodec.of("kvq")).needs_assets
+    assert TierCodec("raw", {"blue": "cachegen"}).needs_assets
+    assert not TierCodec("kvq").needs_assets

@@ -1,87 +1,27 @@
-"""The variant file: its bytes, damaged ones, and what is known after a restart."""
+"""What engines reported of variants: how much is kept, and what is known after a restart."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from documents import DOCUMENT, HEAD, OTHER_HEAD, TRIAL, prompt_of, put_prompt
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from golden.history_samples import VARIANTS
 from local_server import LocalServer, eventually
 
 from kvstore.client import Client
 from kvstore.client.resolving import FoundChunk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import as_bytes, checksum
-from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey
 from kvstore.server.blending.content_index import (
     MAX_LEARNED,
     ContentIndex,
-    Learned,
     Measured,
     Named,
 )
-from kvstore.server.blending.scores import Context
-from kvstore.server.store.variant_file import FILE_NAME, pack_variants, unpack_variants
+from kvstore.server.store.saved_state import FILE_NAME
 
 ServerMaker = Callable[..., LocalServer]
-GOLDEN = Path(__file__).parents[2] / "golden" / "variants-v1.kvv"
-
-ROWS = [
-    Learned(ChunkKey(b"a" * 32), 0.625, -1.0, 0.5, 3.0, 2, (Context(b"c" * 16, 48, 1.5),)),
-    Learned(ChunkKey(b"b" * 32), 1.0, 0.25, 0.0, 1.0, 1, ()),
-]
-
-
-def test_what_is_written_is_read() -> None:
-    assert unpack_variants(pack_variants(ROWS)) == ROWS
-    assert unpack_variants(pack_variants([])) == []
-
-
-def test_files_of_this_version_are_read_for_ever() -> None:
-    assert pack_variants(ROWS) == GOLDEN.read_bytes()
-    assert unpack_variants(GOLDEN.read_bytes()) == ROWS
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, len(pack_variants(ROWS)) - 1), st.integers(1, 255))
-def test_any_changed_byte_is_noticed(at: int, change: int) -> None:
-    data = bytearray(pack_variants(ROWS))
-    data[at] ^= change
-    with pytest.raises(InvalidFrameError):
-        unpack_variants(bytes(data))
-
-
-def resummed(body: bytes) -> bytes:
-    return body + struct.pack("<Q", checksum(as_bytes(body)))
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.binary(min_size=40, max_size=200))
-def test_rubbish_under_a_right_checksum_says_nothing_that_could_not_be(body: bytes) -> None:
-    try:
-        found = unpack_variants(resummed(b"KVVR\1\0\1\0" + body))
-    except InvalidFrameError:
-        return
-    (one,) = found
-    assert 0 <= one.impact <= 1
-    assert 0 <= one.overlap <= 1
-    assert one.deviation == -1 or one.deviation >= 0
-    assert all(mass.mass >= 0 and mass.tokens > 0 for mass in one.context)
-
-
-@pytest.mark.parametrize("at", [40, 44, 48, 52], ids=["impact", "deviation", "overlap", "uses"])
-def test_numbers_that_are_none_are_refused(at: int) -> None:
-    body = pack_variants(ROWS)[:-8]
-    with pytest.raises(InvalidFrameError):
-        unpack_variants(resummed(body[:at] + struct.pack("<f", float("nan")) + body[at + 4 :]))
-
-
-# --- in the index
 
 
 def named(number: int) -> Named:
@@ -103,7 +43,7 @@ def test_what_is_learned_is_bounded_and_of_the_latest() -> None:
 
 def test_what_was_learned_waits_for_its_chunk_and_is_kept_meanwhile() -> None:
     index = ContentIndex(10)
-    known = ROWS[0]._replace(key=named(1).key)
+    known = VARIANTS[0]._replace(key=named(1).key)
     index.recall([known])
     assert index.learned() == [known]
     index.note(named(1))
@@ -153,7 +93,7 @@ def test_a_damaged_file_is_no_file(make_server: ServerMaker, tmp_path: Path) -> 
     server.settled()
     server.stop()
     path = tmp_path / "disk" / FILE_NAME
-    path.write_bytes(path.read_bytes()[:-20])
+    path.write_bytes(path.read_bytes()[:-20])  # of its last section
     client = make_server().connect()
     assert eventually(lambda: len(_found(client)) == 2)
     assert [reports for _, _, reports in _scores(_found(client))] == [0, 0]

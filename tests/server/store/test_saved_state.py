@@ -1,0 +1,478 @@
+"""What a server learned, over a restart: the file, who writes it, and what a damaged one does."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ServerMaker
+from contracts.policy import info, key
+from golden.history_samples import GATES, OLDER, PATH, VARIANTS, models, packed, saved, sections
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_server import DEADLINE_MS, LocalServer
+from prompts import SMALL, other_revision, store
+from simulation.clock import FakeClock
+from simulation.core import Core, prompt
+from simulation.core import keys_of as names_of
+from simulation.tiers import SimDisk, no_faults
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import checksum
+from kvstore.proto.errors import InvalidFrameError
+from kvstore.proto.plans import Hints
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Namespace
+from kvstore.server.blending.gates import TRIALS, Shadow
+from kvstore.server.eviction.registry import make_policy
+from kvstore.server.index import catalog as catalog_module
+from kvstore.server.index.catalog import Catalog
+from kvstore.server.index.hints import ChunkMetadata, PutInfo
+from kvstore.server.index.holds import Leases
+from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace, ModelRegistry
+from kvstore.server.index.saved_history import SavedHistory
+from kvstore.server.settings.values import MAX_RATIO
+from kvstore.server.store import saved_state
+from kvstore.server.store.saved_state import (
+    FILE_NAME,
+    SAVE_EVERY_S,
+    SAVE_GATES_EVERY_S,
+    StateKeeper,
+    pack_models,
+    pack_sections,
+    unpack_gates,
+    unpack_history,
+    unpack_models,
+    unpack_sections,
+    unpack_variants,
+)
+
+CHAIN = [key(number) for number in range(8)]
+
+
+def make_catalog(clock: FakeClock, evicted_limit: int = 100) -> Catalog:
+    metadata = ChunkMetadata(evicted_limit=evicted_limit)
+    policy = make_policy("hit_density", metadata.history)
+    return Catalog({"cpu": policy}, Leases(9, lambda: 1), 1_000, clock, metadata)
+
+
+def taught(clock: FakeClock, catalog: Catalog | None = None) -> Catalog:
+    """Return a catalog that was asked for a chain at three times, and has half of it left."""
+    catalog = make_catalog(clock) if catalog is None else catalog
+    origin = PutInfo("acme", Hints(category="batch"))
+    for number in range(8):
+        flops = replace(info(number, number - 1 if number else None), prefill_flops=1e9 * number)
+        catalog.note_sealed("cpu", flops, origin)
+    for at in range(3):
+        clock.advance(10 + at)
+        catalog.match(CHAIN[: 8 - at], Fidelity.exact, ["cpu"])
+    for number in range(7, 3, -1):
+        catalog.forget("cpu", key(number))
+    clock.advance(5)
+    return catalog
+
+
+def same(one: SavedHistory, other: SavedHistory) -> bool:
+    names = [(list(each.names), list(each.groups)) for each in (one, other)]
+    arrays = [(each.classes, each.chunks) for each in (one, other)]
+    return names[0] == names[1] and all(map(np.array_equal, *arrays))
+
+
+def gate_rows(gates: list[Any]) -> list[tuple[object, ...]]:
+    return [
+        (*name, model, gate.ratio, gate.agreement, gate.divergence, gate.speedup)
+        for name, model, gate in gates
+    ]
+
+
+# --- bytes
+
+
+def is_all_read(data: bytes) -> bool:
+    found = unpack_sections(data)
+    return (
+        same(unpack_history(found), saved())
+        and unpack_models(found) == models()
+        and gate_rows(unpack_gates(found)) == gate_rows(GATES)
+        and unpack_variants(found) == VARIANTS
+    )
+
+
+def test_a_file_is_read_as_it_was_written() -> None:
+    assert is_all_read(packed())
+    assert all(gate.is_open and gate.is_calibrated for _, _, gate in unpack_gates(sections()))
+
+
+def test_the_golden_file_is_read_for_ever() -> None:
+    assert is_all_read(PATH.read_bytes())
+
+
+PARTS: dict[str, Callable[[Any], object]] = {
+    "history": unpack_history,
+    "models": unpack_models,
+    "gates": unpack_gates,
+    "variants": unpack_variants,
+}
+
+
+def lost_of(data: bytes) -> list[str]:
+    """Return the parts that cannot be read, all of them if the file cannot."""
+    try:
+        found = unpack_sections(data)
+    except InvalidFrameError:
+        return list(PARTS)
+    lost = []
+    for name, unpack in PARTS.items():
+        try:
+            unpack(found)
+        except InvalidFrameError:
+            lost.append(name)
+    return lost
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, PATH.stat().st_size - 1), st.integers(1, 255))
+def test_a_byte_changed_costs_one_section_or_the_file(at: int, change: int) -> None:
+    data = bytearray(PATH.read_bytes())
+    data[at] ^= change
+    assert len(lost_of(bytes(data))) == (1 if at >= 8 + 6 * 24 + 8 else len(PARTS))
+
+
+@pytest.mark.parametrize("cut", range(0, PATH.stat().st_size, 61))
+def test_of_a_file_cut_short_what_is_whole_is_read(cut: int) -> None:
+    lost = lost_of(PATH.read_bytes()[:cut])
+    assert lost == list(PARTS)[len(PARTS) - len(lost) :]
+    assert lost
+
+
+@given(st.binary(max_size=400))
+def test_noise_is_refused_by_name(noise: bytes) -> None:
+    head = struct.pack("<4sHH", b"KVHS", 3, 1) + noise[:24]
+    for data in (noise, head + struct.pack("<Q", checksum(head)) + noise):
+        assert lost_of(data) == list(PARTS)
+
+
+def test_another_version_is_refused() -> None:
+    data = bytearray(packed())
+    data[4] += 1
+    for other in (bytes(data), OLDER.read_bytes()):
+        with pytest.raises(InvalidFrameError, match="not this version"):
+            unpack_sections(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("age_s", -1.0),
+        ("age_s", np.nan),
+        ("flops", np.inf),
+        ("left_s", -0.5),
+        ("own", 60),
+        ("hits", 0),
+    ],
+)
+def test_numbers_that_nobody_counted_are_refused(name: str, value: float) -> None:
+    spoilt = saved()
+    spoilt.chunks[name][2] = value
+    with pytest.raises(InvalidFrameError):
+        unpack_history({**sections(), "chunks": spoilt.chunks.tobytes()})
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "becomes"),
+    [
+        ("gates", b"0.225", b"NaN"),
+        ("gates", b"0.225", b"-1.0"),
+        ("gates", b"0.225", str(MAX_RATIO + 0.1).encode()),
+        ("gates", b"0.97", b"1.1"),
+        ("gates", b"rag", b"r\\n"),
+        ("gates", b"rag", b"r" * 65),
+        ("variants", b"0.625", b"NaN"),
+        ("variants", b"-1.0", b"-2.0"),
+        ("variants", b"48,1.5", b"48,-1.5"),
+        ("variants", b"48,1.5", b"0,1.5"),
+        ("variants", b"3.0", b"1e10"),
+        ("groups", b"[40,", b"[41,"),
+        ("groups", b"[1,2]", b"[1,-2]"),
+        ("classes", b"@@", b"@"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(name: str, was: bytes, becomes: bytes) -> None:
+    data = sections()
+    assert was in data[name]
+    data[name] = data[name].replace(was, becomes, 1)
+    part = "history" if name in ("groups", "classes") else name
+    assert lost_of(pack_sections(data)) == [part]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["groups", "models", "gates", "variants"]), st.binary(max_size=300))
+def test_noise_under_a_right_checksum_is_refused_or_read(name: str, noise: bytes) -> None:
+    for data in (noise, b"[%s]" % noise):
+        lost_of(pack_sections({**sections(), name: data}))
+
+
+def space(number: int, client: str = "engine") -> ModelNamespace:
+    return ModelNamespace(Namespace(number.to_bytes(16, "little")), "acme", client, SMALL)
+
+
+def test_no_more_models_are_written_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [space(number) for number in range(MAX_SPACES + 5)]
+    assert unpack_models({"models": pack_models(many)}) == many[5:]
+    monkeypatch.setattr(saved_state, "MAX_MODEL_BYTES", 250)
+    larger = replace(SMALL, model_id="x" * 250)
+    kept = pack_models([replace(space(1), representation=larger), space(2)])
+    assert unpack_models({"models": kept}) == [space(2)]
+
+
+def test_of_models_that_are_restored_the_latest_stay() -> None:
+    spaces = ModelRegistry()
+    spaces.restore([space(number) for number in range(MAX_SPACES + 3)])
+    assert len(spaces.all()) == MAX_SPACES
+    assert spaces.all()[0] == space(MAX_SPACES + 2)
+
+
+# --- what policies learned
+
+
+def test_a_new_run_remembers_chunks_classes_and_ages() -> None:
+    old = taught(FakeClock())
+    new = make_catalog(FakeClock(77.0))
+    assert new.restore(old.save()) == 8
+    assert (new.evicted_count(), len(new)) == (8, 0)
+    again, was = new.save(), old.save()
+    by_key = [np.sort(one.chunks, order="key") for one in (again, was)]
+    for name in ("key", "flops", "hits", "turns", "own", "chunks"):
+        assert np.array_equal(by_key[0][name], by_key[1][name]), name
+    assert np.allclose(by_key[0]["age_s"], by_key[1]["age_s"])
+    counted = [one.classes["asked"].sum() for one in (again, was)]
+    assert counted[0] == counted[1] > 0
+    assert list(again.names) == [("acme", "batch")]
+
+
+def test_a_chunk_that_comes_back_is_known_for_what_it_was() -> None:
+    new = make_catalog(FakeClock(1.0))
+    new.restore(taught(FakeClock()).save())
+    new.note_sealed("cpu", info(0))
+    assert new.match(CHAIN, Fidelity.exact, ["cpu"]).evicted == 7
+    new.drain(0)
+    history, row = new.state.metadata.history, new.state.index.row(key(0))
+    assert history.hits_of(row) == 5
+    assert new.evicted_count() == 7
+
+
+def test_no_more_ghosts_come_back_than_there_may_be() -> None:
+    new = make_catalog(FakeClock(), evicted_limit=5)
+    assert new.restore(taught(FakeClock()).save()) == 5
+    assert new.evicted_count() == 5
+
+
+def test_of_more_chunks_than_fit_those_that_left_longest_ago_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = taught(FakeClock())
+    everything = old.save().chunks
+    monkeypatch.setattr(catalog_module, "MAX_CHUNKS", 3)
+    assert np.array_equal(old.save().chunks, everything[-3:])
+
+
+# --- the keeper
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def make_core(clock: FakeClock) -> Iterator[Callable[[], Core]]:
+    cores: list[Core] = []
+
+    def make() -> Core:
+        policy = lambda tier, metadata: make_policy("hit_density", metadata.history)  # noqa: E731
+        metadata = ChunkMetadata(evicted_limit=100)
+        cores.append(Core(clock=clock, policy=policy, metadata=metadata))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+def keeper_of(core: Core, folder: Path, wall_s: float = 0.0) -> StateKeeper:
+    return StateKeeper(core.store, folder, FakeClock(wall_s))
+
+
+def open_gate(core: Core) -> None:
+    gates = core.store.blends.gates
+    for _ in range(TRIALS):
+        gates.record((b"s" * 16, "rag"), Shadow(0.0, 1.0, 64, gates.terms.ratio))
+
+
+def test_the_file_is_written_when_it_is_due(
+    tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
+) -> None:
+    keeper, path = keeper_of(core := make_core(), tmp_path), tmp_path / FILE_NAME
+
+    def is_written(after_s: float) -> bool:
+        path.unlink(missing_ok=True)
+        clock.advance(after_s)
+        keeper.save_if_due()
+        return path.exists()
+
+    assert not is_written(SAVE_EVERY_S - 1)
+    assert is_written(1)
+    assert not is_written(SAVE_GATES_EVERY_S)
+    open_gate(core)
+    assert is_written(0)
+    open_gate(core)
+    core.store.blends.gates.changes += 1
+    assert not is_written(SAVE_GATES_EVERY_S - 1)
+    assert is_written(1)
+    assert [one.name for one in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_a_new_keeper_knows_what_the_last_one_saved(
+    tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
+) -> None:
+    core = make_core()
+    taught(clock, core.catalog)
+    open_gate(core)
+    core.store.spaces.restore(models())
+    core.store.blends.contents.recall(VARIANTS)
+    assert keeper_of(core, tmp_path).save()
+    again = make_core()
+    keeper_of(again, tmp_path).load()
+    assert again.catalog.evicted_count() == 8
+    assert again.store.spaces.all() == core.store.spaces.all()
+    assert again.store.blends.contents.learned() == VARIANTS
+    assert [(one.tag, one.is_open) for one in again.store.blends.gates.views()] == [("rag", True)]
+    assert again.counters["unusable_histories"] == 0
+
+
+def test_ages_go_on_while_no_server_runs(
+    tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
+) -> None:
+    old = make_core()
+    taught(clock, old.catalog)
+    assert keeper_of(old, tmp_path).save()
+    os.utime(tmp_path / FILE_NAME, (5_000, 5_000))
+    for wall_s, older_s in ((5_060.0, 60.0), (4_000.0, 0.0)):
+        new = make_core()
+        keeper_of(new, tmp_path, wall_s).load()
+        ages = [one.catalog.save().chunks["age_s"].max() for one in (new, old)]
+        assert ages[0] == pytest.approx(ages[1] + older_s)
+
+
+@pytest.mark.parametrize(
+    ("data", "gates"),
+    [
+        (b"", 0),
+        (b"KVHS", 0),
+        (OLDER.read_bytes(), 0),
+        (bytes(500), 0),
+        (PATH.read_bytes()[:-1], 2),
+        (pack_sections({**sections(), "chunks": bytes(64)}), 2),
+    ],
+    ids=["empty", "cut", "older", "zeros", "without variants", "without history"],
+)
+def test_what_is_damaged_is_counted_and_the_rest_is_kept(
+    tmp_path: Path, make_core: Callable[[], Core], data: bytes, gates: int
+) -> None:
+    (tmp_path / FILE_NAME).write_bytes(data)
+    keeper = keeper_of(core := make_core(), tmp_path)
+    keeper.load()
+    assert len(core.store.blends.gates) == gates
+    assert core.counters["unusable_histories"] == 1
+    assert keeper.save()
+    keeper_of(again := make_core(), tmp_path).load()
+    assert len(again.store.blends.gates) == gates
+    assert again.counters["unusable_histories"] == 0
+
+
+def test_without_a_file_there_is_nothing_to_count(
+    tmp_path: Path, make_core: Callable[[], Core]
+) -> None:
+    keeper_of(core := make_core(), tmp_path).load()
+    assert core.counters["unusable_histories"] == 0
+
+
+def test_a_folder_that_cannot_be_written_to_costs_the_file_only(
+    tmp_path: Path, make_core: Callable[[], Core]
+) -> None:
+    (tmp_path / f"{FILE_NAME}.new").mkdir()
+    assert not keeper_of(make_core(), tmp_path).save()
+
+
+# --- over a restart
+
+
+@pytest.fixture
+def disk() -> SimDisk:
+    return SimDisk(1 << 20, no_faults())
+
+
+def test_time_to_live_and_priority_survive_with_the_chunk(
+    disk: SimDisk, clock: FakeClock, tmp_path: Path
+) -> None:
+    versions = prompt(2)
+    with closing(Core([disk], clock=clock)) as core:
+        session = core.open_session()
+        core.put(session, versions[:1], durable=True, hints=Hints(priority=9))
+        core.put(session, versions[1:], durable=True, hints=Hints(ttl_ms=60_000))
+        assert keeper_of(core, tmp_path).save()
+    clock.advance(50)
+    with closing(Core([disk], clock=clock)) as core:
+        keeper_of(core, tmp_path).load()
+        assert core.store.recover() == 2
+        session = core.open_session()
+
+        def ready() -> int:
+            keys = names_of(versions)
+            return core.store.lookup(session, keys, core.later(), lease=False).ready
+
+        clock.advance(59)
+        assert ready() == 2
+        clock.advance(1)
+        assert ready() == 1, "it had sixty seconds left, and they are over"
+
+
+def test_a_server_that_is_stopped_begins_with_what_it_knew(make_server: ServerMaker) -> None:
+    first: LocalServer = make_server()
+    client = first.connect("grpc")
+    keys = store(client, 1, 4)
+    assert client.lookup(keys).ready == 4
+    folder = first.config.disk.path
+    first.stop()
+    kept = unpack_history(unpack_sections((folder / FILE_NAME).read_bytes()))
+    assert len(kept.chunks) == 4
+    assert (kept.chunks["hits"] == 2).all()
+
+
+def explained(server: LocalServer, keys: list[ChunkKey]) -> pb.ExplainResponse:
+    request = pb.ExplainRequest(
+        key_namespace=keys[0][:DIGEST_BYTES], digests=b"".join(k[DIGEST_BYTES:] for k in keys)
+    )
+    return server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)
+
+
+def test_explain_knows_other_identities_after_a_restart(make_server: ServerMaker) -> None:
+    server = make_server()
+    ours = server.connect("auto")
+    store(ours, 1, 3)
+    theirs = server.connect("auto", other_revision(SMALL))
+    keys = theirs.keys([*range(48)])
+    spaces = {ours.namespace, theirs.namespace}
+    server.close()
+    again = make_server()
+    known = {one.namespace: one.client for one in again.node.store.spaces.all()}
+    assert set(known) == spaces
+    reply = explained(again, list(keys))
+    assert {one.state for one in reply.chunks} == {"unknown"}
+    assert [near.chunks for near in reply.near] == [3]
