@@ -55,8 +55,9 @@ class TimedEviction(EvictionPolicy):
     def remove(self, row: int) -> None:
         started = time.perf_counter()
         self._policy.remove(row)
-        named_s = self._named_s.popleft() if self._named_s else 0.0
-        self.spent_us.append(1e6 * (named_s + time.perf_counter() - started))
+        if self._named_s:
+            spent_s = self._named_s.popleft() + time.perf_counter() - started
+            self.spent_us.append(1e6 * spent_s)
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:

@@ -58,6 +58,14 @@ def word_of(data: bytes | memoryview) -> tuple[bulk.Word, int]:
     return bulk.unpack(header, payload_bytes), payload_bytes
 
 
+def message_of(word: bulk.Word, pieces: Sequence[Bytes] | None) -> list[memoryview]:
+    """Return a message whose payload is *pieces*, not copied, one behind the other."""
+    header = bulk.pack(word)
+    size_bytes = _NO_PAYLOAD if pieces is None else sum(map(len, pieces))
+    head = memoryview(_LENGTHS.pack(len(header), size_bytes) + header)
+    return [head, *(piece.data for piece in pieces or () if len(piece))]
+
+
 class FramedSocket:
     """Owns *link*, a connected socket, or one that TLS goes over. Used by one thread at a time.
 
@@ -115,24 +123,23 @@ class FramedSocket:
 
     def send_pieces(self, word: bulk.Word, pieces: Sequence[Bytes] | None) -> None:
         """Send a message whose payload is *pieces*, MAX_PIECES at most, one behind the other."""
-        header = bulk.pack(word)
-        size_bytes = _NO_PAYLOAD if pieces is None else sum(map(len, pieces))
-        head = memoryview(_LENGTHS.pack(len(header), size_bytes) + header)
-        parts = [head, *(piece.data for piece in pieces or () if len(piece))]
-        if self._is_encrypted:
-            for part in parts:
-                self._guarded(self._all, part)
-            return
-        sent = self._guarded(self._link.sendmsg, parts)
-        for part in parts:
-            left = part[min(sent, len(part)) :]
-            sent -= len(part) - len(left)
-            while len(left):
-                left = left[self._guarded(self._link.send, left) :]
+        left = message_of(word, pieces)
+        while left:
+            self.send_some(left)
 
-    def _all(self, data: memoryview) -> int:
-        self._link.sendall(data)
-        return 1
+    def send_some(self, pieces: list[memoryview]) -> None:
+        """Send what is taken at once of a message, and drop that from its *pieces*.
+
+        A DeadlineError before ``until`` leaves them as they are: it may be tried again.
+        """
+        if self._is_encrypted:
+            sent = self._guarded(self._link.send, pieces[0])
+        else:
+            sent = self._guarded(self._link.sendmsg, pieces)
+        while pieces and sent >= len(pieces[0]):
+            sent -= len(pieces.pop(0))
+        if sent:
+            pieces[0] = pieces[0][sent:]
 
     def has_more(self) -> bool:
         """Whether something came that is not received yet, or the other end hung up."""

@@ -21,7 +21,7 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor, known_errors
+from kvstore.server.api.interceptors import AccessCheck, CallInterceptor, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
@@ -44,7 +44,7 @@ from kvstore.server.store.saved_state import StateKeeper
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.telemetry.tracing import open_tracing
+from kvstore.server.telemetry.tracing import Tracing, open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
 from kvstore.server.wiring import build_store
 
@@ -157,11 +157,12 @@ class Node:
         self.store.catalog.limit_leases(self.trust.authorizer.lease_terms)
         self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
         self._closers.append(shedder.close)
-        errors = self._open_tracing()
+        self._tracing = self._open_tracing()
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
-        auth = AuthInterceptor(self.trust.authenticator, self.trust.authorizer)
-        self._grpc, self.port = bind(config, shedder, auth, errors, self._taken)
+        access = AccessCheck(self.trust.authenticator, self.trust.authorizer)
+        calls = CallInterceptor(self._tracing, access)
+        self._grpc, self.port = bind(config, shedder, calls, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.unix_server = self._open_unix_server()
@@ -209,14 +210,13 @@ class Node:
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
 
-    def _open_tracing(self) -> ErrorInterceptor:
+    def _open_tracing(self) -> Tracing | None:
         tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)
-        self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
             for slot in self.store.tiers.slots.values():
                 slot.tracing = tracing
-        return ErrorInterceptor(tracing)
+        return tracing
 
     def _open_keeper(self) -> StateKeeper | None:
         if "disk" not in self._config.tiers:
@@ -236,8 +236,7 @@ class Node:
 
     def _open_scrub(self) -> Scrub:
         config = self._config
-        moves, rate = self.store.moves, config.scrub_bytes_per_s
-        scrub = Scrub(moves, config.scrub_tiers, rate, self._clock)
+        scrub = Scrub(self.store.moves, config.scrub_tiers, config.scrub_bytes_per_s)
         self._closers.append(scrub.close)
         return scrub
 
@@ -308,12 +307,11 @@ class Node:
         config = self._config
         if config.bulk == "off":
             return "", b""
-        from kvstore.server.bulk.peer_server import PeerLimits
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        auth, limits = self.trust.authorizer.session_auth, PeerLimits.of(config)
-        service = BulkService(self.store, self.sessions, checks, auth, limits)
+        auth = self.trust.authorizer.session_auth
+        service = BulkService(self.store, self.sessions, checks, auth, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, certificate = open_bulk(config, service, most)
@@ -373,8 +371,8 @@ class Node:
 
     def is_alive(self) -> bool:
         """Whether every thread the node depends on lives."""
-        parts = (self.store, self._maintenance, self._learner, self.unix_server, self.bulk,
-                 self.publisher)  # fmt: skip
+        parts = (self.store.moves.work_queue, self._maintenance, self._learner, self.unix_server,
+                 self.bulk, self.publisher)  # fmt: skip
         return all(part is None or part.is_alive() for part in parts)
 
     def _open_maintenance(self) -> Maintenance:
@@ -419,7 +417,7 @@ class Node:
         if self._learner.is_alive():
             self._learner.join()
         if self.events is not None:
-            self.events.end()
+            self.events.ended.set()
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.unix_server is not None:
             self.unix_server.close()

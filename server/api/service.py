@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # their files load redis or torch
 
 MAX_CLIENT_CHARS = 128
 MAX_NODE_ID_CHARS = 128
-MAX_TOLD_PEERS = 16
+MAX_LISTED_PEERS = 16
 """Of those that are there; clients learn of further ones as they read what these have."""
 MAX_READ_PEERS = 64
 """Other servers that one get is let read from; more of those that it names are passed over."""
@@ -83,7 +84,7 @@ class Backend:
 
     @property
     def stamp(self) -> pb.Server:
-        """What each reply says of the server."""
+        """What each reply has of the server."""
         features = messages.FEATURE_SHARED_MEMORY if self.unix_server is not None else 0
         features |= messages.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
         return pb.Server(boot_id=self.identity.boot_id, features=features)
@@ -163,13 +164,13 @@ class DataCalls:
     # --- reading
 
     def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
-        """Say how many of a prompt's first chunks are there, and lease them."""
+        """Return how many of a prompt's first chunks are there, and lease them."""
         started = self._clock()
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
-            self._store.announcements.wait(keys, min(deadline, started + request.wait_ms / 1000))
+            self._store.await_puts(keys, min(deadline, started + request.wait_ms / 1000))
         least = fidelity(request.min_fidelity)
         match = self._store.lookup(
             session,
@@ -280,12 +281,13 @@ class DataCalls:
                 hints=messages.hints_from_message(first.hints),
             )
             if first.layer_major:
-                with LayeredPutStream(self._store, self._checks, stream) as layered:
+                layered = LayeredPutStream(self._store, self._checks, stream)
+                with closing(layered):
                     for one in requests:
                         layered.take(get(one.session_id), one)
                     results = layered.finish()
             else:
-                with stream:
+                with closing(stream):
                     for one in requests:
                         stream.take(get(one.session_id), one.frame_bytes, as_bytes(one.data))
                     results = stream.finish()
@@ -295,8 +297,8 @@ class DataCalls:
         """Set CPU memory aside for chunks that come by shared memory."""
         session = self._sessions.get(request.session_id)
         self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
-        asked = self._checks.reserved(session, request)
-        infos, parts = [info for info, _ in asked], [part for _, part in asked]
+        wanted = self._checks.reserved(session, request)
+        infos, parts = [info for info, _ in wanted], [part for _, part in wanted]
         deadline = self._checks.deadline(request.deadline_ms)
         hints = messages.hints_from_message(request.hints)
         begun = self._store.writes.begin_all(session, infos, deadline, hints, parts)
@@ -387,7 +389,7 @@ class DataCalls:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        pending = self._store.announcements.announce(session, keys, request.ttl_ms)
+        pending = self._store.announce_puts(session, keys, request.ttl_ms)
         return pb.AnnouncePutsResponse(server=self._stamp, pending=pending)
 
     def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.WeighResponse:
@@ -407,7 +409,7 @@ class DataCalls:
     # --- blending
 
     def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
-        """Say what can stand in for the segments of a prompt, under a lease."""
+        """Return what can replace the segments of a prompt, under a lease."""
         started = self._clock()
         session = self._sessions.get(request.session_id)
         question = self._blend_checks.question(session, request)
@@ -454,7 +456,7 @@ class DataCalls:
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
         slot = self._store.moves.tiers.remote
-        return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
+        return cast("PeerTier", slot.tier).lent()[:MAX_LISTED_PEERS] if slot else []
 
     def LendPeer(self, request: pb.LendPeerRequest, context: Context) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
-from kvstore.server.eviction.leaf_tree import FEW, LeafFirstEviction
+from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues, QueueCursor
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, EDGES_S
@@ -31,11 +31,11 @@ WINDOW_CHUNKS = 1 << 18
 """Of what was asked for before these, half is forgotten."""
 
 CAP_S = 500e-6
-"""How long one decision may take, before those after it are made as LRU makes them."""
+"""How long one decision may take, before those after it are made in LRU order."""
 
 Rank = tuple[float, int, int]
-"""What an end of a queue promises, when it was used, and which end of which class it is: twice
-the class, and one more for the last."""
+"""What an end of a queue promises, when it was used, and which end it is: twice the class, and
+one more for the last."""
 
 _EDGES_S: list[float] = EDGES_S.tolist()
 _ENDS_S = np.append(EDGES_S, np.inf)
@@ -91,9 +91,9 @@ class ClassRanking:
 
     A promise is the table's value of the class at the age, times the worth of the row. It stays
     as it is until another row comes to that end, the row's age comes to the next bin, or the
-    table is worked out anew; so a decision ranks those few ends again and not all: O(log) of the
-    classes for each. After a refresh of the table all are ranked at once. What is ranked is the
-    same as if all were ranked for every decision. 200 bytes an end. Not thread-safe.
+    table is refreshed; so a decision ranks those few ends again, O(log) of the classes for each,
+    and after a refresh all. The order is that of ranking all for every decision. 200 bytes an
+    end. Not thread-safe.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class VictimCursor:
             heapq.heappush(self._ahead, (promise, self._used[row], end))
 
 
-class HitDensityEviction(LeafFirstEviction):
+class HitDensityEviction(LruEviction):
     """Evict the leaf whose hits per second of residency, by class and age, are fewest a byte.
 
     The table of the AccessHistory has what a chunk of a class promises at an age; here that is
@@ -343,17 +343,12 @@ class HitDensityEviction(LeafFirstEviction):
         history: AccessHistory,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(kinds=MAX_CLASSES)
         self._history = history
         self._clock = clock
-        self._used: array[int] = self._column("Q")
-        """When each chunk was last used, as the number of the use."""
         self._worth: array[float] = self._column("f")
         """By byte, up to a factor that is the same for all."""
-        self._queues = ClassQueues(self._used, MAX_CLASSES)
-        self._columns += self._queues.columns
         self._ranks = ClassRanking(history, self._queues, self._used, self._worth)
-        self._tick = 0
         self.fallbacks = 0
         self._guard = LruSafeguard()
         self._is_full = False
@@ -368,8 +363,7 @@ class HitDensityEviction(LeafFirstEviction):
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._tick += 1
-        self._used[row] = self._tick
+        super()._came(row, size_bytes, now_s)
         self._worth[row] = self._worth_of(row, max(size_bytes, 1))
 
     def _worth_of(self, row: int, size_bytes: int) -> float:
@@ -380,23 +374,11 @@ class HitDensityEviction(LeafFirstEviction):
 
     @override
     def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._came_chain(rows, size_bytes, now_s)
         size_bytes = max(size_bytes, 1)
-        worth = 1.0 / size_bytes
-        if len(rows) < FEW:
-            used, worths = self._used, self._worth
-            for tick, row in enumerate(rows.tolist(), self._tick + 1):
-                used[row] = tick
-                worths[row] = worth
-        else:
-            self._stamp(rows)
-            np.frombuffer(self._worth, np.float32)[rows] = worth
-        self._tick += len(rows)
+        np.frombuffer(self._worth, np.float32)[rows] = 1.0 / size_bytes
         last = int(rows[-1])
         self._worth[last] = self._worth_of(last, size_bytes)
-
-    def _stamp(self, rows: Rows) -> None:
-        used = np.frombuffer(self._used, np.uint64)
-        used[rows] = np.arange(self._tick + 1, self._tick + 1 + len(rows))
 
     @override
     def touch(self, rows: Rows, now_s: float) -> None:
@@ -415,44 +397,13 @@ class HitDensityEviction(LeafFirstEviction):
         self._used[row] = self._tick
 
     @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        kind = self._history.classes[row]
-        if is_new:
-            self._queues.append(row, kind)
-        else:
-            self._queues.place(row, kind)
-
-    @override
-    def _drop_leaf(self, row: int) -> None:
-        self._queues.remove(row)
+    def _kind(self, row: int) -> int:
+        return self._history.classes[row]
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
         self._guard.hits += len(rows)
-        # From the last to the first: what begins a chain is to go after what ends it.
-        rows = rows[::-1]
-        queues, kinds = self._queues, self._history.classes
-        if len(rows) < FEW:
-            names = rows.tolist()
-            leaves = [row for row in names if not self._children[row]]
-        else:
-            leaves = rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist()
-        for row in leaves:
-            queues.remove(row)
-            queues.append(row, kinds[row])
-        if len(rows) < FEW:
-            for tick, row in enumerate(names, self._tick + 1):
-                self._used[row] = tick
-        else:
-            self._stamp(rows)
-        self._tick += len(rows)
-
-    def _requeue(self, rows: Rows) -> None:
-        """The classes of *rows* changed."""
-        for row in rows[rows < len(self._here)].tolist():
-            if self._is_leaf(row):
-                self._queues.remove(row)
-                self._queues.place(row, self._history.classes[row])
+        super()._use(rows, now_s)
 
     def _compare(self, report: RefreshReport) -> None:
         """Hold what was hit since the last refresh against what LRU would have hit."""

@@ -19,8 +19,9 @@ FEW = 24
 
 
 def closes_circle(row: int, parent: int, parents: array[int], children: array[int]) -> bool:
-    """Whether *row* is among the ancestors of *parent*, as a client that lies about parents can
-    make it. A circle has no leaf and would never be evicted.
+    """Whether *row* is among the ancestors of *parent*, as a client with wrong parents can make it.
+
+    A circle has no leaf and would never be evicted.
     """
     if parent != row and not children[row]:
         return False  # nothing continues it, so nothing leads back to it
@@ -31,12 +32,11 @@ def closes_circle(row: int, parent: int, parents: array[int], children: array[in
 
 
 class LeafCursor:
-    """Leaves in an order, least rank first, and the parents that they expose put in between."""
+    """Leaves, which come by *rank*, least first, and the parents that they expose in between."""
 
     __slots__ = ("_exposed", "_leaves", "_next", "_next_rank", "_rank")
 
     def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
-        """*leaves* come by *rank*. Rows whose rank is the same come in any order."""
         self._leaves, self._rank = leaves, rank
         self._exposed: list[tuple[float, int]] = []
         self._next = next(leaves, NO_ROW)
@@ -124,7 +124,7 @@ class LeafFirstEviction(EvictionPolicy):
     # --- events
 
     def _reach(self, row: int) -> None:
-        """Let there be a place for *row*. The last place is always nobody's."""
+        """Let there be a place for *row*. The last place is always empty."""
         if row + 1 < len(self._here):
             return
         count = row + 1 - len(self._here) + spare_rows(row)
@@ -243,7 +243,7 @@ class LeafFirstEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield victims: *leaves*, which come by rank, least first, and whom they expose.
+        """Yield victims: *leaves*, which come by rank, least first, and those they expose.
 
         A parent is a candidate once every child of it was named, by its own rank.
         """

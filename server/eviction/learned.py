@@ -190,7 +190,7 @@ class LearnedEviction(LruEviction):
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        oldest = LeafCursor(filterfalse(keep, self._leaves.walk()), self._used.__getitem__)
+        oldest = LeafCursor(filterfalse(keep, self._queues.walk()), self._used.__getitem__)
         orphaned: dict[int, int] = {}
         pool: list[int] = []
         is_scored = True
@@ -217,7 +217,7 @@ class LearnedEviction(LruEviction):
                     oldest.add(parent)
 
     def _decide(self, pool: list[int], now_s: float) -> list[int] | None:
-        """Return who of the candidates goes, in order; None if that took too long to say.
+        """Return which candidates go, in order; None if the decision took too long.
 
         Of equal scores the one used longest ago goes.
         """

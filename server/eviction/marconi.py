@@ -14,12 +14,13 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafCursor, LeafFirstEviction
+from kvstore.server.eviction.leaf_tree import LeafCursor
+from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import ClassQueues, RowHeap
+from kvstore.server.eviction.queues import RowHeap
 
 LEAST_DENSITY, MOST_DENSITY = 1 / 64, 64.0
-"""Bounds of a density: numbers of engines are not to be believed beyond them."""
+"""Bounds of a density: numbers of engines are not trusted beyond them."""
 
 _MOST_FLOPS = 1e30
 _HALVED_AFTER = 4096
@@ -267,39 +268,44 @@ class _Candidates:
         return self._used[row]
 
 
-class ScoredEviction(LeafFirstEviction):
+class ScoredEviction(LruEviction):
     """Evict the leaf of the least score, for an alpha that is given: see MarconiEviction."""
 
     def __init__(self, kind_of: Callable[[int, int], int], alpha: float) -> None:
         """*kind_of* returns the class of efficiency of a row that takes so many bytes."""
-        super().__init__()
+        super().__init__(kinds=len(EFFICIENCIES))
         if not 0.0 <= alpha < math.inf:
             raise InvalidRequestError("alpha", alpha, "a number, not negative")
         self.alpha = alpha
         self._kind_of = kind_of
-        self._used: array[int] = self._column("Q")
         self._sizes: array[int] = self._column("Q")
         self._kinds: array[int] = self._column("B")
-        self._queues = ClassQueues(self._used, len(EFFICIENCIES))
         self._newest = RowHeap(_Newest(self._used))
-        self._columns += [*self._queues.columns, self._newest.places]
-        self._tick = 0
+        self._columns.append(self._newest.places)
+
+    @override
+    def _kind(self, row: int) -> int:
+        return self._kinds[row]
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._tick += 1
-        self._used[row] = self._tick
+        super()._came(row, size_bytes, now_s)
         self._sizes[row] = size_bytes
         self._kinds[row] = self._kind_of(row, size_bytes)
 
     @override
+    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        for row in rows.tolist():
+            self._came(row, size_bytes, now_s)
+
+    @override
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        self._queues.place(row, self._kinds[row])
+        super()._add_leaf(row, is_new=is_new)
         self._newest.push(row)
 
     @override
     def _drop_leaf(self, row: int) -> None:
-        self._queues.remove(row)
+        super()._drop_leaf(row)
         self._newest.remove(row)
 
     @override
@@ -310,9 +316,7 @@ class ScoredEviction(LeafFirstEviction):
         leaves = [row for row in dict.fromkeys(rows.tolist()) if row in self._newest]
         for row in leaves:
             self._drop_leaf(row)
-        used = np.frombuffer(self._used, np.uint64)
-        used[rows] = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        self._tick += len(rows)
+        self._stamp(rows)
         for row in leaves:
             self._add_leaf(row, is_new=False)
 

@@ -276,7 +276,7 @@ class Moves:
                 return True
             if source.name not in copies:
                 return False
-            if self.work_queue.is_given_up():
+            if self.work_queue.is_cancelled():
                 raise DeadlineError(f"load from {source.name}: nobody waits for it any more")
             stored = copies[source.name]
             info = with_size(stored, RawCodec.codec_id, raw_frame_bytes(stored.layout))
@@ -341,7 +341,7 @@ class Moves:
 
     def _read(self, stored: ChunkInfo, source: TierSlot, out: Bytes) -> bool:
         try:
-            header = source.read_verified(stored, out, self.work_queue.is_given_up)
+            header = source.read_verified(stored, out, self.work_queue.is_cancelled)
         except ChunkCorruptError:
             self.eviction.drop_corrupt(source, stored.key)
             raise

@@ -307,10 +307,10 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
     began, go_on = threading.Event(), threading.Event()
     answer = BulkService.get
 
-    def held_up(*terms: Any) -> None:
+    def held_up(*terms: Any) -> Any:
         began.set()
         assert go_on.wait(SOON_S)
-        answer(*terms)
+        return answer(*terms)
 
     monkeypatch.setattr(BulkService, "get", held_up)
     with ThreadPoolExecutor(1) as pool:

@@ -87,7 +87,7 @@ def everyone(policy: EvictionPolicy) -> list[int]:
 def tell(history: AccessHistory, number: int, now_s: float, flops: float) -> None:
     """Let the history know that a chunk of the tree is stored."""
     facts = InsertInfo(tokens_full=number % 3 > 0, flops=flops, group=number % 2, reuse=0)
-    history.seen(row(number), above(number), facts, now_s)
+    history.seen_chain(np.array([row(number)]), above(number), facts, now_s)
 
 
 def may_go(tree: Tree, kept: Collection[int]) -> set[int]:

@@ -89,7 +89,7 @@ class NetworkSchedule:
         checks = Checks(ServiceLimits(64, 1 << 16, 1000), world.clock)
         identity = Identity(1, "simulated", "", 0.0)
         tiers = [slot.name for slot in world.slots]
-        self._scrub = Scrub(world.store.moves, tiers, 0, world.clock)
+        self._scrub = Scrub(world.store.moves, tiers, 0)
         backend = Backend(world.store, world.sessions, checks, identity, scrub=self._scrub)
         self.service = servicer_of(backend)
 

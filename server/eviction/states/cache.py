@@ -27,7 +27,7 @@ GHOST_NODES = 1 << 18
 
 _DEPTH_BITS = 24
 _MOST_DEPTH = (1 << _DEPTH_BITS) - 1
-"""Deeper ones count as this deep, where it matters who of one request goes first."""
+"""Deeper ones count as this deep, where it matters which of one request goes first."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ NO_GHOSTS = GhostLimits(0, 0)
 class Ghosts:
     """The nodes of a tree without a state, in the order of their last use.
 
-    A node with two children or more stays whatever its age, as only it tells them apart; there
+    A node with two children or more stays whatever its age, as only it keeps them apart; there
     are fewer of those than there are leaves. Each ghost has at most one entry in the queue, which
     is a heap of numbers: 16 bytes a node.
     """
@@ -98,7 +98,7 @@ class Ghosts:
     def trim(self, forgot: Callable[[Node], None]) -> None:
         """Forget the oldest until the limits hold, or nothing more can be forgotten.
 
-        *forgot* is told of each just before.
+        *forgot* is called with each just before.
         """
         tree, queue = self._tree, self._queue
         while len(queue) and self._is_over():
@@ -147,7 +147,7 @@ class Checkpoints:
 def insert_speculatively(
     tree: CheckpointTree, match: Match, tokens: Tokens, reused: int
 ) -> Checkpoints:
-    """Make *tokens*, input and output, known, and say which states the request should leave.
+    """Make *tokens*, input and output, known, and return which states the request should leave.
 
     The judicious admission of Marconi (Pan et al., MLSys 2025, section 4.2): input that many
     requests share is found where a sequence leaves another, so the state there is kept; a

@@ -14,7 +14,7 @@ Slots = NDArray[np.intp]
 
 NO_SLOT = -1
 ROOT = 0
-"""The number of the root, who is nobody's child."""
+"""The number of the root, which has no parent."""
 
 _FIRST_ROWS = 64
 _FIRST_BUCKETS = 64
@@ -48,7 +48,7 @@ class _Columns:
 
 
 class NodeColumns(_Columns):
-    """What is known of every position, by ``Node.number``, and who is below whom.
+    """What is known of every position, by ``Node.number``, and which is below which.
 
     The first is the root's. What is read of single positions are arrays, which are quicker at
     that than numpy's. A child is found by its parent and the first token of its edge in a table
@@ -91,7 +91,7 @@ class NodeColumns(_Columns):
         self.add(0, b"")
 
     def add(self, depth: int, edge: bytes) -> int:
-        """Return the number of a position that is new, and nobody's child."""
+        """Return the number of a position that is new, without a parent."""
         number = self._take()
         if number == len(self.edges):
             self.edges.append(edge)
@@ -127,7 +127,7 @@ class NodeColumns(_Columns):
             at = self._next[at]
 
     def link(self, number: int, parent: int, token: int) -> None:
-        """Let *number*, who is nobody's child, be a child of *parent*'s."""
+        """Let *number*, which has no parent, be a child of *parent*."""
         self._linked += 1
         if self._linked > len(self._buckets):
             self._widen()
@@ -141,7 +141,7 @@ class NodeColumns(_Columns):
         self.counts[parent] += 1
 
     def unlink(self, number: int) -> None:
-        """Let *number* be nobody's child."""
+        """Let *number* have no parent."""
         parent = self.parents[number]
         bucket = self._bucket(parent, self._tokens[number])
         at = self._buckets[bucket]

@@ -21,7 +21,7 @@ class HybridModel:
     """A stack of recurrent (Mamba2), attention and MLP layers, without grouped heads.
 
     The formulas are those of Marconi (Pan et al., MLSys 2025, section 5 and appendix): KV grows
-    with the tokens, a recurrent state is of one size and stands for exactly one position.
+    with the tokens, a recurrent state is of one size and is of exactly one position.
     """
 
     name: str
@@ -157,9 +157,9 @@ class CheckpointTree:
     """Sequences of tokens, the positions in them that have states, and exact sizes.
 
     KV lies on edges: an edge has it while a resident state lies at its end or further down. A
-    recurrent state stands for one position, so a prompt can start only from a node that matches
+    recurrent state is of one position, so a prompt can start only from a node that matches
     entirely and whose state is resident (Marconi, section 4.1). Nodes without a state are
-    *ghosts*: they say what was seen. Not thread-safe: the owner locks.
+    *ghosts*: they keep what was seen. Not thread-safe: the owner locks.
 
     ``size_bytes`` = states x state_bytes + tokens of edges with KV x kv_bytes_per_token, always.
     Memory: some 130 bytes a node with its ghost's place, 40 more a state, and the tokens of edges.
@@ -233,7 +233,7 @@ class CheckpointTree:
     # --- sequences
 
     def next_tick(self) -> int:
-        """Return the number of the next event: what orders uses, whatever clocks say."""
+        """Return the number of the next event: what orders uses, whatever clocks do."""
         self._tick += 1
         return self._tick
 

@@ -31,7 +31,7 @@ from kvstore.server.cluster.peer import BARRED_S, MAX_LIES, Peer
 from kvstore.server.cluster.peer_dial import PeerAccess
 from kvstore.server.cluster.peer_tier import ASKED_AGAIN, ASKED_AGAIN_S, KNOWN_S, PeerTier
 from kvstore.server.cluster.peers import Peers, PeersTerms
-from kvstore.server.store.lookup import ASKING
+from kvstore.server.store.lookup import MAX_PEER_QUERIES
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 
@@ -599,12 +599,12 @@ def test_lookups_beyond_those_that_ask_themselves_have_it_done(
     assert eventually(lambda: is_up(second))
     keys = store(client_of(first), 1, CHUNKS)
     lookup = second.node.store._lookup
-    for _ in range(ASKING):
-        lookup._asking.acquire()
+    for _ in range(MAX_PEER_QUERIES):
+        lookup._peer_queries.acquire()
     reader = client_of(second)
     assert_hits(reader, keys)
-    for _ in range(ASKING):
-        lookup._asking.release()
+    for _ in range(MAX_PEER_QUERIES):
+        lookup._peer_queries.release()
     assert_hits(reader, store(client_of(first), 2, CHUNKS))
 
 

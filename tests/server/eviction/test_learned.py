@@ -148,7 +148,7 @@ def test_features_are_those_of_the_uses_there_were() -> None:
     history = AccessHistory()
     policy = LearnedEviction(history, BySize().score)
     for chunk, flops in ((1, 1e9), (2, 3e9)):
-        history.seen(chunk, NO_ROW, InsertInfo(flops=flops), 100.0)
+        history.seen_chain(np.array([chunk]), NO_ROW, InsertInfo(flops=flops), 100.0)
         policy.insert(chunk, NO_ROW, 4096, 100.0)
     for now_s in (110.0, 130.0):
         policy.touch(np.array([1]), now_s)
@@ -170,11 +170,11 @@ def test_uses_are_remembered_over_an_eviction_but_not_for_another_chunk(
 ) -> None:
     history = AccessHistory()
     policy = LearnedEviction(history, BySize().score)
-    history.seen(1, NO_ROW, InsertInfo(), 0.0)
+    history.seen_chain(np.array([1]), NO_ROW, InsertInfo(), 0.0)
     play(policy, "1 t1 -1")
     if is_another:
-        history.forget(1)
-        history.seen(1, NO_ROW, InsertInfo(), 50.0)
+        history.forget_all(np.array([1]))
+        history.seen_chain(np.array([1]), NO_ROW, InsertInfo(), 50.0)
     else:
         history.asked(np.array([1]), 1, 50.0)
     policy.insert(1, NO_ROW, 100, 50.0)

@@ -100,7 +100,9 @@ def test_without_alpha_it_is_lru(seed: int) -> None:
     policy, lru = MarconiEviction(history, 0.0), LruEviction()
     for _ in range(300):
         number = draw.randrange(50)
-        history.seen(row(number), above(number), InsertInfo(flops=1e9 * draw.randrange(5)), 0.0)
+        history.seen_chain(
+            np.array([row(number)]), above(number), InsertInfo(flops=1e9 * draw.randrange(5)), 0.0
+        )
         for one in (policy, lru):
             one.insert(row(number), above(number), 100, 0.0)
             one.touch(rows([number // 2, number // 3]), 0.0)
@@ -113,7 +115,9 @@ def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -
         history = AccessHistory()
         policy = MarconiEviction(history, alpha)
         for chunk in range(1, 30):
-            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0)
+            history.seen_chain(
+                np.array([chunk]), NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0
+            )
             policy.insert(chunk, NO_ROW, 100, 0.0)
         places.append(everyone(policy).index(1))
     assert places == sorted(set(places))
@@ -296,7 +300,9 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found(
         known = np.array([chunk] if chunk in here else [], np.intp)
         policy.touch(known, 0.0)
         if not len(known):
-            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if dear else 1e9), 0.0)
+            history.seen_chain(
+                np.array([chunk]), NO_ROW, InsertInfo(flops=9e9 if dear else 1e9), 0.0
+            )
             while len(here) >= 8:
                 victim = next(policy.victims(keep_none, 0.0))
                 policy.remove(victim)
@@ -311,7 +317,7 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found(
 def test_a_density_is_a_multiple_of_the_mean_so_far() -> None:
     history = AccessHistory()
     for number, flops in ((1, 1e9), (2, 3e9), (3, 2e9)):
-        history.seen(number, NO_ROW, InsertInfo(flops=flops), 0.0)
+        history.seen_chain(np.array([number]), NO_ROW, InsertInfo(flops=flops), 0.0)
     density = FlopDensity(history)
     assert density.of(1, 100) == 1.0
     assert density.of(2, 100) == 1.5
@@ -320,8 +326,8 @@ def test_a_density_is_a_multiple_of_the_mean_so_far() -> None:
 
 def test_what_is_not_known_counts_as_the_mean_and_changes_nothing() -> None:
     history = AccessHistory()
-    history.seen(1, NO_ROW, InsertInfo(), 0.0)
-    history.seen(2, NO_ROW, InsertInfo(flops=500.0), 0.0)
+    history.seen_chain(np.array([1]), NO_ROW, InsertInfo(), 0.0)
+    history.seen_chain(np.array([2]), NO_ROW, InsertInfo(flops=500.0), 0.0)
     density = FlopDensity(history)
     assert density.of(1, 100) == density.of(99, 100) == density.of(2, 0) == 1.0
     assert density.of(2, 100) == 1.0
@@ -330,7 +336,7 @@ def test_what_is_not_known_counts_as_the_mean_and_changes_nothing() -> None:
 def test_a_number_that_cannot_be_is_held_within_bounds() -> None:
     history = AccessHistory()
     for number, flops in ((1, 1e9), (2, 1e300), (3, 2.0)):
-        history.seen(number, NO_ROW, InsertInfo(flops=flops), 0.0)
+        history.seen_chain(np.array([number]), NO_ROW, InsertInfo(flops=flops), 0.0)
     density = FlopDensity(history)
     for _ in range(200):
         density.of(1, 100)
@@ -341,8 +347,8 @@ def test_a_number_that_cannot_be_is_held_within_bounds() -> None:
 @pytest.mark.parametrize("flops", [1e308, 1.0, 5e-324])
 def test_a_lie_about_one_chunk_does_not_last(flops: float) -> None:
     history = AccessHistory()
-    history.seen(1, NO_ROW, InsertInfo(flops=flops), 0.0)
-    history.seen(2, NO_ROW, InsertInfo(flops=1e9), 0.0)
+    history.seen_chain(np.array([1]), NO_ROW, InsertInfo(flops=flops), 0.0)
+    history.seen_chain(np.array([2]), NO_ROW, InsertInfo(flops=1e9), 0.0)
     density = FlopDensity(history)
     assert LEAST_DENSITY <= density.of(1, 1) <= MOST_DENSITY
     for _ in range(400_000):

@@ -176,7 +176,7 @@ def test_few_chains_wait() -> None:
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
     history, policy = AccessHistory(), Listening()
-    history.seen(1, NO_ROW, FULL, 0.0)
+    history.seen_chain(np.array([1]), NO_ROW, FULL, 0.0)
     access_log = AccessLog(history, [policy])
     access_log.note(Asked(np.array([1]), [key(0)], 1.0, is_again=True))
     access_log.apply_all()
@@ -190,7 +190,7 @@ def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
     for number in range(3 * LEAST_SAMPLED):
         access_log.note(asked([number % 5]))
     access_log.apply_all()
-    ratios = [point.hit_ratio for point in what_if.points()]
+    ratios = list(what_if.points().values())
     assert ratios[-1] is not None
     assert ratios[-1] > 0.9, "five chunks of a hundred bytes fit"
 

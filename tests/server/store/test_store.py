@@ -159,10 +159,10 @@ def test_leased_and_pinned_chunks_outlast_any_pressure(core: Core, session: Sess
     leased, pinned = prompt(2), prompt(2, seed=1)
     core.put(session, leased + pinned)
     core.store.lookup(session, keys_of(leased), core.later(), lease=True)
-    assert core.store.pin(keys_of(pinned), ttl_ms=60_000) == 2
+    assert core.catalog.pin(keys_of(pinned), 60.0) == 2
     core.put(session, prompt(30, seed=2))
     assert all("cpu" in core.tiers_of(version) for version in leased + pinned)
-    assert core.store.unpin(keys_of(pinned)) == 2
+    assert core.catalog.unpin(keys_of(pinned)) == 2
     core.put(session, prompt(30, seed=3))
     assert all("cpu" not in core.tiers_of(version) for version in pinned)
 
@@ -282,9 +282,12 @@ def test_clear_forgets_the_own_namespace_only(core: Core, session: Session) -> N
     theirs = prompt(2, seed=7, tenant="blue")
     core.put(session, prompt(4))
     core.put(blue, theirs)
-    assert core.store.clear(session.namespace, core.later()) == (4, 0)
-    assert core.store.chunks_of(session.namespace) == []
-    assert [h.key for h in core.store.chunks_of(blue.namespace)] == keys_of(theirs)
+    assert core.store.delete(core.catalog.queries.keys_from(session.namespace), core.later()) == (
+        4,
+        0,
+    )
+    assert core.catalog.queries.chunks_of(session.namespace) == []
+    assert [h.key for h in core.catalog.queries.chunks_of(blue.namespace)] == keys_of(theirs)
     assert core.get(blue, keys_of(theirs)) == frames_of(theirs)
 
 
@@ -292,8 +295,8 @@ def test_stat_names_what_exists(core: Core, session: Session) -> None:
     versions = prompt(3)
     core.put(session, versions[:1], durable=True)
     core.put(session, versions[2:])
-    held = core.store.stat(keys_of(versions))
-    assert [(h.key, set(h.copies)) for h in held] == [
+    held = [core.catalog.queries.details(key) for key in keys_of(versions)]
+    assert [(h.key, set(h.copies)) for h in held if h is not None] == [
         (versions[0].info.key, {"cpu", "disk"}),
         (versions[2].info.key, {"cpu"}),
     ]
@@ -301,6 +304,6 @@ def test_stat_names_what_exists(core: Core, session: Session) -> None:
 
 def test_the_manager_lives_as_long_as_its_workers(disk: Tier) -> None:
     core = Core([disk], workers=1)
-    assert core.store.is_alive()
+    assert core.work_queue.is_alive()
     core.close()
-    assert not core.store.is_alive()
+    assert not core.work_queue.is_alive()
