@@ -20,7 +20,7 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import fidelity
 from kvstore.server.index.known_models import ModelNamespace
-from kvstore.server.index.results import ChunkDetails
+from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.pools import PREFIX
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import check_tenant

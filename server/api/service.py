@@ -28,11 +28,11 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
-from kvstore.server.index.results import Leasing
 from kvstore.server.security.pools import Standings
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
 from kvstore.server.store.explain import Explainer
+from kvstore.server.store.lookup import Leasing
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store

@@ -30,8 +30,7 @@ from kvstore.server.blending.scores import (
 )
 from kvstore.server.index.access_log import Asked
 from kvstore.server.index.hints import UNKNOWN_CONTENT, PutInfo
-from kvstore.server.index.holds import Lease
-from kvstore.server.index.results import LeaseTerms
+from kvstore.server.index.holds import Lease, LeaseTerms
 from kvstore.server.index.state import CatalogState
 
 MAX_VARIANTS = 5
@@ -383,17 +382,14 @@ class Contents:
         self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
         """Chunks that others put and that came into memory: their frames say what they hold."""
 
-    def covers(self, tier: str) -> bool:
-        """Frames are looked at in memory only."""
-        return tier == _MEMORY
-
-    def stored(self, tier: str, info: ChunkInfo, put_info: PutInfo | None) -> None:
-        """Know a chunk by its content, or note that its frame is to be looked at."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
+        """Know a chunk by its content, or note that its frame in memory is to be read."""
         if put_info is not None:
+            (info,) = infos
             tokens = info.layout.tokens
             self._take_in(Named(info.key, info.parent, put_info.content, tokens, put_info.position))
-        elif tier == _MEMORY and info.key not in self.content_index:
-            self.unread.append(info.key)
+        elif tier == _MEMORY:
+            self.unread += [info.key for info in infos if info.key not in self.content_index]
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """Forget a chunk that is nowhere any more."""

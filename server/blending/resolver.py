@@ -40,7 +40,7 @@ from kvstore.server.blending.content_index import (
 )
 from kvstore.server.blending.gates import Gates, Shadow
 from kvstore.server.blending.scores import NO_IMPACT, Scores, fix_overhead, prefix_overlap
-from kvstore.server.index.results import LeaseTerms
+from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot

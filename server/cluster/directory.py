@@ -235,14 +235,10 @@ class Directory:
 
     # --- saying
 
-    def covers(self, tier: str) -> bool:
-        """Only what is in memory is said."""
-        return tier == _MEMORY
-
-    def stored(self, tier: str, info: ChunkInfo, put_info: object = None) -> None:
-        """A copy became visible on *tier*."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
+        """Copies became visible on *tier*; those in memory are announced."""
         if tier == _MEMORY:
-            self.sealed((info.key,))
+            self.sealed([info.key for info in infos])
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from itertools import islice
 from typing import Protocol, cast
@@ -12,10 +13,12 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
-from kvstore.server.index.results import LeaseTerms, Leasing, PrefixMatch
+from kvstore.server.index.catalog import PrefixMatch
+from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import PlanQuestion, plan_loads
 from kvstore.server.tiering.admission import StateAdmission, Trigger
@@ -41,6 +44,23 @@ LEARNT_AT_ONCE = 1024
 
 PROBE_CHUNKS = 16
 """Queried first; when a shared tier has them, the rest."""
+
+
+class Leasing(IntEnum):
+    """Whether a lookup leases what is ready, and if so, for which kind of get."""
+
+    no = 0
+    whole = 1
+    """Of whole frames: those on lower tiers are loaded ahead."""
+    ranged = 2
+    """Of ranges of stored frames: nothing is loaded ahead."""
+
+    @classmethod
+    def of(cls, request: pb.LookupRequest) -> Leasing:
+        """Return what *request* asks for."""
+        if not request.lease:
+            return cls.no
+        return cls.ranged if request.ranges else cls.whole
 
 
 class NegativeCache:

@@ -176,7 +176,7 @@ class Reservations:
     ) -> KVLayout | None:
         """Return what is kept of a chunk whose state is not worth it; None: all of it."""
         bare = without_state(info.layout)
-        if bare is None or not self._catalog.is_absent_or_less_complete(info.key, info.layout):
+        if bare is None or not self._catalog.is_less_complete(info.key, info.layout, absent=True):
             return None
         # A chunk that is known, and whose end is not, is wanted a second time.
         is_last = options.is_last is None and self._catalog.is_less_complete(info.key, info.layout)

@@ -7,7 +7,7 @@ that missed some, and hints only: acting on one that is wrong ends in a miss.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from struct import Struct
 from threading import Event as Flag
 from time import sleep
@@ -131,10 +131,11 @@ class EventLog:
         self.ended = Flag()
         """Set when readers are to stop: the server does."""
 
-    def stored(self, tier: str, info: ChunkInfo, put_info: object = None) -> None:
-        """A copy became visible on *tier*."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
+        """Copies became visible on *tier*."""
         if tier in self._tiers:
-            self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
+            for info in infos:
+                self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""

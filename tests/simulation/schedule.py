@@ -200,7 +200,7 @@ class Schedule:
         world.store.tick()
         world.settle()
         self.oracle.check(thoroughly=True)
-        assert world.catalog.held_count() == world.catalog.in_flight.count() == 0
+        assert world.catalog.state.holds.leases.pins.total() == world.catalog.in_flight.count() == 0
         assert world.work_queue.is_idle()
         self._read_everything()
         self._clear_everything()
@@ -230,7 +230,7 @@ class Schedule:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
             mine = world.catalog.queries.keys_from(session.namespace)
             world.store.delete(mine, world.clock() + 1)
-            assert world.catalog.queries.chunks_of(session.namespace) == []
+            assert world.catalog.queries.page(session.namespace) == []
             self.writers.put_one(session, universe().chains[tenant][0][0])
             assert world.sessions.close(session.session_id)
         world.settle()

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "unworthy_copies", "left_copies", "announced_chunks", "unkept_chunks",
     "prefetched_chunks", "prefetch_used_chunks", "unusable_histories", "evicted_for_quota_chunks",
     "expired_chunks", "ignored_pins", "unreadable_chunks",
-    "put_shards", "dropped_unfinished_chunks", "promised_chunks", "waited_lookups",
+    "put_shards", "dropped_unfinished_chunks", "announced_puts", "waited_lookups",
     "refused_waits", "blend_resolves", "blend_exact_chunks", "blend_variant_chunks",
     "blend_missing_chunks", "blend_reports", "blend_refused_reports", "blend_shadows",
     "blend_gate_changes", "blend_gates_closed", "blend_let_through", "blend_kept_out",

@@ -240,7 +240,7 @@ class Writers:
         theirs = [key for tenant in others for chain in universe().chains[tenant] for key in chain]
         # What they do not hold may be evicted meanwhile, as ever.
         kept = [k for k in theirs if self.oracle.is_held(k) and self.world.catalog.copies(k)]
-        known = {holding.key for holding in self.world.catalog.queries.chunks_of(session.namespace)}
+        known = {holding.key for holding in self.world.catalog.queries.page(session.namespace)}
         deadline = self.deadline()
         with bounded(self.world, deadline):
             mine = self.world.catalog.queries.keys_from(session.namespace)
@@ -248,9 +248,7 @@ class Writers:
         self.oracle.durable = {k for k in self.oracle.durable if k[:16] != session.namespace}
         if self.world.plan.is_quiet:
             assert all(self.world.catalog.copies(key) for key in kept)
-            left = {
-                holding.key for holding in self.world.catalog.queries.chunks_of(session.namespace)
-            }
+            left = {holding.key for holding in self.world.catalog.queries.page(session.namespace)}
             if deadline > self.world.clock():
                 assert all(self.oracle.is_held(key) for key in known & left)
 

@@ -13,7 +13,7 @@ from simulation.core import Core, prompt
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS, Announcements
+from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
 from kvstore.server.store.store import StoreLimits
@@ -170,18 +170,16 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     session = core.open_session()
     with pytest.raises(InvalidRequestError, match="ttl_ms"):
         core.store.announce_puts(session, [], 600_001)
-    announcements = Announcements()
-    keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(MAX_ANNOUNCED_CHUNKS + 5)]
-    assert announcements.make(1, keys, 1.0) == len(announcements) == MAX_ANNOUNCED_CHUNKS
-    assert announcements.end(1)
-    made = [announcements.make(1, [key], 1.0) for key in keys[: MAX_ANNOUNCEMENTS + 1]]
-    assert (sum(made), made[-1]) == (MAX_ANNOUNCEMENTS, 0)
-    assert announcements.over(keys[0])
-    assert announcements.take_back(2, keys) == 0
-    assert announcements.take_back(1, keys[:3]) == 2
-    assert announcements.expire(1.0)
-    assert not announcements.expire(2.0)
-    assert len(announcements) == 0
+    in_flight = core.catalog.in_flight
+    keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
+    assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
+    assert in_flight.announce(1, keys, 0.0) == MAX_ANNOUNCED_CHUNKS
+    made = [in_flight.announce(1, [key], 1.0) for key in keys[: MAX_ANNOUNCEMENTS + 1]]
+    assert made == [1] * MAX_ANNOUNCEMENTS + [0]
+    assert in_flight.announce(2, keys, 0.0) == 0
+    assert in_flight.announce(1, keys[:3], 0.0) == 3
+    core.catalog.release_session(1)
+    assert not in_flight.announced
 
 
 def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:

@@ -116,7 +116,7 @@ def assert_nothing_left(core: Core) -> None:
     assert core.cpu.stats().reservations == 0
     held = sum(core.catalog.size_bytes("cpu", key) > 0 for key in keys_of(prompt(12, seed=9)))
     assert core.cpu.stats().chunks >= held
-    assert core.catalog.lease_count() == core.catalog.held_count() == 0
+    assert core.catalog.lease_count() == core.catalog.state.holds.leases.pins.total() == 0
 
 
 def test_a_load_ends_when_its_get_is_late(core: Core, tier: SlowDisk) -> None:
