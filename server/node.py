@@ -42,15 +42,16 @@ from kvstore.server.settings.process_limits import (
 from kvstore.server.settings.settings import Settings
 from kvstore.server.store.saved_state import StateKeeper
 from kvstore.server.store.scrub import Scrub
+from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.tracing import Tracing, open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
-from kvstore.server.web.event_publisher import NodeEvents
 from kvstore.server.wiring import build_store
 
-if TYPE_CHECKING:  # their files load an HTTP server, and torch
+if TYPE_CHECKING:  # their files load an HTTP server, ZeroMQ and torch
     from kvstore.server.bulk.tcp_server import BulkServer
     from kvstore.server.store.device_puts import DevicePuts
+    from kvstore.server.web.event_publisher import EventPublisher
     from kvstore.server.web.http_pages import HttpPort
 
 SERVICE_NAME: str = SERVICE.full_name
@@ -85,6 +86,10 @@ class Maintenance:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether its thread lives."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """End, behind the job that runs. Idempotent."""
@@ -189,10 +194,10 @@ class Node:
     def _serve(self, checks: Checks, identity: Identity) -> None:
         """Have gRPC and the Unix socket answer calls, once they are started."""
         self._scrub = self._open_scrub()
-        self.events = NodeEvents(self._config, self.store, identity.boot_id, self._closers)
+        self.events, self.publisher = self._open_events(identity.boot_id)
         backend = Backend(
             self.store, self.sessions, checks, identity, self.trust, self.unix_server,
-            self.device_puts, self._scrub, self.events.log, self.directory,
+            self.device_puts, self._scrub, self.events, self.directory,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
@@ -235,6 +240,23 @@ class Node:
         scrub = Scrub(self.store.moves, config.scrub_tiers, config.scrub_bytes_per_s)
         self._closers.append(scrub.close)
         return scrub
+
+    def _open_events(self, boot_id: int) -> tuple[EventLog | None, EventPublisher | None]:
+        """Return the log that the RPC reads, and what publishes it. Events count from here on."""
+        config, catalog = self._config, self.store.catalog
+        if not config.limits.events_kept:
+            return None, None
+        tiers = [one.name for one in self.store.tiers.slots.values() if not one.tier.shared]
+        restarted = partial(self.counters.add, "event_restarts")
+        log = EventLog(tiers, config.limits.events_kept, catalog.queries.held_from, restarted)
+        catalog.listeners.append(log)
+        if config.events == config.events_replay == "off":
+            return log, None
+        from kvstore.server.web.event_publisher import open_publisher
+
+        publisher = open_publisher(config, log, boot_id, self.counters)
+        self._closers.append(publisher.close)
+        return log, publisher
 
     def _open_unix_server(self) -> UnixServer | None:
         path = self._config.socket_path_for(self.port)
@@ -330,8 +352,8 @@ class Node:
         """Begin to serve."""
         self._is_started = True
         self._grpc.start()
-        self._maintenance.start()
         self._learner.start()
+        self._maintenance.start()
         self._scrub.start()
         if self.directory is not None:
             self.directory.start()
@@ -350,17 +372,13 @@ class Node:
 
     def is_alive(self) -> bool:
         """Whether every thread the node depends on lives."""
-        is_bulk_alive = self.bulk is None or self.bulk.is_alive()
-        is_publishing = is_bulk_alive and self.events.is_alive()
-        return (
-            self.store.moves.work_queue.is_alive()
-            and is_publishing
-            and (self.unix_server is None or self.unix_server.is_alive())
-        )
+        parts = (self.store.moves.work_queue, self._maintenance, self._learner, self.unix_server,
+                 self.bulk, self.publisher)  # fmt: skip
+        return all(part is None or part.is_alive() for part in parts)
 
     def _open_maintenance(self) -> Maintenance:
         maintenance = Maintenance(self._clock)
-        parts = (self.store, self.events, self._shedder, self.unix_server, self._http)
+        parts = (self.store, self.publisher, self._shedder, self.unix_server, self._http)
         ticks = [part.tick for part in parts if part is not None]
         jobs = (self._expire_sessions, self._end_revoked, self._check_health)
         maintenance.every(TICK_S, *ticks, *jobs)
@@ -386,6 +404,8 @@ class Node:
             if self._keeper is not None:
                 self._keeper.save_if_due()
             self._content_reader.step()
+            if not self._maintenance.is_alive() and not self._stopping.is_set():
+                self._check_health()  # as its thread would
 
     def stop(self, grace_s: float) -> bool:
         """Drain, let running calls end, release everything. Return whether the drain was clean."""
@@ -397,7 +417,8 @@ class Node:
         self._maintenance.stop()
         if self._learner.is_alive():
             self._learner.join()
-        self.events.end()
+        if self.events is not None:
+            self.events.ended.set()
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.unix_server is not None:
             self.unix_server.close()

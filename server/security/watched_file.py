@@ -53,12 +53,15 @@ class WatchedFile(Generic[T]):
         if seen == self._seen:
             return False
         with self._lock:
-            self._seen = seen
+            if seen == self._seen:
+                return False  # another thread has read it meanwhile
             try:
                 self.value = self._parse(*map(read_guarded, self._paths))
             except InvalidRequestError as error:
                 logger.error("kept what was there before", reason=str(error))
                 return False
+            finally:
+                self._seen = seen  # last: who finds it as it was has the value, too
             return True
 
     def _miss(self, gone: Callable[[], T]) -> bool:
