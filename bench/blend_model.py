@@ -393,7 +393,7 @@ def _gate(way: str, tried: Sequence[Tried]) -> tuple[str, str]:
     """Return whether a gate opens on prompts whose documents were stored in one *way*, and why."""
     gates, name = Gates(GateTerms(), lambda: 1.0, Counters()), (b"model", "")
     while True:
-        ratio = gates.state(name).ratio
+        ratio = gates.view(name).ratio
         found = [one.told for part in tried for one in part.judged(way, ("hybrid", ratio))]
         for number in range(TRIALS):
             one = found[number % len(found)]

@@ -18,7 +18,8 @@ import redis
 from bench.peer_nodes import hit_against_raw
 from bench.workload import MIB, TINY, connect, make_chunks, redis_server, serving
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
+from kvstore.server.cluster.directory import Directory, DirectoryTerms
+from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import RedisClient
@@ -96,7 +97,7 @@ def _directory(link: redis.Redis, port: int) -> tuple[float, float, float, float
         _wait(lambda: two.report().is_up and bool(one.report().nodes))
         before_bytes = _used_bytes(link)
         with _spent(link) as note:
-            one.sealed(keys)
+            one.announce(keys)
             _wait(lambda: one.report().waiting == 0)
         _wait(lambda: len(two.holders(keys[-1:], 1.0)) == 1)
         entry_bytes = (_used_bytes(link) - before_bytes) / ENTRIES

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from typing_extensions import override
@@ -18,7 +19,7 @@ from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.eviction.states.cache import StateCache
-from kvstore.server.eviction.states.hybrid_model import HYBRID_7B
+from kvstore.server.eviction.states.tree import HYBRID_7B
 
 MEMORY_CHUNKS = 100_000
 STATE_PROMPTS = 5_000
@@ -34,7 +35,7 @@ class TimedEviction(EvictionPolicy):
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._named_s = array("d")
+        self._named_s: deque[float] = deque()
         self.spent_us = array("d")
         """One figure a victim, in us."""
 
@@ -52,19 +53,15 @@ class TimedEviction(EvictionPolicy):
 
     @override
     def remove(self, row: int) -> None:
-        self._policy.remove(row)
-
-    @override
-    def remove_all(self, rows: Sequence[int]) -> None:
         started = time.perf_counter()
-        self._policy.remove_all(rows)
-        each = (time.perf_counter() - started) / max(1, len(rows))
-        self.spent_us.extend(1e6 * (named_s + each) for named_s in self._named_s[: len(rows)])
-        del self._named_s[:]
+        self._policy.remove(row)
+        if self._named_s:
+            spent_s = self._named_s.popleft() + time.perf_counter() - started
+            self.spent_us.append(1e6 * spent_s)
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        del self._named_s[:]
+        self._named_s.clear()
         started = time.perf_counter()
         for victim in self._policy.victims(keep, now_s):
             self._named_s.append(time.perf_counter() - started)

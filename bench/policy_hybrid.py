@@ -3,7 +3,7 @@
 Replays data/traces/dev_*.jsonl at three capacities each, with the model ``hybrid-7b``. The bars are
 the better of SGLang+ and Marconi, each as its authors' artifact ran online on the same traces and
 capacities (vLLM+ is below both everywhere). No server and no bytes: the same hits whenever it runs.
-``--learn`` prints the tables of server/eviction/states/prior.py instead.
+``--learn`` prints the lines of server/eviction/states/prior.txt instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from bench.report import Report
 from kvstore.cli.simulate.state_replay import DEFAULT_HYBRID_POLICY, StateReplay, TokenRequest
 from kvstore.cli.trace_files import SegmentLine, read_trace
 from kvstore.cli.trace_tokens import TokenStreams
-from kvstore.server.eviction.states.cache import StateCache
-from kvstore.server.eviction.states.density import STATE_CLASSES, HitDensityRank
-from kvstore.server.eviction.states.ghosts import GhostLimits
-from kvstore.server.eviction.states.hybrid_model import HYBRID_7B
-from kvstore.server.eviction.states.tree import CheckpointTree
+from kvstore.server.eviction.states.cache import GhostLimits, StateCache
+from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank
+from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree
 
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 
@@ -89,15 +87,14 @@ def hybrid_keys(report: Report, policy: str = DEFAULT_HYBRID_POLICY) -> None:
         report.note(row.trace, f"{row.capacity_gb} GB", text)
 
 
-def learn_prior() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the counts that ``prior`` ships, as whole numbers: each (21, 40)."""
+def learn_prior() -> NDArray[np.float64]:
+    """Return the counts that ``read_prior`` reads, as whole numbers: (2, 21, 40)."""
     counts = np.zeros((2, STATE_CLASSES, 40))
     for trace, bars in BARS.items():
         requests = read_tokens(TRACES / f"{trace}.jsonl")
         for capacity_gb in bars:
             counts += _counts(requests, capacity_gb * 10**9) / len(bars)
-    asked, forgotten = np.round(counts * PRIOR_WEIGHT)
-    return asked, forgotten
+    return np.round(counts * PRIOR_WEIGHT)
 
 
 def _counts(requests: list[TokenRequest], capacity_bytes: int) -> NDArray[np.float64]:
@@ -117,11 +114,9 @@ def _counts(requests: list[TokenRequest], capacity_bytes: int) -> NDArray[np.flo
 
 
 def print_prior(write: Callable[[str], object] = print) -> None:
-    """Print the tables as their file has them: two lines a class."""
-    for name, table in zip(("_ASKED", "_FORGOTTEN"), learn_prior(), strict=True):
-        write(name)
-        for half in table.astype(int).reshape(-1, 20).tolist():
-            write(" ".join(map(str, half)))
+    """Print the counts as their file has them: two lines a class."""
+    for half in learn_prior().astype(int).reshape(-1, 20).tolist():
+        write(" ".join(map(str, half)))
 
 
 def main() -> None:

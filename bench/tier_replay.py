@@ -127,7 +127,8 @@ class TierReplay:
     def _remember(self, rows: Rows, is_full: bool, now_s: float) -> None:
         forecast, history = self._forecast, self._forecast.history
         new = next(
-            (at for at, row in enumerate(rows.tolist()) if not forecast.hits(row)), len(rows)
+            (at for at, row in enumerate(rows.tolist()) if not forecast.history.hits_of(row)),
+            len(rows),
         )
         forecast.asked(rows[:new], len(rows), now_s)
         history.asked(rows[:new], len(rows), now_s)
@@ -183,7 +184,7 @@ class TierReplay:
         forecast = self._forecast
         chance = forecast.chance(row, now_s) if moment is Trigger.leaving else 1.0
         is_needed = self._children[row] > 0
-        offer = CopyRequest(moment, 1, forecast.hits(row), chance, is_needed=is_needed)
+        offer = CopyRequest(moment, 1, forecast.history.hits_of(row), chance, is_needed=is_needed)
         if not self._admission.admits(offer, 0.0):
             return
         if len(self._slow.here) >= self._slow.places and not self._make_room(mine, now_s):

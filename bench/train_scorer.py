@@ -44,7 +44,7 @@ class _Recorder(LearnedEviction):
     """LRU that takes down the features of its candidates and when each row was used."""
 
     def __init__(self, history: AccessHistory) -> None:
-        super().__init__(history, StumpScorer([Stump(0, 0.0, 0.0, 0.0)]))
+        super().__init__(history)
         self.uses: dict[int, list[float]] = {}
         self.seen: list[tuple[Features, list[int], float]] = []
         self.ages_s: list[float] = []

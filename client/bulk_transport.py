@@ -22,7 +22,7 @@ from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk_reader import FrameAssembler, PartReader, here
+from kvstore.proto.bulk import FrameAssembler, PartReader, here
 from kvstore.proto.errors import (
     DeadlineError,
     KVStoreError,

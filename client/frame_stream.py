@@ -15,7 +15,7 @@ from kvstore.client.connection import SLACK_S
 from kvstore.client.session import SessionTerms
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.bulk_reader import Payload
+from kvstore.proto.bulk import Payload
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,

@@ -24,8 +24,7 @@ from kvstore.client.transport import Arrived, Direct
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import pack_wanted
-from kvstore.proto.bulk_reader import FrameAssembler
+from kvstore.proto.bulk import FrameAssembler, pack_wanted
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 

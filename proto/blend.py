@@ -1,4 +1,4 @@
-"""What blending speaks of: segments of a prompt, what stands in for them, what it was worth."""
+"""Values of blending: segments of a prompt, variants of their chunks, gates and reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_ASKED_CHUNKS = 1024
 """Of one Resolve, and of one report."""
 MAX_TAG_CHARS = 64
 UNKNOWN = -1.0
-"""A number that nobody has measured."""
+"""A number that was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def name_segments(
     """Cut a prompt into segments and these into chunks; what lies between *ranges* is one, too.
 
     Chunks begin anew at the start of each segment, so that the same document is always cut alike.
-    A last one below 16 tokens joins the one before it, and is nobody's where that has no room or
+    A last one below 16 tokens joins the one before it, or is no chunk where that has no room or
     there is none; chain digests go on over it. *extra* enters the first chain digest, and every
     content digest. Raises InvalidRequestError for ranges that are not in order or past the end.
     """

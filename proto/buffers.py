@@ -1,12 +1,10 @@
-"""Moving bytes between caller-owned buffers without holding the interpreter lock.
-
-Both sides of every data path need these three verbs and nothing else touches payload bytes.
-"""
+"""Moving bytes between caller-owned buffers without holding the interpreter lock."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -74,32 +72,35 @@ def copy_groups(groups: Sequence[Pieces]) -> list[int]:
     What is summed is what was stored: read from its place, or loaded once for both. Who writes to
     the data meanwhile slips nothing past.
     """
-    return copy_by_loop(groups) if _is_for_loop(groups) else list(map(_copy_blocks, groups))
+    if _is_for_loop(groups, LOOP_FROM_BYTES):
+        return copy_by_loop(groups)
+    return list(map(_copy_blocks, groups))
 
 
 def copy_many(pieces: Pieces) -> None:
     """Copy each of *pieces*, past the caches where they are many bytes: whoever reads them next is
     another core.
     """
-    if _is_for_loop([pieces]):
+    if _is_for_loop([pieces], LOOP_FROM_BYTES):
         copy_by_loop([pieces])
         return
     for out, data in pieces:
         np.copyto(out, data)
 
 
-def _is_for_loop(groups: Sequence[Pieces]) -> bool:
+def _is_for_loop(groups: Sequence[Sequence[tuple[Bytes, object]]], least_bytes: int) -> bool:
+    """Whether all pieces are of whole units, and of *least_bytes* together."""
     total = 0
     for pieces in groups:
         size = 0
-        for _, data in pieces:
-            if not len(data) or len(data) % LOOP_UNIT_BYTES:
+        for out, _ in pieces:
+            if not len(out) or len(out) % LOOP_UNIT_BYTES:
                 return False
-            size += len(data)
+            size += len(out)
         if not size:
             return False
         total += size
-    return total >= LOOP_FROM_BYTES
+    return total >= least_bytes
 
 
 def _copy_blocks(pieces: Pieces) -> int:
@@ -109,7 +110,7 @@ def _copy_blocks(pieces: Pieces) -> int:
     return state.intdigest()
 
 
-loops()  # without the library nothing works: say so at once, not at the first large copy
+loops()  # without the library nothing works: fail at once, not at the first large copy
 
 
 class PieceRow(ctypes.Structure):
@@ -125,38 +126,41 @@ def copy_by_loop(groups: Sequence[Pieces], native: Loops | None = None) -> list[
     reads it next is another core. Raises ValueError for a piece that does not fit where it is to
     go, for one of no whole units, and for a group of none.
     """
+    rows = _rows(groups)
+    (native or loops()).copy_summed(rows, len(rows), True)
+    return sums_of(rows)
+
+
+def _rows(groups: Sequence[Sequence[tuple[Bytes, Bytes | int]]]) -> ctypes.Array[PieceRow]:
+    """Return the rows of pieces to fill, each from other bytes, or from a place in a file."""
     rows = (PieceRow * sum(map(len, groups)))()
-    at = 0
+    count = 0
     for pieces in groups:
         size = 0
-        for out, data in pieces:
-            units, rest = divmod(data.nbytes, LOOP_UNIT_BYTES)
-            if rest or not units or not _fits(out, data):
-                fix = f"could not broadcast or copy {data.nbytes} to {out.nbytes} bytes"
-                raise ValueError(fix)
-            row = rows[at]
-            row.out, row.at, row.units = address(out), address(data), units
-            at += 1
-            size += data.nbytes
+        for out, source in pieces:
+            nbytes = out.nbytes
+            units, rest = divmod(nbytes, LOOP_UNIT_BYTES)
+            if rest or not units or not (out.flags.c_contiguous and out.flags.writeable):
+                raise ValueError(f"cannot copy to or fill {nbytes} bytes")
+            row = rows[count]
+            row.out, row.units = address(out), units
+            if isinstance(source, int):
+                row.at = source
+            elif source.nbytes == nbytes and source.flags.c_contiguous:
+                row.at = address(source)
+            else:
+                raise ValueError(f"could not broadcast or copy {source.nbytes} to {nbytes} bytes")
+            count += 1
+            size += nbytes
         if not size:
             raise ValueError("give at least one piece in each group")
-        rows[at - 1].size = size
-    (native or loops()).copy_summed(rows, at, True)
-    return sums_of(rows)
+        rows[count - 1].size = size
+    return rows
 
 
 def sums_of(rows: ctypes.Array[PieceRow]) -> list[int]:
     """Return the sum of each group of *rows*."""
     return [row.sum for row in rows if row.size]
-
-
-def _fits(out: Bytes, data: Bytes) -> bool:
-    return (
-        out.nbytes == data.nbytes
-        and out.flags.c_contiguous
-        and data.flags.c_contiguous
-        and out.flags.writeable
-    )
 
 
 def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
@@ -184,17 +188,17 @@ def read_summed(descriptor: int, groups: FileGroups) -> list[int] | None:
     None where pieces are not of whole units or few bytes, or a read failed or was short: read it
     all again by other means, which say what is wrong.
     """
-    return read_by_loop(descriptor, groups) if _is_for_read_loop(groups) else None
+    is_for_loop = _is_for_loop(_placed(groups), READ_LOOP_FROM_BYTES)
+    return read_by_loop(descriptor, groups) if is_for_loop else None
 
 
-def _is_for_read_loop(groups: FileGroups) -> bool:
-    total = 0
-    for _, pieces in groups:
-        sizes = [piece.nbytes for piece in pieces]
-        if not sizes or not all(sizes) or any(size % LOOP_UNIT_BYTES for size in sizes):
-            return False
-        total += sum(sizes)
-    return total >= READ_LOOP_FROM_BYTES
+def _placed(groups: FileGroups) -> list[list[tuple[Bytes, int]]]:
+    """Return each piece with its place in the file."""
+    placed = []
+    for offset, pieces in groups:
+        starts = accumulate((out.nbytes for out in pieces), initial=offset)
+        placed.append(list(zip(pieces, starts, strict=False)))
+    return placed
 
 
 def read_by_loop(
@@ -207,21 +211,7 @@ def read_by_loop(
     None when a read failed or was short; what the pieces hold is then anything. Raises
     ValueError for a piece that it cannot fill, and for a group of none.
     """
-    rows = (PieceRow * sum(len(pieces) for _, pieces in groups))()
-    count = 0
-    for offset, pieces in groups:
-        at = offset
-        for out in pieces:
-            units, rest = divmod(out.nbytes, LOOP_UNIT_BYTES)
-            if rest or not units or not (out.flags.c_contiguous and out.flags.writeable):
-                raise ValueError(f"cannot fill {out.nbytes} bytes")
-            row = rows[count]
-            row.out, row.at, row.units = address(out), at, units
-            count += 1
-            at += out.nbytes
-        if at == offset:
-            raise ValueError("give at least one piece in each group")
-        rows[count - 1].size = at - offset
-    if (native or loops()).read_summed(rows, count, descriptor) != count:
+    rows = _rows(_placed(groups))
+    if (native or loops()).read_summed(rows, len(rows), descriptor) != len(rows):
         return None
     return sums_of(rows)

@@ -306,6 +306,6 @@ def open_device(device: torch.device) -> Device:
     """Return the device called *device*. Raises TierUnavailableError with the fix."""
     if device.type == "cpu":
         return HostDevice()
-    from kvstore.proto.cuda_device import CudaDevice
+    from kvstore.proto.cuda import CudaDevice
 
     return CudaDevice(device.index or 0)

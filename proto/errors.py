@@ -20,13 +20,10 @@ class _FieldError(KVStoreError, ValueError):
     """Names the field, the value it had and what to do about it."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
-        super().__init__(f"{field}={_shorten(value)}: {fix}")
+        text = repr(value)
+        text = text if len(text) <= 120 else text[:117] + "..."
+        super().__init__(f"{field}={text}: {fix}")
         self.field = field
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 class InvalidRequestError(_FieldError):
@@ -102,10 +99,7 @@ class ChunkCorruptError(KVStoreError):
 
 
 class TierUnavailableError(KVStoreError):
-    """The medium does not answer or cannot be used.
-
-    With ``is_partial`` that is said of the chunk's place alone, and the medium is in use.
-    """
+    """The medium does not answer or cannot be used; ``is_partial``: at the chunk's place alone."""
 
     status = "UNAVAILABLE"
     retryable = True
@@ -172,18 +166,15 @@ def check_text(
     """Return *text* if it has *least* to *most* characters, all printable. Raises *error*."""
     if not isinstance(text, str) or not least <= len(text) <= most or not text.isprintable():
         count = f"{least} to {most}" if least else f"at most {most}"
-        raise error(field, _beginning(text), f"give {count} printable characters")
+        shown = text[:160] if isinstance(text, str) else text  # the error writes no more of it
+        raise error(field, shown, f"give {count} printable characters")
     return text
-
-
-def _beginning(text: object) -> object:
-    return text[:160] if isinstance(text, str) else text  # the error writes no more of it
 
 
 def printable(text: str) -> str:
     """Return *text* with blanks for what a terminal would obey or hide: controls, line ends, bidi.
 
-    What another program sent is shown by way of this alone.
+    For all that another program sent and that is shown.
     """
     if text.isprintable():
         return text

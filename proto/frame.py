@@ -278,7 +278,7 @@ class FrameHeader:
         )  # fmt: skip
 
     def segment(self, frame: Sliced, index: int) -> Bytes:
-        """Return the stored bytes of segment *index* as a view of *frame*."""
+        """Return the stored bytes of segment *index*, a view of *frame*."""
         row = self.segments[index]
         offset = int(row["offset"])
         return frame[offset : offset + int(row["stored_bytes"])]
@@ -566,8 +566,3 @@ def check_segment(header: FrameHeader, index: int, found: int) -> None:
         raise ChunkCorruptError(
             header.key, f"component {row['component']} layer {row['layer']} fails its checksum"
         )
-
-
-def with_size(info: ChunkInfo, codec_id: int, size_bytes: int) -> ChunkInfo:
-    """Return *info* as it is under another codec."""
-    return replace(info, codec_id=codec_id, size_bytes=size_bytes)

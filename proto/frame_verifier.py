@@ -43,7 +43,7 @@ class FrameVerifier:
         self._segment = 0
         self._digest = xxh3_64()
         self._sums: deque[int] = deque()
-        """Of the next segments, where whoever read them summed them."""
+        """Of the next segments, where the reader summed them."""
         self._done = 0
         self._failure: InvalidFrameError | ChunkCorruptError | None = None
 
@@ -74,10 +74,7 @@ class FrameVerifier:
         return segments
 
     def add_checksums(self, sums: Iterable[int]) -> None:
-        """Take *sums* for those of the next segments, ahead of the step that these come with.
-
-        Whoever made them read the frame's bytes for that.
-        """
+        """Take *sums* for those of the next segments, ahead of the step that these come with."""
         self._sums.extend(sums)
 
     def finish(self) -> FrameHeader:

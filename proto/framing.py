@@ -1,15 +1,21 @@
-"""A FramedSocket: the words of the bulk channel over one TCP connection, in plain text or TLS.
+"""A FramedSocket: messages of the bulk channel over one TCP connection, in plain text or TLS.
 
-Frames go from memory to memory; what the kernel's buffers do not take is not sent.
+Frames go from memory to memory; what the kernel's buffers do not take is not sent. Each start of a
+server has a key and a certificate of its own for TLS, in memory alone, which others learn by gRPC;
+a session trusts that certificate and no other.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
+import os
 import select
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -56,6 +62,14 @@ def word_of(data: bytes | memoryview) -> tuple[bulk.Word, int]:
     if payload_bytes == _NO_PAYLOAD:
         return bulk.unpack(header), 0
     return bulk.unpack(header, payload_bytes), payload_bytes
+
+
+def message_of(word: bulk.Word, pieces: Sequence[Bytes] | None) -> list[memoryview]:
+    """Return a message whose payload is *pieces*, not copied, one behind the other."""
+    header = bulk.pack(word)
+    size_bytes = _NO_PAYLOAD if pieces is None else sum(map(len, pieces))
+    head = memoryview(_LENGTHS.pack(len(header), size_bytes) + header)
+    return [head, *(piece.data for piece in pieces or () if len(piece))]
 
 
 class FramedSocket:
@@ -115,24 +129,23 @@ class FramedSocket:
 
     def send_pieces(self, word: bulk.Word, pieces: Sequence[Bytes] | None) -> None:
         """Send a message whose payload is *pieces*, MAX_PIECES at most, one behind the other."""
-        header = bulk.pack(word)
-        size_bytes = _NO_PAYLOAD if pieces is None else sum(map(len, pieces))
-        head = memoryview(_LENGTHS.pack(len(header), size_bytes) + header)
-        parts = [head, *(piece.data for piece in pieces or () if len(piece))]
-        if self._is_encrypted:
-            for part in parts:
-                self._guarded(self._all, part)
-            return
-        sent = self._guarded(self._link.sendmsg, parts)
-        for part in parts:
-            left = part[min(sent, len(part)) :]
-            sent -= len(part) - len(left)
-            while len(left):
-                left = left[self._guarded(self._link.send, left) :]
+        left = message_of(word, pieces)
+        while left:
+            self.send_some(left)
 
-    def _all(self, data: memoryview) -> int:
-        self._link.sendall(data)
-        return 1
+    def send_some(self, pieces: list[memoryview]) -> None:
+        """Send what is taken at once of a message, and drop that from its *pieces*.
+
+        A DeadlineError before ``until`` leaves them as they are: it may be tried again.
+        """
+        if self._is_encrypted:
+            sent = self._guarded(self._link.send, pieces[0])
+        else:
+            sent = self._guarded(self._link.sendmsg, pieces)
+        while pieces and sent >= len(pieces[0]):
+            sent -= len(pieces.pop(0))
+        if sent:
+            pieces[0] = pieces[0][sent:]
 
     def has_more(self) -> bool:
         """Whether something came that is not received yet, or the other end hung up."""
@@ -204,7 +217,7 @@ class FramedSocket:
     def hang_up(self) -> None:
         """End both directions, whoever waits in a call of it; ``close`` is still due."""
         try:
-            # Not TLS's own: who reads meanwhile would go on without it, and take in ciphertext.
+            # Not TLS's own: a reader meanwhile would go on without it, and take in ciphertext.
             socket.socket.shutdown(self._link, socket.SHUT_RDWR)
         except OSError:
             return  # it has ended by itself
@@ -219,14 +232,12 @@ def connect_wire(
 ) -> FramedSocket:
     """Connect to *where*, tcp://host:port, by *deadline*; over TLS if there is a *certificate*.
 
-    That is in DER, and the only one believed. Raises DeadlineError and TierUnavailableError.
+    That is in DER, and the only one trusted. Raises DeadlineError and TierUnavailableError.
     """
     try:
         link = _connected(where, deadline, clock)
         try:
             if certificate:
-                from kvstore.proto.tls import tls_to
-
                 link.settimeout(max(_LEAST_S, deadline - clock()))
                 link = tls_to(certificate).wrap_socket(link)
             return FramedSocket(link, where, clock, is_encrypted=bool(certificate), whose=whose)
@@ -256,3 +267,73 @@ def _connected(where: str, deadline: float, clock: Callable[[], float]) -> socke
             if link is not None:
                 link.close()
     raise failure
+
+
+_CERTIFICATE_NAME = "kvstore peer"
+_SINCE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
+"""It ends with the process, whatever the clocks of hosts."""
+
+
+class OwnTls(NamedTuple):
+    """What a server accepts connections with, and its certificate in DER for others."""
+
+    context: ssl.SSLContext
+    certificate: bytes
+
+
+def make_tls() -> OwnTls:
+    """Make a key, and a certificate of it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _CERTIFICATE_NAME)])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(_SINCE)
+        .not_valid_after(_UNTIL)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    context = _strict(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0
+    _load(context, certificate.public_bytes(serialization.Encoding.PEM) + private)
+    return OwnTls(context, certificate.public_bytes(serialization.Encoding.DER))
+
+
+def tls_to(certificate: bytes) -> ssl.SSLContext:
+    """Return what connects to the server with *certificate*, in DER, and to no other.
+
+    Raises ValueError for what is no certificate.
+    """
+    context = _strict(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the certificate names no host: it is the only one believed
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except ssl.SSLError as error:
+        raise ValueError(str(error)) from None
+    return context
+
+
+def _strict(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+def _load(context: ssl.SSLContext, pem: bytes) -> None:
+    """Give *context* a key and certificate, which it takes out of files only."""
+    descriptor = os.memfd_create("peer-tls")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(pem)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

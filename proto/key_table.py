@@ -25,11 +25,10 @@ _TAG_MASK = _ROW_MASK = (1 << _TAG_BITS) - 1
 class KeyTable:
     """Rows by key. A row is kept while its key is here, and given to another key after that.
 
-    A dictionary, its keys and its numbers take 140 bytes a key, this 50: the keys lie in one array,
-    and the hash table is an array of (tag, row) with linear probing, where the tag is 32 bits of
-    Python's own hash of the key, which strangers cannot foresee. The keys of a prompt are looked
-    for all at once: first in consecutive rows, as prompts are put, then by their hashes. Memory is
-    that of the most keys there ever were. Not thread-safe: the owner locks.
+    A dictionary takes 140 bytes a key, this 50: keys lie in one array, and the hash table is an
+    array of (tag, row) with linear probing; the tag is 32 bits of Python's own hash of the key,
+    which strangers cannot foresee. The keys of a prompt are found at once: first in consecutive
+    rows, as prompts are put, then by their hashes. Memory never shrinks. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -44,11 +43,11 @@ class KeyTable:
         slots = self._slots
         mask = len(slots) - 1
         at = tag & mask
-        asked: bytes = key
+        wanted: bytes = key
         while entry := slots[at]:
             if entry >> _TAG_BITS == tag:
                 row = entry & _ROW_MASK
-                if self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] == asked:
+                if self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] == wanted:
                     return row
             at = (at + 1) & mask
         return NO_ROW
@@ -132,14 +131,14 @@ class KeyTable:
         """Return the row of each of *keys*, NO_ROW for those that have none."""
         if len(keys) <= _FEW:
             return np.array([self.find(key) for key in keys], np.intp)
-        asked = b"".join(keys)
+        wanted = b"".join(keys)
         first = self.find(keys[0])
         start = first * KEY_BYTES
-        if first and self._keys[start : start + len(asked)] == asked:
+        if first and self._keys[start : start + len(wanted)] == wanted:
             return np.arange(first, first + len(keys))
         rows = self._probe(keys)
         mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)[rows]
-        is_other = (mine != np.frombuffer(asked, np.uint64).reshape(-1, _KEY_WORDS)).any(axis=1)
+        is_other = (mine != np.frombuffer(wanted, np.uint64).reshape(-1, _KEY_WORDS)).any(axis=1)
         for at in np.flatnonzero(is_other & (rows > 0)).tolist():  # two keys of one tag
             rows[at] = self.find(keys[at])
         return rows

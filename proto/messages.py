@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from google.protobuf.message import Message
 
 from kvstore.proto import kvstore_pb2 as pb
@@ -73,10 +72,10 @@ MESSAGE_BYTES = 1 << 20
 """Payload of one streamed message: larger ones are slower in every gRPC we measured."""
 
 MAX_EXPLAINED = 1024
-"""Chunks that a server explains in one request; all of them have room in one reply."""
+"""Chunks that a server explains in one request: one reply has room for all."""
 
 REFUSED = "refused: "
-"""In what an engine counted: how a name begins that says why it runs without its store."""
+"""How the names of an engine's counters begin that tell why it runs without its store."""
 
 ERROR_NAME = "kvstore-error"
 """Trailing metadata with the error's class: gRPC itself also sends RESOURCE_EXHAUSTED."""
@@ -87,7 +86,7 @@ _FIDELITY_OF = {fidelity.value: fidelity for fidelity in Fidelity}
 _FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
 
 
-def _message(kind: type[M], value: object, /, **others: Any) -> M:
+def as_message(kind: type[M], value: object, /, **others: Any) -> M:
     """Return the message of *kind* with what *value* has under its fields' names, and *others*."""
     same = (name for name in kind.DESCRIPTOR.fields_by_name if name not in others)
     return kind(**{name: getattr(value, name) for name in same if hasattr(value, name)}, **others)
@@ -126,7 +125,7 @@ def unpack_info(row: bytes) -> ChunkInfo:
 
 
 def fidelity_number(least: Fidelity) -> int:
-    """Return how requests state a minimum fidelity; what states none asks for exact."""
+    """Return how requests state a minimum fidelity; one that states none means exact."""
     return _FIDELITIES.index(least)
 
 
@@ -158,17 +157,17 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
 
 def representation_to_message(representation: Representation) -> pb.Representation:
     """Return the protobuf form of *representation*."""
-    return _message(
+    return as_message(
         pb.Representation,
         representation,
         rope=_rope_to_message(representation.rope),
-        layer_groups=[_message(pb.LayerGroup, group) for group in representation.layer_groups],
+        layer_groups=[as_message(pb.LayerGroup, group) for group in representation.layer_groups],
     )
 
 
 def _rope_to_message(rope: RopeParameters) -> pb.Rope:
     factors = [pb.RopeFactor(name=name, value=value) for name, value in rope.factors]
-    return _message(pb.Rope, rope, factors=factors)
+    return as_message(pb.Rope, rope, factors=factors)
 
 
 def _rope(message: pb.Rope) -> RopeParameters:
@@ -194,20 +193,26 @@ def representation_from_message(message: pb.Representation) -> Representation:
 
 
 def _group(message: pb.LayerGroup) -> LayerGroup:
+    kinds = _kinds(message, RepresentationError, "layer_groups")
+    return _value(LayerGroup, message, **kinds, layer_ids=tuple(message.layer_ids))
+
+
+def _kinds(
+    message: pb.LayerGroup | pb.Component,
+    error: type[InvalidRequestError | RepresentationError],
+    field: str,
+) -> dict[str, Any]:
     try:
-        kind, dtype = LayerKind(message.kind), DType(message.dtype)
-    except ValueError as error:
-        raise RepresentationError(
-            "layer_groups", str(error), "use a kind and dtype we know"
-        ) from None
-    return _value(LayerGroup, message, kind=kind, dtype=dtype, layer_ids=tuple(message.layer_ids))
+        return {"kind": LayerKind(message.kind), "dtype": DType(message.dtype)}
+    except ValueError as reason:
+        raise error(field, str(reason), "use a kind and dtype we know") from None
 
 
 def hints_to_message(hints: Hints | None) -> pb.Hints | None:
-    """Return the protobuf form of *hints*; None when nothing is said."""
+    """Return the protobuf form of *hints*; None where there are none."""
     if hints is None or hints == NO_HINTS:
         return None
-    return _message(pb.Hints, hints, reuse=f"REUSE_{hints.reuse.name.upper()}")
+    return as_message(pb.Hints, hints, reuse=f"REUSE_{hints.reuse.name.upper()}")
 
 
 def hints_from_message(message: pb.Hints) -> Hints:
@@ -222,14 +227,14 @@ def hints_from_message(message: pb.Hints) -> Hints:
 
 def layout_to_message(layout: KVLayout) -> pb.Layout:
     """Return the protobuf form of *layout*."""
-    return pb.Layout(components=[_message(pb.Component, one) for one in layout.components])
+    return pb.Layout(components=[as_message(pb.Component, one) for one in layout.components])
 
 
 def shard_to_message(shard: Shard) -> pb.Layout:
     """Return the protobuf form of *shard*."""
     message = layout_to_message(shard.whole)
     for extent in shard.extents:
-        message.extents.append(pb.Extent() if extent is None else _message(pb.Extent, extent))
+        message.extents.append(pb.Extent() if extent is None else as_message(pb.Extent, extent))
     return message
 
 
@@ -248,32 +253,23 @@ def shard_from_message(message: pb.Layout) -> Shard | None:
 
 def layout_from_message(message: pb.Layout) -> KVLayout:
     """Return the checked layout. Raises InvalidRequestError or LayoutMismatchError."""
-    components = []
-    for c in message.components:
-        try:
-            kind, dtype = LayerKind(c.kind), DType(c.dtype)
-        except ValueError as error:
-            raise InvalidRequestError(
-                "layout", str(error), "use a kind and dtype we know"
-            ) from None
-        components.append(_value(Component, c, kind=kind, dtype=dtype))
-    return KVLayout(tuple(components))
-
-
-def layout_fits(layout: KVLayout, representation: Representation) -> bool:
-    """Whether *layout* is a chunk of *representation*."""
-    return layout.is_of(representation)
+    return KVLayout(
+        tuple(
+            _value(Component, one, **_kinds(one, InvalidRequestError, "layout"))
+            for one in message.components
+        )
+    )
 
 
 def engine_to_message(engine: EngineTerms | None) -> pb.Prefill | None:
-    """Return the protobuf form of what an engine takes."""
+    """Return the protobuf form of *engine*."""
     if engine is None:
         return None
-    return _message(pb.Prefill, engine.prefill, tokens=engine.prompt_tokens)
+    return as_message(pb.Prefill, engine.prefill, tokens=engine.prompt_tokens)
 
 
 def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> EngineTerms | None:
-    """Return what the engine takes, if the request says. Raises InvalidRequestError."""
+    """Return the engine's speed, if the request has it. Raises InvalidRequestError."""
     if not request.HasField("prefill"):
         return None
     return EngineTerms(_value(PrefillModel, request.prefill), request.prefill.tokens)
@@ -285,11 +281,11 @@ def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
         return
     reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
     for one in plan.ranges:
-        reply.plan.append(_message(pb.PlanRange, one))
+        reply.plan.append(as_message(pb.PlanRange, one))
 
 
 def plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
-    """Return the plan over the chunks *asked* for; None without one. Raises KVStoreError."""
+    """Return the plan over *asked* chunks; None without one. Raises KVStoreError."""
     if not message.plan and not message.recompute_ms:
         return None
     ranges = tuple(_value(PlanRange, one) for one in message.plan)
@@ -310,10 +306,7 @@ def chains_of(digests: Sequence[T], lengths: Sequence[int]) -> list[Sequence[T]]
 
 def pack_uses(uses: Sequence[int]) -> bytes:
     """Return counts as four bytes each, little-endian."""
-    packed = array("I", uses)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return np.asarray(uses, "<u4").tobytes()
 
 
 def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> PlannedBatch:
@@ -321,9 +314,7 @@ def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> Plan
     ends = [0, *accumulate(lengths)]
     if len(message.uses) != 4 * ends[-1] or sorted(message.order) != list(range(len(lengths))):
         raise KVStoreError(f"the server's plan for {len(lengths)} chains is damaged")
-    uses = array("I", message.uses)
-    if sys.byteorder == "big":
-        uses.byteswap()
+    uses = np.frombuffer(message.uses, "<u4").tolist()
     return PlannedBatch(
         tuple(message.order),
         tuple(tuple(uses[first:stop]) for first, stop in pairwise(ends)),
@@ -335,13 +326,12 @@ def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> Plan
 def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegment]:
     """Return the protobuf form of *segments*."""
     return [
-        pb.PromptSegment(
-            start=one.start,
-            stop=one.stop,
+        as_message(
+            pb.PromptSegment,
+            one,
             chains=b"".join(chunk.digest for chunk in one.chunks),
             contents=b"".join(chunk.content for chunk in one.chunks),
             tokens=[chunk.tokens for chunk in one.chunks],
-            approximate=one.approximate,
         )
         for one in segments
     ]
@@ -349,11 +339,11 @@ def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegm
 
 def gate_to_message(gate: GateView) -> pb.Gate:
     """Return the protobuf form of *gate*."""
-    return _message(pb.Gate, gate, open=gate.is_open, calibrated=gate.is_calibrated)
+    return as_message(pb.Gate, gate, open=gate.is_open, calibrated=gate.is_calibrated)
 
 
 def gate_from_message(message: pb.Gate) -> GateView:
-    """Return the gate that *message* is of."""
+    """Return the gate of *message*."""
     return _value(
         GateView, message, is_open=message.open, is_calibrated=message.calibrated,
         codecs=tuple(message.codecs),
@@ -370,13 +360,16 @@ def resolution_to_message(
 ) -> pb.ResolveResponse:
     """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
     numbers = {name: number for number, name in enumerate(tier_names)}
+
+    def chunk_of(chunk: ResolvedChunk) -> pb.ResolvedChunk:
+        variants = [as_message(pb.Variant, one, tier=numbers[one.tier]) for one in chunk.variants]
+        return pb.ResolvedChunk(exact=chunk.is_exact, variants=variants, priority=chunk.priority)
+
     segments = [
-        _message(
-            pb.ResolvedSegment, one, chunks=[_chunk_to_message(two, numbers) for two in one.chunks]
-        )
+        as_message(pb.ResolvedSegment, one, chunks=list(map(chunk_of, one.chunks)))
         for one in found.segments
     ]
-    return _message(
+    return as_message(
         pb.ResolveResponse,
         found,
         server=server,
@@ -388,53 +381,40 @@ def resolution_to_message(
     )
 
 
-def _chunk_to_message(chunk: ResolvedChunk, numbers: dict[str, int]) -> pb.ResolvedChunk:
-    return pb.ResolvedChunk(
-        exact=chunk.is_exact,
-        variants=[_message(pb.Variant, one, tier=numbers[one.tier]) for one in chunk.variants],
-        priority=chunk.priority,
-    )
-
-
 def resolution_from_message(
     message: pb.ResolveResponse, asked: Sequence[NamedSegment]
 ) -> Resolution:
     """Return the answer about the segments *asked* for. Raises KVStoreError if it is none."""
+    names = tuple(message.tier_names)
     try:
-        return _resolution(message, asked)
+        pairs = zip(message.segments, asked, strict=True)
+        return _value(
+            Resolution,
+            message,
+            segments=tuple(_segment(one, wanted, names) for one, wanted in pairs),
+            gate=gate_from_message(message.gate),
+            layer_order=tuple(message.layer_order),
+            rope=_rope(message.rope),
+            is_shadow=message.shadow,
+            more_leases=(),
+        )
     except (ValueError, IndexError) as error:
         raise KVStoreError(f"the server's answer to a resolve is damaged: {error}") from None
-
-
-def _resolution(message: pb.ResolveResponse, asked: Sequence[NamedSegment]) -> Resolution:
-    names = tuple(message.tier_names)
-    return _value(
-        Resolution,
-        message,
-        segments=tuple(
-            _segment(told, one, names) for told, one in zip(message.segments, asked, strict=True)
-        ),
-        gate=gate_from_message(message.gate),
-        layer_order=tuple(message.layer_order),
-        rope=_rope(message.rope),
-        is_shadow=message.shadow,
-        more_leases=(),
-    )
 
 
 def _segment(
     message: pb.ResolvedSegment, asked: NamedSegment, names: Sequence[str]
 ) -> ResolvedSegment:
     chunks = []
-    for told, chunk in zip(message.chunks, asked.chunks, strict=True):
-        if len(told.priority) not in (0, chunk.tokens):
-            raise ValueError(f"{len(told.priority)} priorities for {chunk.tokens} tokens")
-        variants = tuple(_variant(one, names) for one in told.variants)
-        if told.exact and [one.digest for one in variants] != [chunk.digest]:
+    for one, chunk in zip(message.chunks, asked.chunks, strict=True):
+        if len(one.priority) not in (0, chunk.tokens):
+            raise ValueError(f"{len(one.priority)} priorities for {chunk.tokens} tokens")
+        variants = tuple(_variant(variant, names) for variant in one.variants)
+        if one.exact and [variant.digest for variant in variants] != [chunk.digest]:
             raise ValueError("an exact chunk of another name")
-        if variants and not (told.exact or asked.approximate):
+        if variants and not (one.exact or asked.approximate):
             raise ValueError("variants where none were asked for")
-        chunks.append(ResolvedChunk(told.exact, variants, told.priority))
+        chunks.append(ResolvedChunk(one.exact, variants, one.priority))
     if not 0 <= message.ratio <= 1:
         raise ValueError(f"ratio {message.ratio}")
     return ResolvedSegment(tuple(chunks), message.ratio, message.load_ms, message.recompute_ms)

@@ -70,7 +70,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class EngineTerms:
-    """What an engine says with a lookup to get a plan: its speed and how long the prompt is.
+    """What an engine sends with a lookup to get a plan: its speed and how long the prompt is.
 
     ``prompt_tokens`` counts those behind the last chunk, too; 0: as many as the chunks have.
     Raises InvalidRequestError.
@@ -86,7 +86,7 @@ class EngineTerms:
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatch:
-    """What a batch of prompts has in common. The answer to an announcement.
+    """What a batch of prompts has in common.
 
     ``order``: the prompts by number, those that share a prefix one after the other. ``uses[i]``:
     for each chunk of prompt i, in how many prompts of the batch it is. ``kept``: chunks that are
@@ -101,7 +101,7 @@ class PlannedBatch:
 
 MAX_PRIORITY = 100
 NO_PRIORITY = 50
-"""What counts for chunks of which nobody gave a priority."""
+"""Of chunks without a priority."""
 MAX_CATEGORY_CHARS = 64
 MAX_HINT_MS = (1 << 32) - 1
 MAX_PROMPT_TOKENS = (1 << 32) - 1
@@ -109,7 +109,7 @@ MAX_HANDOVER_MS = 600_000
 
 
 class Reuse(IntEnum):
-    """Whether the chunks will be asked for again, as far as the engine knows."""
+    """Whether the chunks will be requested again, as far as the engine knows."""
 
     unknown = 0
     discard = 1
@@ -118,10 +118,10 @@ class Reuse(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Beliefs about chunks, none of which can harm but the hit rate of who gave them.
+    """An engine's hints about chunks; wrong ones cost its own hit rate alone.
 
-    ``reuse``: whether they will be asked for again; how far that is believed is learned.
-    ``priority``: 1 to 100, of two chunks about to go the lower goes first; 0: no word, as 50.
+    ``reuse``: whether they will be requested again; its weight is learned.
+    ``priority``: 1 to 100, of two chunks about to go the lower goes first; 0: none, as 50.
     ``ttl_ms``: forgotten after this; 0: never. ``pin_ms``: not evicted for this long, within the
     server's limit of pins; 0: not pinned. ``category``: what kind of prompt this is, at most 64
     printable characters. ``prompt_tokens``: those of the whole prompt; 0: unknown.

@@ -1,4 +1,4 @@
-"""The nouns of the store: frozen values, checked at birth, standard library only."""
+"""The values of the store: frozen, checked in their constructors, standard library only."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Fidelity(IntEnum):
 
 
 class Stated(NamedTuple):
-    """What a copy states of itself: how far it may be from what was put, and, of one without a
-    bound, the codec that it is lossy by; else 0."""
+    """A copy's own statement: how far it may be from what was put, and, without a bound, by which
+    codec it is lossy; else 0."""
 
     fidelity: Fidelity
     codec_id: int = 0
@@ -180,7 +180,7 @@ class RopeParameters:
 
 @dataclass(frozen=True, slots=True)
 class Representation:
-    """Everything that makes two KV tensors interchangeable. Incomplete identity is refused.
+    """Everything that makes two KV tensors interchangeable. An incomplete one is refused.
 
     ``model_revision`` is a commit or a digest of the weights, never a branch.
     ``adapter_digest`` is the LoRA's digest, or ``none``. ``quantization`` is the KV
@@ -259,15 +259,13 @@ class Component:
         for name in ("layers", "kv_heads", "head_dim", "tokens"):
             if not 1 <= getattr(self, name) < 1 << 24:
                 raise LayoutMismatchError(name, getattr(self, name), "give a positive count")
-        if self.chunk_tokens:
-            self._check_chunk_tokens()
-
-    def _check_chunk_tokens(self) -> None:
+        if not self.chunk_tokens:
+            return
         if not self.tokens <= self.chunk_tokens < 1 << 24:
             fix = f"no less than the {self.tokens} that are kept"
             raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
         if self.chunk_tokens == self.tokens:
-            object.__setattr__(self, "chunk_tokens", 0)  # one way to say it
+            object.__setattr__(self, "chunk_tokens", 0)  # one form of it
         elif self.kind not in END_KINDS:
             fix = f"{self.kind.name} layers keep every token of a chunk"
             raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
@@ -315,8 +313,8 @@ class KVLayout:
         """Return the layout of a chunk of *tokens* tokens, with or without what is of its end.
 
         *window*: it has the last tokens for window layers, which keep w - 1 tokens for the next
-        one to see. *state*: it is a checkpoint, and has the states after its last token. Both
-        say nothing of models without such layers. Raises LayoutMismatchError.
+        one to see. *state*: it is a checkpoint, and has the states after its last token. Raises
+        LayoutMismatchError.
         """
         if not MIN_CHUNK_TOKENS <= tokens <= MAX_CHUNK_TOKENS:
             raise LayoutMismatchError(
@@ -413,7 +411,7 @@ class Match:
 
     ``sources`` has a byte for each ready chunk: which of ``tier_names`` is its fastest holder;
     ``loads`` four, little-endian: the estimated microseconds until it is in reach. A prompt has
-    hundreds of chunks, so they stay packed until somebody asks for ``tiers`` or ``load_us``.
+    hundreds of chunks, so they stay packed until ``tiers`` or ``load_us`` is read.
     ``pending`` counts chunks being written right behind the ready ones. ``lease_id`` is 0 when
     no lease was asked for or nothing is ready; a long prompt has ``more_leases``, in order, as
     one covers no more than a request can ask for.
@@ -429,7 +427,7 @@ class Match:
     lease_ttl_ms: int = 0
     more_leases: tuple[int, ...] = ()
     plan: LoadPlan | None = None
-    """What to load and what to recompute; with a lookup that told the engine's speed."""
+    """What to load and what to recompute, where the lookup had the engine's speed."""
     shared: int = 0
     """For models with windows or states: chunks that are known, if not to be continued from."""
 

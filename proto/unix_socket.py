@@ -1,19 +1,17 @@
-"""What server and client say over the Unix socket: memory, calls, and where frames lie.
+"""What server and client exchange over the Unix socket: memory, calls, and where frames lie.
 
 *Memory*: one SOCK_SEQPACKET message each way, 32 bytes, little-endian, descriptors beside them as
-SCM_RIGHTS. docs/format.md specifies both. Memory travels as memfds with seals: the receiver
-maps nothing that its sender could still truncate under it.
+SCM_RIGHTS. Memory travels as memfds with seals: the receiver maps nothing that its sender could
+still truncate.
 
-*Calls* are the service's own messages without gRPC around them. A call is one packet: the 32 bytes
-of a ``Request`` whose op is ``call`` and whose arg is the method's number, then the request
-message. It is answered by packets of the 32 bytes of a reply, then a message each: ``more`` while
-others follow, ``ok`` last (a streaming method's last is empty), or ``failed`` with the error's
-class name, a zero byte and its text. A message too long for a packet is cut: ``part`` for all
-packets of it but the last. A round trip costs a tenth of gRPC's.
+*Calls* are the service's own messages without gRPC around them: a packet of a ``Request`` whose op
+is ``call`` and whose arg is the method's number, then the request message. It is answered by
+packets of a reply, then a message each: ``more`` while others follow, ``ok`` last (a streaming
+method's last is empty), or ``failed`` with the error's class name, a zero byte and its text; of a
+message too long for a packet, ``part`` but for the last. A round trip costs a tenth of gRPC's.
 
-*Places* say where frames lie that a reader on the server's host can reach without a stream. They
-travel as rows of 32 bytes, little-endian, so that a prompt of a hundred chunks is one field and
-not a hundred messages; docs/format.md has the vectors.
+*Places* are frames that a reader on the server's host can reach without a stream, as rows of 32
+bytes: a prompt of a hundred chunks is one field. docs/format.md specifies all three.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 ARENA_SLAB = 0
-"""What a client asks for to map the memory of a device; slabs of CPU memory count from 1."""
+"""The number of a device's memory; slabs of CPU memory count from 1."""
 SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
 """The size can never change again: reading a mapping of it cannot fault."""
 STAGING_SEALS = SIZE_SEALS | SEAL_FUTURE_WRITE
@@ -65,12 +63,11 @@ made before may write, and the kernel punches no holes."""
 
 
 class Op(IntEnum):
-    """What a client asks.
+    """``hello`` names a session, and has the server prove that it is that session's.
 
-    ``hello`` says which session it is about, and has the server prove that it is that session's.
     ``attach`` then brings staging memory and the client's proof; ``join`` a proof, on a further
-    connection for calls (``pack_call``). ``slab`` and ``extent`` ask for descriptors. ``ring``
-    brings that of device memory to put out of, and in place of a proof says which device.
+    connection for calls (``pack_call``). ``slab`` and ``extent`` get descriptors. ``ring`` brings
+    that of device memory to put out of, and in place of a proof says which device.
     """
 
     attach = 1
@@ -83,10 +80,8 @@ class Op(IntEnum):
 
 
 class Reply(IntEnum):
-    """What the server answers. ``ok`` to ``slab`` comes with the slab's descriptor, to ``hello``
-    with a nonce and the server's proof.
-
-    ``more``, ``failed`` and ``part`` answer calls only.
+    """Of the server. ``ok`` to ``slab`` comes with its descriptor, to ``hello`` with a nonce and a
+    proof; ``more``, ``failed`` and ``part`` answer calls only.
     """
 
     ok = 0
@@ -98,7 +93,7 @@ class Reply(IntEnum):
     part = 6
 
 
-# By their numbers, as every call asks twice: members of an enum are found much more slowly.
+# By their numbers, looked up twice a call: members of an enum are found much more slowly.
 _OPS = {int(op): op for op in Op}
 _REPLIES = {int(reply): reply for reply in Reply}
 
@@ -148,11 +143,11 @@ def unpack_reply(message: bytes) -> tuple[Reply, int]:
 
 
 def proof(secret: bytes, op: Op, session_id: int, nonces: tuple[bytes, bytes]) -> bytes:
-    """Return what only who has the session's *secret* can say: of ``hello`` the server, of
+    """Return what only an owner of the session's *secret* can send: of ``hello`` the server, of
     ``attach`` and ``join`` the client. *nonces* are the client's and the server's of the hello.
 
-    HMAC-SHA256, cut to 16 bytes. The secret itself never goes over the socket: a process that
-    listens in the server's place learns nothing that it could use there.
+    HMAC-SHA256, cut to 16 bytes. The secret itself never goes over the socket, where another
+    process may listen in the server's place.
     """
     terms = _PURPOSE + _PROVEN.pack(op, session_id, *nonces)
     return hmac.new(secret, terms, hashlib.sha256).digest()[:PROOF_BYTES]
@@ -194,7 +189,7 @@ def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mma
 
 
 def device_token(identity: str) -> bytes:
-    """Return what stands for a device in a message."""
+    """Return the name of a device in a message."""
     return blake3(identity.encode()).digest(16)
 
 
@@ -227,7 +222,7 @@ def peer_ids(link: socket.socket) -> tuple[int, int]:
 
 
 def pid_namespace() -> int:
-    """Name the space that this process's id is a number of; 0 where the kernel does not say."""
+    """Name the space that this process's id is a number of; 0 where that is unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -353,7 +348,7 @@ PLACE_ROW = np.dtype(
         "offsets": [0, 4, 5, 8, 16, 24],
     }
 )
-"""The same rows for whoever has hundreds of them to write."""
+"""The same rows as numpy writes hundreds of them."""
 
 
 class Reach(IntEnum):

@@ -21,14 +21,14 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor, known_errors
+from kvstore.server.api.interceptors import AccessCheck, CallInterceptor, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
 from kvstore.server.api.validation import Checks, ServiceLimits
 from kvstore.server.blending.content_reader import ContentReader
-from kvstore.server.cluster.setup import Me, open_directory, ready_peers
+from kvstore.server.cluster.setup import open_directory, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
@@ -42,15 +42,16 @@ from kvstore.server.settings.process_limits import (
 from kvstore.server.settings.settings import Settings
 from kvstore.server.store.saved_state import StateKeeper
 from kvstore.server.store.scrub import Scrub
+from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.telemetry.tracing import open_tracing
+from kvstore.server.telemetry.tracing import Tracing, open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
-from kvstore.server.web.event_publisher import NodeEvents
 from kvstore.server.wiring import build_store
 
-if TYPE_CHECKING:  # their files load an HTTP server, and torch
+if TYPE_CHECKING:  # their files load an HTTP server, ZeroMQ and torch
     from kvstore.server.bulk.tcp_server import BulkServer
     from kvstore.server.store.device_puts import DevicePuts
+    from kvstore.server.web.event_publisher import EventPublisher
     from kvstore.server.web.http_pages import HttpPort
 
 SERVICE_NAME: str = SERVICE.full_name
@@ -85,6 +86,10 @@ class Maintenance:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether its thread lives."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """End, behind the job that runs. Idempotent."""
@@ -152,11 +157,12 @@ class Node:
         self.store.catalog.limit_leases(self.trust.authorizer.lease_terms)
         self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
         self._closers.append(shedder.close)
-        errors = self._open_tracing()
+        self._tracing = self._open_tracing()
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
-        auth = AuthInterceptor(self.trust.authenticator, self.trust.authorizer)
-        self._grpc, self.port = bind(config, shedder, auth, errors, self._taken)
+        access = AccessCheck(self.trust.authenticator, self.trust.authorizer)
+        calls = CallInterceptor(self._tracing, access)
+        self._grpc, self.port = bind(config, shedder, calls, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.unix_server = self._open_unix_server()
@@ -174,8 +180,9 @@ class Node:
         if self.directory is not None:
             self._closers.append(self.directory.close)
             self.store.catalog.listeners.append(self.directory)
-        me = Me(self.port, identity.boot_id)
-        self._begin_peers = ready_peers(config, self.store, self.directory, me)
+        self._begin_peers = ready_peers(
+            config, self.store, self.directory, self.port, identity.boot_id
+        )
         self._serve(checks, identity)
         self.health_port = self._open_health()
         self._http = self._open_http()
@@ -187,10 +194,10 @@ class Node:
     def _serve(self, checks: Checks, identity: Identity) -> None:
         """Have gRPC and the Unix socket answer calls, once they are started."""
         self._scrub = self._open_scrub()
-        self.events = NodeEvents(self._config, self.store, identity.boot_id, self._closers)
+        self.events, self.publisher = self._open_events(identity.boot_id)
         backend = Backend(
             self.store, self.sessions, checks, identity, self.trust, self.unix_server,
-            self.device_puts, self._scrub, self.events.log, self.directory,
+            self.device_puts, self._scrub, self.events, self.directory,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
@@ -204,14 +211,13 @@ class Node:
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
         )
 
-    def _open_tracing(self) -> ErrorInterceptor:
+    def _open_tracing(self) -> Tracing | None:
         tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)
-        self._tracing = tracing
         if tracing is not None:
             self._closers.append(tracing.close)
             for slot in self.store.tiers.slots.values():
                 slot.tracing = tracing
-        return ErrorInterceptor(tracing)
+        return tracing
 
     def _open_keeper(self) -> StateKeeper | None:
         if "disk" not in self._config.tiers:
@@ -231,10 +237,26 @@ class Node:
 
     def _open_scrub(self) -> Scrub:
         config = self._config
-        moves, rate = self.store.moves, config.scrub_bytes_per_s
-        scrub = Scrub(moves, config.scrub_tiers, rate, self._clock)
+        scrub = Scrub(self.store.moves, config.scrub_tiers, config.scrub_bytes_per_s)
         self._closers.append(scrub.close)
         return scrub
+
+    def _open_events(self, boot_id: int) -> tuple[EventLog | None, EventPublisher | None]:
+        """Return the log that the RPC reads, and what publishes it. Events count from here on."""
+        config, catalog = self._config, self.store.catalog
+        if not config.limits.events_kept:
+            return None, None
+        tiers = [one.name for one in self.store.tiers.slots.values() if not one.tier.shared]
+        restarted = partial(self.counters.add, "event_restarts")
+        log = EventLog(tiers, config.limits.events_kept, catalog.queries.held_from, restarted)
+        catalog.listeners.append(log)
+        if config.events == config.events_replay == "off":
+            return log, None
+        from kvstore.server.web.event_publisher import open_publisher
+
+        publisher = open_publisher(config, log, boot_id, self.counters)
+        self._closers.append(publisher.close)
+        return log, publisher
 
     def _open_unix_server(self) -> UnixServer | None:
         path = self._config.socket_path_for(self.port)
@@ -286,12 +308,11 @@ class Node:
         config = self._config
         if config.bulk == "off":
             return "", b""
-        from kvstore.server.bulk.peer_server import PeerLimits
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        auth, limits = self.trust.authorizer.session_auth, PeerLimits.of(config)
-        service = BulkService(self.store, self.sessions, checks, auth, limits)
+        auth = self.trust.authorizer.session_auth
+        service = BulkService(self.store, self.sessions, checks, auth, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, certificate = open_bulk(config, service, most)
@@ -331,8 +352,8 @@ class Node:
         """Begin to serve."""
         self._is_started = True
         self._grpc.start()
-        self._maintenance.start()
         self._learner.start()
+        self._maintenance.start()
         self._scrub.start()
         if self.directory is not None:
             self.directory.start()
@@ -351,17 +372,13 @@ class Node:
 
     def is_alive(self) -> bool:
         """Whether every thread the node depends on lives."""
-        is_bulk_alive = self.bulk is None or self.bulk.is_alive()
-        is_publishing = is_bulk_alive and self.events.is_alive()
-        return (
-            self.store.is_alive()
-            and is_publishing
-            and (self.unix_server is None or self.unix_server.is_alive())
-        )
+        parts = (self.store.moves.work_queue, self._maintenance, self._learner, self.unix_server,
+                 self.bulk, self.publisher)  # fmt: skip
+        return all(part is None or part.is_alive() for part in parts)
 
     def _open_maintenance(self) -> Maintenance:
         maintenance = Maintenance(self._clock)
-        parts = (self.store, self.events, self._shedder, self.unix_server, self._http)
+        parts = (self.store, self.publisher, self._shedder, self.unix_server, self._http)
         ticks = [part.tick for part in parts if part is not None]
         jobs = (self._expire_sessions, self._end_revoked, self._check_health)
         maintenance.every(TICK_S, *ticks, *jobs)
@@ -387,6 +404,8 @@ class Node:
             if self._keeper is not None:
                 self._keeper.save_if_due()
             self._content_reader.step()
+            if not self._maintenance.is_alive() and not self._stopping.is_set():
+                self._check_health()  # as its thread would
 
     def stop(self, grace_s: float) -> bool:
         """Drain, let running calls end, release everything. Return whether the drain was clean."""
@@ -398,7 +417,8 @@ class Node:
         self._maintenance.stop()
         if self._learner.is_alive():
             self._learner.join()
-        self.events.end()
+        if self.events is not None:
+            self.events.ended.set()
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.unix_server is not None:
             self.unix_server.close()

@@ -190,7 +190,7 @@ class Policies:
         self._check(tier, quotas)
         return PartitionedEviction(
             lambda: self._plain(tier),
-            self.metadata.hints.partition,
+            self.metadata.hints.partitions.__getitem__,
             quotas,
             self._capacities[tier],
         )

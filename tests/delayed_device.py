@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from kvstore.proto.cuda import import_cupy
-from kvstore.proto.cuda_device import CudaDevice, CudaStream
+from kvstore.proto.cuda import CudaDevice, CudaStream, import_cupy
 
 _CYCLES_A_MS = 2_000_000
 """Of a clock of 2 GHz."""

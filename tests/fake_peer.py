@@ -25,8 +25,7 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.peer_connections import PeerTerms
-from kvstore.server.cluster.peer_dial import LetIn
+from kvstore.server.cluster.peer_connections import PeerSession
 
 Message = tuple[bulk.Word, bytes | None]
 Lie = Callable[[Message], list[Message]]
@@ -48,11 +47,11 @@ class FakePeer:
         self._threads = [threading.Thread(target=self._run, name="fake-peer")]
         self._threads[0].start()
 
-    def dial(self, address: str, node_id: str, within_s: float) -> LetIn:
+    def dial(self, address: str, node_id: str, within_s: float) -> PeerSession:
         """Let anybody in."""
         self.dials += 1
         where = f"tcp://127.0.0.1:{self._port}"
-        return LetIn(1, PeerTerms(where, b"", 7, bytes(16), 60_000, 1 << 28, 4096))
+        return PeerSession(where, b"", 7, bytes(16), 60_000, 1 << 28, 4096, boot_id=1)
 
     def _run(self) -> None:
         while True:

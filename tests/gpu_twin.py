@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvstore.proto.device import Device
+from kvstore.proto.types import ChunkKey
 from kvstore.server import wiring
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.rules import GpuConfig
@@ -26,3 +28,10 @@ def use_device(
 
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
     monkeypatch.setattr(wiring, "open_gpu_tier", open_tier)
+
+
+def frame_on_device(gpu: GpuTier, key: ChunkKey) -> torch.Tensor:
+    """Return the bytes of a sealed frame where they lie, to look at or to damage."""
+    place = gpu.locate(key)
+    assert place is not None
+    return gpu.memory[place.offset : place.offset + place.size_bytes]

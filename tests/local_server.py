@@ -115,7 +115,7 @@ class LocalServer:
         return Usage(
             tuple((status.name, status.stats) for status in store.slot_statuses()),
             store.catalog.lease_count(),
-            store.catalog.held_count(),
+            store.catalog.state.holds.leases.pins.total(),
             store.catalog.in_flight.count(),
             len(store.writes),
         )

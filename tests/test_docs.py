@@ -204,6 +204,11 @@ def test_every_flag_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> 
     assert set(OTHER_FLAGS) - set(named) == set()
 
 
+def described(field: FieldInfo) -> str:
+    """Return the description on one line."""
+    return " ".join((field.description or "").split())
+
+
 def default_of(name: str, field: FieldInfo) -> str:
     if name in OWN_DEFAULTS:
         return OWN_DEFAULTS[name]
@@ -218,7 +223,7 @@ def default_of(name: str, field: FieldInfo) -> str:
 
 def test_the_table_of_settings_is_that_of_the_server() -> None:
     expected = [
-        [f"`{flag_of(name)}`", f"`{name}`", default_of(name, field), field.description]
+        [f"`{flag_of(name)}`", f"`{name}`", default_of(name, field), described(field)]
         for name, field in Settings.model_fields.items()
     ]
     assert rows("docs/operations.md", "## Settings") == expected
@@ -226,7 +231,7 @@ def test_the_table_of_settings_is_that_of_the_server() -> None:
 
 def test_the_table_of_limits_by_name_is_that_of_the_server() -> None:
     texts = Limits().texts()
-    expected = [[f"`{n}`", texts[n], f.description] for n, f in Limits.model_fields.items()]
+    expected = [[f"`{n}`", texts[n], described(f)] for n, f in Limits.model_fields.items()]
     assert rows("docs/operations.md", "### Limits by name") == expected
 
 

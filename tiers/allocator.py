@@ -9,33 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 
-_SUBCLASS_BITS = 3
-"""Each power of two is cut into 2**3 classes, so holes of one class differ by at most 1/8."""
-
-_Hole: TypeAlias = tuple[int, int]
-"""(size_bytes, offset): sorts by size, then by place."""
-
 
 class FreeList:
     """What is free of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
 
-    The owner remembers what it took, and how much: see OffsetAllocator for one that does not.
-
-    Holes are kept in size classes (powers of two cut into eight), each sorted by size and
-    then by offset, with a bitmap of the classes in use. An allocation takes the smallest hole
-    that fits, so every hole that truly fits is found; a free joins both neighbours at once, so
-    two holes never touch. Each costs O(log n) comparisons and no work per byte.
+    The owner remembers what it took, and how much. An allocation takes the smallest hole that
+    fits, so every hole that truly fits is found; a free joins both neighbours at once, so two
+    holes never touch. Each costs O(log n) comparisons and moves a part of one list of the holes.
 
     Not thread-safe: the owner locks. Raises InvalidRequestError at construction unless both
     sizes are positive and the capacity is a multiple of the granule.
@@ -48,38 +38,23 @@ class FreeList:
             raise InvalidRequestError(
                 "capacity_bytes", capacity_bytes, f"give a multiple of {granule_bytes}"
             )
-        self._capacity = capacity_bytes
         self._granule = granule_bytes
-        self._used_bytes = 0
+        self.used_bytes = 0
+        """Bytes handed out, rounding included."""
         self._holes: dict[int, int] = {}
         """Size of each hole by its offset."""
         self._hole_ends: dict[int, int] = {}
         """Offset of each hole by its end."""
-        self._classes: list[list[_Hole]] = [
-            [] for _ in range(_class_of(capacity_bytes // granule_bytes) + 1)
-        ]
-        self._nonempty = 0
-        """Bit i is set while class i has a hole."""
+        self._by_size: list[tuple[int, int]] = []
+        """Size and offset of each hole, ascending."""
         self._hole_starts: list[int] | None = None
         """Offsets of the holes, ascending; kept only from one reserve_at to the next."""
         self._add_hole(0, capacity_bytes)
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes handed out, rounding included."""
-        return self._used_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes in all holes together."""
-        return self._capacity - self._used_bytes
-
-    @property
     def largest_free_bytes(self) -> int:
         """Size of the largest hole: whatever is not larger can be allocated."""
-        if not self._nonempty:
-            return 0
-        return self._classes[self._nonempty.bit_length() - 1][-1][0]
+        return self._by_size[-1][0] if self._by_size else 0
 
     def spans(self) -> dict[int, int]:
         """Return the size of each hole by its offset, as they are now."""
@@ -97,13 +72,13 @@ class FreeList:
         Raises InvalidRequestError when *size_bytes* is below 1.
         """
         size_bytes = self.rounded(size_bytes)
-        hole = self._smallest_hole(size_bytes)
-        if hole is None:
+        at = bisect_left(self._by_size, (size_bytes, 0))
+        if at == len(self._by_size):
             return None
-        hole_bytes, offset = hole
+        hole_bytes, offset = self._by_size[at]
         self._hole_starts = None
         self._take_hole(offset, hole_bytes)
-        self._used_bytes += size_bytes
+        self.used_bytes += size_bytes
         if hole_bytes > size_bytes:
             self._add_hole(offset + size_bytes, hole_bytes - size_bytes)
         return offset
@@ -118,7 +93,9 @@ class FreeList:
         if size_bytes < 1 or offset < 0 or offset % self._granule:
             return False
         size_bytes = self.rounded(size_bytes)
-        starts = self._sorted_starts()
+        if self._hole_starts is None:
+            self._hole_starts = sorted(self._holes)
+        starts = self._hole_starts
         at = bisect_right(starts, offset) - 1
         if at < 0:
             return False
@@ -135,13 +112,13 @@ class FreeList:
         if right:
             self._add_hole(stop, end - stop)
         starts[at : at + 1] = left + right
-        self._used_bytes += size_bytes
+        self.used_bytes += size_bytes
         return True
 
     def free_range(self, offset: int, size_bytes: int) -> None:
         """Free what was allocated as *size_bytes* at *offset*; anything else corrupts the list."""
         size_bytes = self.rounded(size_bytes)
-        self._used_bytes -= size_bytes
+        self.used_bytes -= size_bytes
         self._hole_starts = None
         start, end = offset, offset + size_bytes
         right_bytes = self._holes.get(end)
@@ -154,66 +131,15 @@ class FreeList:
             start = left_start
         self._add_hole(start, end - start)
 
-    def _sorted_starts(self) -> list[int]:
-        if self._hole_starts is None:
-            self._hole_starts = sorted(self._holes)
-        return self._hole_starts
-
-    def _smallest_hole(self, size_bytes: int) -> _Hole | None:
-        """Return the smallest hole of at least *size_bytes*, the lowest of equals."""
-        own = _class_of(size_bytes // self._granule)
-        if self._nonempty >> own & 1:
-            holes = self._classes[own]
-            at = bisect_left(holes, (size_bytes, 0))
-            if at < len(holes):
-                return holes[at]
-        above = self._nonempty >> (own + 1)
-        if not above:
-            return None
-        return self._classes[own + (above & -above).bit_length()][0]
-
     def _add_hole(self, offset: int, size_bytes: int) -> None:
         self._holes[offset] = size_bytes
         self._hole_ends[offset + size_bytes] = offset
-        index = _class_of(size_bytes // self._granule)
-        insort(self._classes[index], (size_bytes, offset))
-        self._nonempty |= 1 << index
+        insort(self._by_size, (size_bytes, offset))
 
     def _take_hole(self, offset: int, size_bytes: int) -> None:
         del self._holes[offset]
         del self._hole_ends[offset + size_bytes]
-        index = _class_of(size_bytes // self._granule)
-        holes = self._classes[index]
-        del holes[bisect_left(holes, (size_bytes, offset))]
-        if not holes:
-            self._nonempty &= ~(1 << index)
-
-
-class OffsetAllocator(FreeList):
-    """A free list that remembers each allocation, in one dictionary entry of about 150 bytes."""
-
-    def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
-        super().__init__(capacity_bytes, granule_bytes)
-        self._used: dict[int, int] = {}
-        """Size of each allocation by its offset."""
-
-    @override
-    def allocate(self, size_bytes: int) -> int | None:
-        offset = super().allocate(size_bytes)
-        if offset is not None:
-            self._used[offset] = size_bytes
-        return offset
-
-    @override
-    def reserve_at(self, offset: int, size_bytes: int) -> bool:
-        is_free = super().reserve_at(offset, size_bytes)
-        if is_free:
-            self._used[offset] = size_bytes
-        return is_free
-
-    def free(self, offset: int) -> None:
-        """Give back the allocation at *offset*. Raises KeyError when there is none."""
-        self.free_range(offset, self._used.pop(offset))
+        del self._by_size[bisect_left(self._by_size, (size_bytes, offset))]
 
 
 class Neighbour(NamedTuple):
@@ -255,19 +181,6 @@ def adjacent_run(
     return [chunk.key for chunk in found[low : high + 1]]
 
 
-def _class_of(granules: int) -> int:
-    """Return the size class of a hole; a larger hole never has a smaller class.
-
-    Sizes below 16 granules have a class each; above, the class is the power of two and the
-    three bits after the leading one.
-    """
-    if granules < 1 << _SUBCLASS_BITS:
-        return granules
-    power = granules.bit_length() - 1
-    subclass = granules >> (power - _SUBCLASS_BITS) & ((1 << _SUBCLASS_BITS) - 1)
-    return ((power - _SUBCLASS_BITS + 1) << _SUBCLASS_BITS) + subclass
-
-
 PAGE_BYTES = 4096
 BLOCK_HEADER_BYTES = 64
 """Before each frame; keeps frames 64-byte aligned and ends in the generation."""
@@ -301,8 +214,8 @@ class Slab:
     words: NDArray[np.uint64]
     tenant: str
     holes: FreeList
-    is_told: bool = False
-    """Whether a device was told of it; ``forget`` ends that."""
+    is_announced: bool = False
+    """Whether its memory was announced to a device; ``forget`` ends that."""
     forget: Callable[[], None] | None = None
 
     def release(self) -> None:

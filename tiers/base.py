@@ -76,19 +76,14 @@ class Tier(ABC):
     """Whether ``scan`` finds after a restart what was sealed before it."""
     shared: ClassVar[bool] = False
     """Whether others put into the same medium, so that ``find`` may know more than the index."""
-
     read_only: ClassVar[bool] = False
     """Whether nothing can be put here."""
-
     reads_parts: ClassVar[bool] = True
     """Whether parts of a frame are worth reading one by one."""
-
     reads_ahead: ClassVar[bool] = False
     """Whether ``prefetch`` does anything."""
-
     shares_files: bool = True
     """Whether frames may lie in files as they are, for ``file_place`` to say where."""
-
     capacity_bytes: int
     dropped_rows: int = 0
     """What the tier had noted of its chunks and could not use when it started."""
@@ -153,24 +148,17 @@ class Tier(ABC):
         return all(self.read(key, out, offset) for offset, out in ranges)
 
     def batch_key(self, key: ChunkKey) -> object:
-        """Return what *key* has in common with others that are best read in a row, by one thread.
-
-        None: nothing. Who reads a row says so to ``expect``.
-        """
+        """Return what *key* shares with others best read in a row by one thread; None: nothing."""
         return None
 
     def expect(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
-        """Take note that this thread reads *keys* next, each whole and in this order; of none, that
-        it has read its row.
+        """Take note that this thread reads *keys* next, whole and in this order; none end its row.
 
-        What is read in another order, or not at all, costs time alone. Never raises.
+        Reading otherwise costs time alone. Never raises.
         """
 
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
-        """Take note that these chunks are read next, in this order. Never raises for absent ones.
-
-        A tier reads ahead as much of them as it has room for.
-        """
+        """Read ahead in this order what there is room for; absent chunks are skipped."""
 
     @abstractmethod
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
@@ -245,3 +233,11 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the medium. Idempotent."""
+
+
+def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
+    """Raise InvalidRequestError for a range that leaves its frame."""
+    if offset < 0 or offset + size_bytes > frame_bytes:
+        raise InvalidRequestError(
+            "offset", (offset, size_bytes), f"stay within the frame's {frame_bytes} bytes"
+        )

@@ -29,7 +29,7 @@ from kvstore.tiers.allocator import (
     SlabPlace,
     open_slab,
 )
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.locations import LocationTable
 
 _MEMORY = int(Reach.memory)
@@ -43,17 +43,13 @@ class SlabTable(LocationTable):
     """
 
     def __init__(self) -> None:
-        self._generations = array("Q")
+        self.generations = array("Q")
         super().__init__()
 
     @override
     def _extend(self, count: int) -> None:
         super()._extend(count)
-        self._generations.frombytes(bytes(count * self._generations.itemsize))
-
-    def seal_in(self, slab_id: int, start: int, generation: int, info: ChunkInfo) -> None:
-        """Take note of a frame whose key is not here, and whose block begins at *start*."""
-        self._generations[self.seal(info, slab_id, start)] = generation
+        self.generations.frombytes(bytes(count * self.generations.itemsize))
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
         """Return where readers find the frames, as rows of places; zeros for absent ones."""
@@ -67,7 +63,7 @@ class SlabTable(LocationTable):
         rows["reach"][here] = _MEMORY
         rows["offset"][here] = np.frombuffer(self._starts, np.int64)[at] + BLOCK_HEADER_BYTES
         rows["size_bytes"][here] = np.frombuffer(self._sizes, np.uint64)[at]
-        rows["generation"][here] = np.frombuffer(self._generations, np.uint64)[at]
+        rows["generation"][here] = np.frombuffer(self.generations, np.uint64)[at]
         return rows.tobytes()
 
 
@@ -90,8 +86,8 @@ class CpuTier(Tier):
     few large slabs. A slab that changes hands keeps its pages, beyond the capacity, until the
     last client unmaps it.
 
-    *tell* is told of each slab's memory before its first frame is written, such as a device that
-    copies from it, and returns how to end that.
+    *tell* announces each slab's memory, before its first frame is written, to a device that copies
+    from it, and returns how to end that.
 
     Raises InvalidRequestError unless slab_bytes is a positive multiple of 4096 and the
     capacity holds one slab.
@@ -147,7 +143,7 @@ class CpuTier(Tier):
             place = block.place()
             self._reserved[place] = block
             self._used_bytes += need_bytes
-            is_new, slab.is_told = not slab.is_told, True
+            is_new, slab.is_announced = not slab.is_announced, True
         # Outside the lock: both take as long as touching all pages of a large slab.
         for old in retired:
             old.release()
@@ -157,7 +153,7 @@ class CpuTier(Tier):
 
     def _allocate(self, need_bytes: int, tenant: str, retired: list[Slab]) -> tuple[Slab, int]:
         for slab in self._slabs.values():
-            if slab.tenant == tenant and slab.holes.free_bytes >= need_bytes:
+            if slab.tenant == tenant:
                 start = slab.holes.allocate(need_bytes)
                 if start is not None:
                     return slab, start
@@ -193,7 +189,7 @@ class CpuTier(Tier):
         Raises InvalidRequestError when it would not fit there or the reservation is spent.
         """
         frame = self.view(reservation)
-        _check_range(frame, offset, len(data))
+        check_range(len(frame), offset, len(data))
         copy_bytes(frame[offset : offset + len(data)], data)
 
     def view(self, reservation: Reservation) -> Bytes:
@@ -218,8 +214,8 @@ class CpuTier(Tier):
             if self._sealed.find(info.key):
                 self._free(block)
                 return False
-            word = int(block.slab.words[block.word])
-            self._sealed.seal_in(block.slab.slab_id, block.start, word, info)
+            row = self._sealed.seal(info, block.slab.slab_id, block.start)
+            self._sealed.generations[row] = int(block.slab.words[block.word])
             return True
 
     @override
@@ -245,7 +241,7 @@ class CpuTier(Tier):
         if block is None:
             return False
         frame = block.frame()
-        _check_range(frame, offset, len(out))
+        check_range(len(frame), offset, len(out))
         copy_bytes(out, frame[offset : offset + len(out)])
         if verifier is not None:
             verifier.update(len(out))
@@ -356,8 +352,3 @@ class CpuTier(Tier):
 
 def _spent(reservation: Reservation) -> InvalidRequestError:
     return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
-
-
-def _check_range(frame: Bytes, offset: int, size_bytes: int) -> None:
-    if offset < 0 or offset + size_bytes > len(frame):
-        raise InvalidRequestError("offset", (offset, size_bytes), f"stay within {len(frame)} bytes")

@@ -18,7 +18,14 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.allocator import Neighbour, adjacent_run
-from kvstore.tiers.base import DEFAULT_TENANT, FilePlace, Reservation, Tier, TierStats
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    FilePlace,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+)
 from kvstore.tiers.disk_files import DataFile, DataFiles, DiskConfig
 from kvstore.tiers.disk_index import (
     DEFAULT_INDEX_BYTES,
@@ -28,7 +35,7 @@ from kvstore.tiers.disk_index import (
     PendingRow,
     pack_row,
 )
-from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, CachedIO, DirectIO, check_range, join_runs
+from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO, join_runs
 from kvstore.tiers.locations import NO_AREA, LocationTable
 
 DEFAULT_FILE_BYTES = 4 << 30
@@ -41,12 +48,12 @@ smaller ones cost more calls than they gain.
 """
 
 RUN_BYTES = 2 << 20
-"""What is read and summed at once: whoever gives up a load waits for no more."""
+"""What is read and summed at once: who abandons a load waits for no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """What a disk tier need not be told.
+    """Settings of a disk tier that have defaults.
 
     *others* are further folders. *is_direct* reads and writes past the page cache.
     *largest_frame_bytes* is what a data file of a new tier can hold at least.
@@ -69,15 +76,13 @@ def file_bytes_for(capacity_bytes: int, largest_frame_bytes: int) -> int:
     return near + near // 32
 
 
+@dataclass(slots=True, eq=False)
 class _Place:
-    """Where one reservation writes. Compared by identity: each is spent once."""
+    """Where one reservation writes; each is spent once. *sync_failures* are the file's then."""
 
-    __slots__ = ("file", "offset", "sync_failures")
-
-    def __init__(self, file: DataFile, offset: int) -> None:
-        self.file = file
-        self.offset = offset
-        self.sync_failures = file.sync_failures
+    file: DataFile
+    offset: int
+    sync_failures: int
 
 
 class _Located(NamedTuple):
@@ -130,7 +135,7 @@ class DiskTier(Tier):
         if file_bytes is None:
             total = sum(config.capacity_bytes for config in configs)
             file_bytes = file_bytes_for(total, options.largest_frame_bytes)
-        io = DirectIO() if options.is_direct else CachedIO()
+        io = DirectIO() if options.is_direct else FileIO()
         self._path = path
         self._files = DataFiles(configs, file_bytes, self._index.missing_bytes, io, clock)
         self._lock = self._files.lock
@@ -155,7 +160,9 @@ class DiskTier(Tier):
         Raises TierUnavailableError; what this start made is then taken back.
         """
         try:
-            rows = self._index.open(self._reserve_again)
+            rows = self._index.open(
+                lambda row: self._files.reserve_at(row.file, row.offset, row.info.size_bytes)
+            )
             self._files.open(self._index.owners)
         except TierUnavailableError:
             self._index.discard()
@@ -165,23 +172,10 @@ class DiskTier(Tier):
             self._chunks.seal(row.info, row.file + 1, row.offset)
         return rows[-1].sequence + 1 if rows else 0
 
-    def _reserve_again(self, row: IndexRow) -> bool:
-        return self._files.reserve_at(row.file, row.offset, row.info.size_bytes)
-
-    @property
-    def commits(self) -> int:
-        """Batches committed since the start."""
-        return self._commit.commits
-
     @property
     @override
     def write_error(self) -> str:
         return self._commit.write_failure
-
-    @property
-    def lost_seals(self) -> int:
-        """Chunks dropped since the start because their commit failed."""
-        return self._commit.lost_rows
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
@@ -225,7 +219,7 @@ class DiskTier(Tier):
             file, offset, is_new = found
             if is_new:
                 self._commit.note_owner(file.number, tenant)
-            place = _Place(file, offset)
+            place = _Place(file, offset, file.sync_failures)
             self._reserved.add(place)
             return place
 
@@ -281,7 +275,7 @@ class DiskTier(Tier):
     ) -> bool:
         if verifier is None:
             return self.read_batch(key, [(offset, out)])
-        with self._reading(key) as found:
+        with self._calling(key) as found:
             if found is None:
                 return False
             check_range(found.size_bytes, offset, len(out))
@@ -291,7 +285,7 @@ class DiskTier(Tier):
     @override
     def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         """Fill each buffer from its offset; ranges that follow one another are one read."""
-        with self._reading(key) as found:
+        with self._calling(key) as found:
             if found is None:
                 return False
             for offset, out in ranges:
@@ -322,25 +316,12 @@ class DiskTier(Tier):
             verifier.update(stop)
             done = stop
 
-    @contextmanager
-    def _reading(self, key: ChunkKey) -> Iterator[_Located | None]:
-        """Keep the tier from being closed meanwhile; None when *key* is absent."""
-        with self._lock:
-            self._check_open()
-            self._callers += 1
-            found = self._locate(key)
-        try:
-            yield found
-        finally:
-            with self._lock:
-                self._end_call()
-
     @override
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
         """Have the kernel read the chunks ahead, ``READ_AHEAD_BYTES`` of them at most."""
         left = READ_AHEAD_BYTES
         for key in keys:
-            with self._reading(key) as found:
+            with self._calling(key) as found:
                 if found is None:
                     continue
                 left -= found.size_bytes
@@ -439,21 +420,22 @@ class DiskTier(Tier):
         self._files.close()
 
     @contextmanager
-    def _calling(self) -> Iterator[None]:
-        """Keep ``close`` from closing files under a call: their numbers might be reused."""
+    def _calling(self, key: ChunkKey | None = None) -> Iterator[_Located | None]:
+        """Keep ``close`` from closing files under a call: their numbers might be reused.
+
+        Gives where *key* lies; None when it is absent.
+        """
         with self._lock:
             self._check_open()
             self._callers += 1
+            found = None if key is None else self._locate(key)
         try:
-            yield
+            yield found
         finally:
             with self._lock:
-                self._end_call()
-
-    def _end_call(self) -> None:
-        self._callers -= 1
-        if not self._callers:
-            self._idle.notify_all()
+                self._callers -= 1
+                if not self._callers:
+                    self._idle.notify_all()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -480,10 +462,9 @@ class DiskTier(Tier):
 
     def _remove(self, key: ChunkKey) -> bool:
         """Forget a chunk and free its room. Return whether it was there."""
-        row = self._chunks.find(key)
-        area, offset, size_bytes = self._chunks.location(row)
-        if area == NO_AREA:
+        found = self._locate(key)
+        if found is None:
             return False
-        self._chunks.remove(row)
-        self._files.free(self._files.by_number[area - 1], offset, size_bytes)
+        self._chunks.remove(self._chunks.find(key))
+        self._files.free(*found)
         return True

@@ -239,9 +239,9 @@ class DiskDirectory:
             raise TierUnavailableError(TIER, self._explain(error)) from error
 
     def discard(self) -> None:
-        """Take back what this start created, then close. The lock file stays.
+        """Take back what this start created, then close.
 
-        Whoever opened the lock file before it was unlinked would hold a lock on nothing.
+        The lock file stays: one that was opened before it was unlinked would lock nothing.
         """
         remove_made(self.made)
         for path, size in self._former_bytes.items():
@@ -523,8 +523,7 @@ class DataFiles:
         """Make what was written to *file* durable.
 
         Raises TierUnavailableError. After a failure the kernel may have dropped any byte not
-        yet durable, and the next call succeeds all the same: whoever wrote before must compare
-        ``sync_failures``.
+        yet durable, and the next call succeeds all the same: compare ``sync_failures``.
         """
         try:
             os.fdatasync(file.fd)

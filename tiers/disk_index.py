@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Condition, Thread
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -53,12 +54,11 @@ _STEP = 8
 
 T = TypeVar("T")
 
+_VERSION = 1
 _PLACE = struct.Struct("<B3xIQQ")
-_ROW_VERSION = 1
 _CHECKSUM = struct.Struct("<Q")
 _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
-_OWNER_VERSION = 1
 _FRESH_STEP = 10_000
 
 logger = structlog.get_logger(__name__)
@@ -78,19 +78,15 @@ PackedRow: TypeAlias = tuple[bytes, bytes]
 
 
 def pack_row(row: IndexRow) -> bytes:
-    """Return the LMDB value of *row*; its checksum covers the key too."""
-    body = _PLACE.pack(_ROW_VERSION, row.file, row.offset, row.sequence) + pack_info(row.info)
-    return body + _CHECKSUM.pack(checksum(row.info.key + body))
+    """Return the LMDB value of *row*."""
+    place = _PLACE.pack(_VERSION, row.file, row.offset, row.sequence)
+    return _signed(row.info.key, place + pack_info(row.info))
 
 
 def unpack_row(key: bytes, value: bytes) -> IndexRow:
     """Parse and check an LMDB value. Raises InvalidFrameError."""
-    body, tail = value[: -_CHECKSUM.size], value[-_CHECKSUM.size :]
-    if len(body) < _PLACE.size or _CHECKSUM.pack(checksum(key + body)) != tail:
-        raise InvalidFrameError("row", key.hex(), "the row is damaged")
-    version, file, offset, sequence = _PLACE.unpack_from(body)
-    if version != _ROW_VERSION:
-        raise InvalidFrameError("row", version, f"this reader knows version {_ROW_VERSION}")
+    body = _checked_body(key, value, _PLACE.size)
+    _, file, offset, sequence = _PLACE.unpack_from(body)
     try:
         info = unpack_info(body[_PLACE.size :])
     except LayoutMismatchError as error:
@@ -108,21 +104,30 @@ def owner_key(file: int) -> bytes:
 def pack_owner(file: int, tenant: str) -> PackedRow:
     """Return the row that says that *tenant* owns a data file."""
     key = owner_key(file)
-    body = bytes([_OWNER_VERSION]) + tenant.encode()
-    return key, body + _CHECKSUM.pack(checksum(key + body))
+    return key, _signed(key, bytes([_VERSION]) + tenant.encode())
 
 
 def unpack_owner(key: bytes, value: bytes) -> tuple[int, str]:
     """Parse and check an owner's row. Raises InvalidFrameError."""
-    body, tail = value[: -_CHECKSUM.size], value[-_CHECKSUM.size :]
-    if not body or _CHECKSUM.pack(checksum(key + body)) != tail:
-        raise InvalidFrameError("row", key.hex(), "the row is damaged")
-    if body[0] != _OWNER_VERSION:
-        raise InvalidFrameError("row", body[0], f"this reader knows version {_OWNER_VERSION}")
+    body = _checked_body(key, value, 1)
     try:
         return _OWNER_KEY.unpack(key)[1], body[1:].decode()
     except UnicodeDecodeError as error:
         raise InvalidFrameError("row", key.hex(), str(error)) from None
+
+
+def _signed(key: bytes, body: bytes) -> bytes:
+    """Return *body* with a checksum, which covers the key too."""
+    return body + _CHECKSUM.pack(checksum(key + body))
+
+
+def _checked_body(key: bytes, value: bytes, least_bytes: int) -> bytes:
+    body = value[: -_CHECKSUM.size]
+    if len(body) < least_bytes or value != _signed(key, body):
+        raise InvalidFrameError("row", key.hex(), "the row is damaged")
+    if body[0] != _VERSION:
+        raise InvalidFrameError("row", body[0], f"this reader knows version {_VERSION}")
+    return body
 
 
 class DiskIndex:
@@ -199,26 +204,22 @@ class DiskIndex:
         return count == 0 or used + count + pages // SPARE_SHARE <= pages
 
     def _opened(self) -> lmdb.Environment:
-        if self._is_in_doubt:
-            self._reopen()
-        if self._env is None:
-            raise TierUnavailableError(TIER, f"{self._path} is not open")
-        return self._env
-
-    def _reopen(self) -> None:
-        """Map the index anew: after a failed write LMDB takes no other until that is done.
+        """Return the index; after a failed write mapped anew, as LMDB takes no other before.
 
         What is there is the state before that write or the one after it: LMDB syncs the pages
         of a transaction before it writes the page that names them.
         """
-        if self._env is not None:
-            self._env.close()  # LMDB allows one mapping in a process
-            self._env = None
-        try:
-            self._env = _open_environment(self._path, self._index_bytes)
-        except (OSError, lmdb.Error) as error:
-            raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
-        self._is_in_doubt = False
+        if self._is_in_doubt:
+            self.close()  # LMDB allows one mapping in a process
+            self._is_in_doubt = True
+            try:
+                self._env = _open_environment(self._path, self._index_bytes)
+            except (OSError, lmdb.Error) as error:
+                raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
+            self._is_in_doubt = False
+        if self._env is None:
+            raise TierUnavailableError(TIER, f"{self._path} is not open")
+        return self._env
 
     def _write(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> bool:
         """Run one transaction; False, changing nothing, when it does not fit the index."""
@@ -351,52 +352,44 @@ def _open_environment(path: Path, index_bytes: int, *, sync: bool = True) -> lmd
     )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Rows and deletes that become durable together; deletes come first.
 
     ``owners`` says of data files that changed hands whose they are now, None for deleted ones.
     """
 
-    __slots__ = ("born_s", "deletes", "is_done", "owners", "rows")
-
-    def __init__(self) -> None:
-        self.rows: dict[ChunkKey, PendingRow] = {}
-        self.deletes: set[ChunkKey] = set()
-        self.owners: dict[int, str | None] = {}
-        self.born_s = 0.0
-        self.is_done = False
+    rows: dict[ChunkKey, PendingRow] = field(default_factory=dict)
+    deletes: set[ChunkKey] = field(default_factory=set)
+    owners: dict[int, str | None] = field(default_factory=dict)
+    born_s: float = 0.0
+    is_done: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.deletes or self.owners)
 
-    def owner_changes(self) -> tuple[list[bytes], list[PackedRow]]:
-        """Return the keys to delete and the rows to write for ``owners``."""
-        items = self.owners.items()
-        gone = [owner_key(file) for file, tenant in items if tenant is None]
-        return gone, [pack_owner(file, tenant) for file, tenant in items if tenant is not None]
+
+def _broke_off() -> KVStoreError | None:
+    return TierUnavailableError(TIER, "the commit broke off")
 
 
+@dataclass(slots=True, eq=False)
 class PendingRow:
     """A row on its way to the index; it counts as failed until its batch is committed.
 
     *sync_failures* are those of *file* when the room of the frame was reserved.
     """
 
-    __slots__ = ("batch", "failure", "file", "packed", "row", "sync_failures")
-
-    def __init__(
-        self, row: IndexRow, packed: bytes, file: DataFile, sync_failures: int, batch: Batch
-    ) -> None:
-        self.row = row
-        self.packed = packed
-        self.file = file
-        self.sync_failures = sync_failures
-        self.batch = batch
-        self.failure: KVStoreError | None = TierUnavailableError(TIER, "the commit broke off")
+    row: IndexRow
+    packed: bytes
+    file: DataFile
+    sync_failures: int
+    batch: Batch
+    failure: KVStoreError | None = field(default_factory=_broke_off)
 
 
 class GroupCommit:
-    """Group commit: rows and deletes join a batch; whoever needs one durable commits it for all.
+    """Group commit: rows and deletes join a batch; who needs one durable commits it for all.
 
     Order: the deletes and rows of one batch in one transaction, after a sync of every file
     they touch, and one batch after the other. So a region freed by a delete never has two
@@ -517,7 +510,8 @@ class GroupCommit:
     def _write(self, batch: Batch) -> bool:
         """Write *batch* and mark its rows. False: nobody knows what of it was written."""
         good = self._sync(list(batch.rows.values()))
-        gone, owners = batch.owner_changes()
+        gone = [owner_key(file) for file, tenant in batch.owners.items() if tenant is None]
+        owners = [pack_owner(file, name) for file, name in batch.owners.items() if name is not None]
         rows: list[PackedRow] = [(pending.row.info.key, pending.packed) for pending in good]
         try:
             done = self._index.commit({*batch.deletes, *gone}, owners + rows)
@@ -547,8 +541,13 @@ class GroupCommit:
                 self._files.sync(file)
             except TierUnavailableError as error:
                 failures[file] = error
+        # Failures of one disk of several are not counted.
+        counted = [failure for failure in failures.values() if not failure.is_partial]
         if rows:
-            self._note_syncs([error for error in failures.values() if not error.is_partial])
+            self._failed_syncs = self._failed_syncs + 1 if counted else 0
+        for failure in counted:
+            self._sync_failure = str(failure)
+            self._sync_retry_at_s = self._clock() + SYNC_RETRY_S
         good: list[PendingRow] = []
         for pending in rows:
             if pending.file.sync_failures == pending.sync_failures:
@@ -557,13 +556,6 @@ class GroupCommit:
                 lost = TierUnavailableError(TIER, "its bytes were lost when an earlier sync failed")
                 pending.failure = failures.get(pending.file, lost)
         return good
-
-    def _note_syncs(self, failures: list[TierUnavailableError]) -> None:
-        """Take note of a commit's syncs; failures of one disk of several are not counted."""
-        self._failed_syncs = self._failed_syncs + 1 if failures else 0
-        for error in failures:
-            self._sync_failure = str(error)
-            self._sync_retry_at_s = self._clock() + SYNC_RETRY_S
 
     def _finish(self, batch: Batch, is_written: bool) -> None:
         """Forget the rows that failed; what must still be deleted joins the next batch."""

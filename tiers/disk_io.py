@@ -10,7 +10,6 @@ import shutil
 import signal
 import struct
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, FileGroups, checksum, copy_bytes, read_summed
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 
 _PROBE_BYTES = 1 << 20
 """More than LMDB writes at a time: where it was cut short there is less."""
@@ -33,7 +32,7 @@ BLOCK_BYTES = 4096
 BOUNCE_BYTES = 1 << 20
 """What one read or write past the page cache takes at a time."""
 BOUNCE_BUFFERS = 8
-"""Whoever needs one more waits."""
+"""A transfer that needs one more waits."""
 PROBE_BYTES = 1 << 20
 """Distance of the bytes that ``is_near`` looks for in the page cache."""
 READ_LIMIT_S = 60.0
@@ -101,44 +100,27 @@ and could make a walk endless. Values are cut to 8 KiB.
 """
 
 
-class FileIO(ABC):
-    """How data files are read and written. Thread-safe."""
+class FileIO:
+    """How data files are read and written: here through the page cache. Thread-safe.
 
-    open_flags: ClassVar[int]
+    What was written or read lately costs a copy.
+    """
 
-    @abstractmethod
-    def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
-        """Fill *outs*, one after the other, from *offset*. False when the file ends early."""
-
-    can_sum: ClassVar[bool] = False
+    open_flags: ClassVar[int] = 0
+    can_sum: ClassVar[bool] = True
     """Whether ``read_summed`` can do it."""
 
-    def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:
-        """Fill *groups* and return their sums; None: ``read`` them. See ``buffers``."""
-        return None
-
-    @abstractmethod
-    def write(self, fd: int, offset: int, data: Bytes) -> None:
-        """Put *data* at *offset*. Raises OSError, as ``read`` does."""
-
-    def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:  # noqa: B027 - it may keep nothing
-        """Have the kernel read these bytes ahead, where it keeps what it reads."""
-
-    def check(self, fd: int) -> None:  # noqa: B027 - nothing to check
+    def check(self, fd: int) -> None:
         """Raise OSError when the file cannot be used like this."""
 
-    def close(self) -> None:  # noqa: B027 - nothing to free
+    def close(self) -> None:
         """Free what the reads and writes needed. Idempotent."""
 
-
-class CachedIO(FileIO):
-    """Through the page cache: what was written or read lately costs a copy."""
-
-    open_flags = 0
-    can_sum = True
-
-    @override
     def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
+        """Fill *outs*, one after the other, from *offset*. False when the file ends early.
+
+        Raises OSError, as ``write`` does.
+        """
         parts: Sequence[Bytes] = outs
         if len(outs) != 1 or not len(outs[0]):
             parts = [out for out in outs if len(out)]
@@ -152,15 +134,15 @@ class CachedIO(FileIO):
             parts = _rest(parts, count)
         return True
 
-    @override
     def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
+        """Have the kernel read these bytes ahead, where it keeps what it reads."""
         if not self.is_near(fd, offset, size_bytes):
             with suppress(OSError):
                 os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def is_near(self, fd: int, offset: int, size_bytes: int) -> bool:
         """Whether these bytes seem to be in memory, so that to read them ahead is of no use."""
-        # The kernel looks at page after page of what it is told to read ahead: 0.1 ms for 8 MiB.
+        # The kernel looks at page after page of what it is to read ahead: 0.1 ms for 8 MiB.
         byte = bytearray(1)
         last = offset + size_bytes - 1
         try:
@@ -170,12 +152,12 @@ class CachedIO(FileIO):
             return False
         return True
 
-    @override
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:
+        """Fill *groups* and return their sums; None: ``read`` them. See ``buffers``."""
         return read_summed(fd, groups)
 
-    @override
     def write(self, fd: int, offset: int, data: Bytes) -> None:
+        """Put *data* at *offset*."""
         done = 0
         while done < len(data):
             done += os.pwritev(fd, [data[done:].data], offset + done)
@@ -190,6 +172,7 @@ class DirectIO(FileIO):
     """
 
     open_flags = os.O_DIRECT
+    can_sum = False
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
@@ -255,6 +238,10 @@ class DirectIO(FileIO):
                 self._returned.notify()
 
     @override
+    def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
+        """Do nothing: what the kernel would keep is not read from there."""
+
+    @override
     def close(self) -> None:
         with self._lock:
             self._made -= len(self._free)
@@ -279,14 +266,6 @@ def join_runs(ranges: Sequence[tuple[int, Bytes]]) -> Iterator[tuple[int, list[B
         end = offset + len(out)
     if outs:
         yield start, outs
-
-
-def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
-    """Raise InvalidRequestError for a range that leaves its frame."""
-    if offset < 0 or offset + size_bytes > frame_bytes:
-        raise InvalidRequestError(
-            "offset", (offset, size_bytes), f"stay within the frame's {frame_bytes} bytes"
-        )
 
 
 def no_direct(path: Path, error: OSError) -> TierUnavailableError:

@@ -16,8 +16,9 @@ import hmac
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -28,7 +29,7 @@ from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 
 CELL_BYTES = 1 << 18
 """What a core caches: a cell is decrypted where it was just read, in the time of a copy."""
@@ -41,8 +42,8 @@ _VERSION = 1
 # magic, version, three zeros, epoch, reserved, bytes of the frame, tenant, salt, nonce prefix
 _HEADER = struct.Struct("<4sB3sIIQ8s24s8s")
 _NONCE = struct.Struct(">8sI")
-_FIRST_BYTES = CELL_BYTES - HEADER_BYTES - TAG_BYTES
-_OTHER_BYTES = CELL_BYTES - TAG_BYTES
+_DATA_BYTES = CELL_BYTES - TAG_BYTES
+"""Of a cell. The header takes the first of them."""
 _TENANT_INFO, _FRAME_INFO = b"kvstore at rest 1 tenant", b"kvstore at rest 1 frame"
 
 
@@ -61,14 +62,14 @@ class Cell(NamedTuple):
 
 def encrypted_bytes(frame_bytes: int) -> int:
     """Return the bytes that a frame of *frame_bytes* takes encrypted."""
-    more = max(0, frame_bytes - _FIRST_BYTES)
-    return HEADER_BYTES + frame_bytes + TAG_BYTES * (1 + -(-more // _OTHER_BYTES))
+    data = HEADER_BYTES + frame_bytes
+    return data + TAG_BYTES * -(-data // _DATA_BYTES)
 
 
 def decrypted_bytes(sealed: int) -> int:
     """Return the bytes of the frame that takes *sealed* encrypted; 0 where none does."""
-    frame_bytes = sealed - HEADER_BYTES - TAG_BYTES * -(-sealed // CELL_BYTES)
-    return frame_bytes if frame_bytes > 0 and encrypted_bytes(frame_bytes) == sealed else 0
+    frame_bytes = largest_frame_bytes(sealed)
+    return frame_bytes if encrypted_bytes(frame_bytes) == sealed else 0
 
 
 def largest_frame_bytes(sealed: int) -> int:
@@ -79,13 +80,10 @@ def largest_frame_bytes(sealed: int) -> int:
 def cells(frame_bytes: int, start: int = 0, stop: int | None = None) -> Iterator[Cell]:
     """Yield the cells that hold bytes *start* to *stop* of a frame."""
     stop = frame_bytes if stop is None else stop
-    number = 0 if start < _FIRST_BYTES else 1 + (start - _FIRST_BYTES) // _OTHER_BYTES
-    while True:
-        begin = _FIRST_BYTES + (number - 1) * _OTHER_BYTES if number else 0
-        end = min(frame_bytes, _FIRST_BYTES + number * _OTHER_BYTES)
-        if begin >= stop:
-            return
-        yield Cell(number, begin, end, number * CELL_BYTES if number else HEADER_BYTES)
+    number = (HEADER_BYTES + start) // _DATA_BYTES
+    while (begin := max(0, number * _DATA_BYTES - HEADER_BYTES)) < stop:
+        end = min(frame_bytes, (number + 1) * _DATA_BYTES - HEADER_BYTES)
+        yield Cell(number, begin, end, max(HEADER_BYTES, number * CELL_BYTES))
         number += 1
 
 
@@ -236,10 +234,7 @@ class EncryptedTier(Tier):
     @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
         draft, size = _draft(reservation), reservation.info.size_bytes
-        if not 0 <= offset <= size - len(data):
-            raise InvalidRequestError(
-                "offset", (offset, len(data)), f"stay within the frame's {size} bytes"
-            )
+        check_range(size, offset, len(data))
         if len(data) == size and draft.frame is None:
             self._send(reservation, draft, data)
             draft.is_sent = True
@@ -271,8 +266,9 @@ class EncryptedTier(Tier):
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         draft = _draft(reservation)
         if not draft.is_sent:
-            size = reservation.info.size_bytes
-            frame = draft.frame if draft.frame is not None else np.zeros(size, np.uint8)
+            frame = draft.frame
+            if frame is None:
+                frame = np.zeros(reservation.info.size_bytes, np.uint8)
             try:
                 self._send(reservation, draft, frame)
             except TierUnavailableError:
@@ -303,32 +299,42 @@ class EncryptedTier(Tier):
         (info,) = self.find([key])
         if info is None:
             return False
-        size = info.size_bytes
         for offset, out in ranges:
-            if not 0 <= offset <= size - len(out):
-                raise InvalidRequestError(
-                    "offset", (offset, len(out)), f"stay within the frame's {size} bytes"
-                )
-        opener = _Opener(self, key, size)
+            check_range(info.size_bytes, offset, len(out))
+        cipher: FrameCipher | None = None
+        header: Bytes = np.empty(HEADER_BYTES, np.uint8)
+        room: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
         for offset, out in ranges:
-            for group in _groups(size, offset, len(out)):
-                if not opener.fill(group, out, offset):
+            found = cells(info.size_bytes, offset, offset + len(out))
+            while group := list(islice(found, READ_CELLS)):
+                first, last = group[0].place, group[-1]
+                sealed = room[: last.place - first + last.stop - last.start + TAG_BYTES]
+                parts = [(first, sealed)]
+                if cipher is None:
+                    parts.insert(0, (0, header))
+                if not self.inner.read_batch(key, parts):
                     return False
+                cipher = cipher or self._cipher_for(header.tobytes(), info)
+                if cipher is None:
+                    return False
+                bodies = (sealed[cell.place - first :] for cell in group)
+                if not all(map(partial(_decrypt, cipher, out, offset), group, bodies)):
+                    raise ChunkCorruptError(key, "what lies there does not decrypt")
                 if verifier is not None:
-                    verifier.update(min(group[-1].stop, len(out)))
+                    verifier.update(min(last.stop, len(out)))
         return True
 
-    def cipher_for(self, header: bytes, key: ChunkKey, frame_bytes: int) -> FrameCipher | None:
+    def _cipher_for(self, header: bytes, info: ChunkInfo) -> FrameCipher | None:
         """Return the cipher of a header that was read; None for one that is others' to open.
 
         Raises ChunkCorruptError.
         """
         try:
-            return self._keys.cipher_for(header, key, frame_bytes)
+            return self._keys.cipher_for(header, info.key, info.size_bytes)
         except UnknownKeyError as error:
             if self.shared:
                 return None
-            raise ChunkCorruptError(key, str(error)) from None
+            raise ChunkCorruptError(info.key, str(error)) from None
 
     @override
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
@@ -376,68 +382,19 @@ class EncryptedTier(Tier):
         self.inner.close()
 
 
-class _Opener:
-    """Reads and decrypts the cells of one frame, for one reader."""
-
-    def __init__(self, tier: EncryptedTier, key: ChunkKey, frame_bytes: int) -> None:
-        self._tier = tier
-        self._key = key
-        self._frame_bytes = frame_bytes
-        self._cipher: FrameCipher | None = None
-        self._header: Bytes = np.empty(HEADER_BYTES, np.uint8)
-        self._room: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
-        self._whole: Bytes = np.empty(0, np.uint8)
-
-    def fill(self, group: Sequence[Cell], out: Bytes, offset: int) -> bool:
-        """Put what *group* has of *out*, which begins at *offset* of the frame, in its place.
-
-        False when it is not there, or others' to open. Raises ChunkCorruptError.
-        """
-        first, last = group[0].place, group[-1].place
-        size = last - first + group[-1].stop - group[-1].start + TAG_BYTES
-        sealed = self._room[:size]
-        ranges = [(first, sealed)]
-        if self._cipher is None:
-            ranges.insert(0, (0, self._header))
-        if not self._tier.inner.read_batch(self._key, ranges):
-            return False
-        if self._cipher is None:
-            header = self._header.tobytes()
-            self._cipher = self._tier.cipher_for(header, self._key, self._frame_bytes)
-            if self._cipher is None:
-                return False
-        for cell in group:
-            begin = cell.place - first
-            body = sealed[begin : begin + cell.stop - cell.start + TAG_BYTES]
-            self._open(self._cipher, cell, body, out, offset)
-        return True
-
-    def _open(self, cipher: FrameCipher, cell: Cell, body: Bytes, out: Bytes, offset: int) -> None:
-        start, stop = cell.start - offset, cell.stop - offset
-        if start >= 0 and stop <= len(out):
-            is_right = cipher.open(cell, body, out[start:stop])
-        else:
-            if not len(self._whole):
-                self._whole = np.empty(CELL_BYTES, np.uint8)
-            whole = self._whole[: stop - start]
-            is_right = cipher.open(cell, body, whole)
-            if is_right:
-                begin, end = max(0, start), min(stop, len(out))
-                copy_bytes(out[begin:end], whole[begin - start : end - start])
-        if not is_right:
-            raise ChunkCorruptError(self._key, "what lies there does not decrypt")
-
-
-def _groups(frame_bytes: int, offset: int, size: int) -> Iterator[list[Cell]]:
-    """Yield the cells of a range, a few at a time."""
-    group: list[Cell] = []
-    for cell in cells(frame_bytes, offset, offset + size):
-        group.append(cell)
-        if len(group) == READ_CELLS:
-            yield group
-            group = []
-    if group:
-        yield group
+def _decrypt(cipher: FrameCipher, out: Bytes, offset: int, cell: Cell, sealed: Bytes) -> bool:
+    """Put what *cell* has of *out*, which begins at *offset* of the frame, in its place."""
+    size = cell.stop - cell.start
+    sealed = sealed[: size + TAG_BYTES]
+    start, stop = cell.start - offset, cell.stop - offset
+    if start >= 0 and stop <= len(out):
+        return cipher.open(cell, sealed, out[start:stop])
+    whole = np.empty(size, np.uint8)
+    if not cipher.open(cell, sealed, whole):
+        return False
+    begin, end = max(0, start), min(stop, len(out))
+    copy_bytes(out[begin:end], whole[begin - start : end - start])
+    return True
 
 
 def _plain(info: ChunkInfo) -> ChunkInfo | None:
@@ -446,7 +403,7 @@ def _plain(info: ChunkInfo) -> ChunkInfo | None:
     return replace(info, size_bytes=size) if size else None
 
 
-def _draft(reservation: Reservation) -> Any:
+def _draft(reservation: Reservation) -> _Draft:
     if not isinstance(reservation.place, _Draft):
         raise InvalidRequestError("reservation", reservation.info.key.hex(), "is another tier's")
     return reservation.place

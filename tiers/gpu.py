@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, cycle, takewhile
 from queue import SimpleQueue
 from threading import Lock
@@ -18,8 +18,8 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
-from kvstore.tiers.allocator import OffsetAllocator, SlabPlace
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.allocator import FreeList, SlabPlace
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 
 PIECES_PER_LANE = 2
 
@@ -105,20 +105,14 @@ _generations = count(0x5EED_B10C_0000_0000, 2)
 """One for the process, so that no place of one tier is ever that of another."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """A chunk's header and frame in the arena.
-
-    ``readers`` are the events of device work that reads it, ``lent`` how many borrowers have
-    not said yet when they are done.
-    """
+    """A chunk's header and frame in the arena."""
 
     info: ChunkInfo
     tenant: str
     start: int
     generation: int
-    readers: list[Event] = field(default_factory=list)
-    lent: int = 0
 
     @property
     def first(self) -> int:
@@ -129,20 +123,14 @@ class _Block:
         """Return where clients of the device find the frame."""
         return SlabPlace(ARENA_SLAB, self.first, self.info.size_bytes, self.generation)
 
-    def is_read(self) -> bool:
-        """Whether device work may still read it."""
-        self.readers = [event for event in self.readers if not event.query()]
-        return bool(self.readers or self.lent)
-
 
 class GpuTier(Tier):
-    """One allocation of *device*, cut by an OffsetAllocator.
+    """One allocation of *device*, cut by a FreeList.
 
     Host bytes go up on one stream of the tier's own and come down on another, so that neither
     waits for the other nor for an engine's work. Pageable bytes pass a bounded ring of pinned
     memory; bytes in memory that the device knows (``Device.register``) are copied straight.
-    A frame becomes visible once its copy is done on the device. The room of a deleted frame is
-    handed out again once the work of those it was lent to is done.
+    A frame becomes visible once its copy is done on the device.
 
     Raises InvalidRequestError for a capacity below one granule and a header,
     TierUnavailableError with the fix when the device does not have the memory.
@@ -157,20 +145,19 @@ class GpuTier(Tier):
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for one frame")
         self.capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
         self.device = device
-        self._arena = device.allocate(self.capacity_bytes)
+        self.memory = device.allocate(self.capacity_bytes)
+        """The whole arena (uint8): for work on frames whose places and leases the caller has."""
         try:
             self._staging = Staging(device, STAGING_LANES, staging_piece_bytes)
             self._up, self._down = device.stream(), device.stream()
         except TierUnavailableError:
-            device.release(self._arena)
+            device.release(self.memory)
             raise
         self._lock = Lock()
-        # Guards all below; held for dictionary operations and for asking events only.
-        self._allocator = OffsetAllocator(self.capacity_bytes, GRANULE_BYTES)
+        # Guards all below; held for dictionary operations only.
+        self._room = FreeList(self.capacity_bytes, GRANULE_BYTES)
         self._sealed: dict[ChunkKey, _Block] = {}
         self._reserved: dict[object, _Block] = {}
-        self._leaving: list[_Block] = []
-        """Deleted, and still read by the device."""
         self._closed = False
 
     @override
@@ -186,22 +173,17 @@ class GpuTier(Tier):
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
         need_bytes = self.allocated_bytes(info.size_bytes)
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise TierUnavailableError(self.name, "closed")
-                self._free_unread()
-                start = self._allocator.allocate(need_bytes)
-                if start is not None:
-                    block = _Block(info, tenant, start, next(_generations))
-                    self._reserved[block.place()] = block
-                    return Reservation(info, tenant, need_bytes, block.place())
-                readers = [event for block in self._leaving[:1] for event in block.readers]
-                free_bytes = self._allocator.free_bytes
-            if not readers:
+        with self._lock:
+            if self._closed:
+                raise TierUnavailableError(self.name, "closed")
+            start = self._room.allocate(need_bytes)
+            if start is None:
+                free_bytes = self.capacity_bytes - self._room.used_bytes
                 raise TierFullError(self.name, need_bytes, free_bytes)
-            for event in readers:  # device work, which ends
-                event.synchronize()
+            block = _Block(info, tenant, start, next(_generations))
+            place = block.place()
+            self._reserved[place] = block
+        return Reservation(info, tenant, need_bytes, place)
 
     @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
@@ -215,18 +197,6 @@ class GpuTier(Tier):
             return
         self._up.copy(out, tensor_over(data))
         self._up.record().synchronize()  # the caller may reuse its memory now
-
-    @contextmanager
-    def filling(self, reservation: Reservation, stream: Stream) -> Iterator[torch.Tensor]:
-        """Give the reserved frame's device bytes to work that is queued on *stream*.
-
-        ``seal`` waits for what was queued before the block is left.
-        """
-        frame = self.opened(reservation, stream)
-        try:
-            yield frame
-        finally:  # after an error too: what was queued until then still writes
-            self._up.wait(stream.record())
 
     def opened(self, reservation: Reservation, stream: Stream) -> torch.Tensor:
         """Return the reserved frame's device bytes, for work queued on *stream* from now on.
@@ -264,7 +234,7 @@ class GpuTier(Tier):
             block = self._reserved.pop(reservation.place, None)
             if block is not None:
                 # Copies into it may still run; whoever gets the room writes behind them.
-                self._allocator.free(block.start)
+                self._free(block)
 
     def _open(self, reservation: Reservation) -> _Block:
         with self._lock:
@@ -274,15 +244,12 @@ class GpuTier(Tier):
         return block
 
     def _slice(self, block: _Block, offset: int, size_bytes: int) -> torch.Tensor:
-        if offset < 0 or offset + size_bytes > block.info.size_bytes:
-            raise InvalidRequestError(
-                "offset", (offset, size_bytes), f"stay within {block.info.size_bytes} bytes"
-            )
+        check_range(block.info.size_bytes, offset, size_bytes)
         start = block.first + offset
-        return self._arena[start : start + size_bytes]
+        return self.memory[start : start + size_bytes]
 
     def _word(self, block: _Block) -> torch.Tensor:
-        return self._arena[block.first - _WORD_BYTES : block.first].view(torch.int64)
+        return self.memory[block.first - _WORD_BYTES : block.first].view(torch.int64)
 
     # --- out
 
@@ -302,28 +269,6 @@ class GpuTier(Tier):
         if verifier is not None:
             verifier.update(len(out))
         return True
-
-    @contextmanager
-    def lend(self, key: ChunkKey, stream: Stream) -> Iterator[torch.Tensor | None]:
-        """Give the sealed frame's device bytes, not copied, to work that is queued on *stream*.
-
-        None when absent. They stay what they are until the work that was queued before the
-        block is left is done, deleted or not.
-        """
-        with self._lock:
-            block = self._sealed.get(key)
-            if block is not None:
-                block.lent += 1
-        if block is None:
-            yield None
-            return
-        try:
-            yield self._slice(block, 0, block.info.size_bytes)
-        finally:
-            event = stream.record()
-            with self._lock:
-                block.lent -= 1
-                block.readers = [e for e in block.readers if not e.query()] + [event]
 
     def locate(self, key: ChunkKey) -> SlabPlace | None:
         """Return where clients of the device find the sealed frame; None when absent."""
@@ -347,14 +292,9 @@ class GpuTier(Tier):
         block = self._block(key)
         return DEFAULT_TENANT if block is None else block.tenant
 
-    @property
-    def memory(self) -> torch.Tensor:
-        """The whole arena (uint8): for work on frames whose places and leases the caller has."""
-        return self._arena
-
     def arena_file(self) -> int:
         """Return a descriptor from which another process maps the arena; the caller closes it."""
-        return self.device.export(self._arena)
+        return self.device.export(self.memory)
 
     def _block(self, key: ChunkKey) -> _Block | None:
         with self._lock:
@@ -385,30 +325,24 @@ class GpuTier(Tier):
         return True
 
     def _retire(self, block: _Block) -> None:
-        """Free a block that nobody finds any more, once nobody reads it either."""
+        """Free a block that nobody finds any more."""
         try:
             # Odd, and queued before the room can be handed out: a reader in another process
             # that still copies will notice.
             self._up.fill(self._word(block), block.generation + 1)
         finally:
             with self._lock:
-                self._leaving.append(block)
-                self._free_unread()
+                self._free(block)
 
-    def _free_unread(self) -> None:
-        # All are asked before any is freed: a device that fails answers with an error.
-        asked = [(block, block.is_read()) for block in self._leaving]
-        self._leaving = [block for block, is_read in asked if is_read]
-        for block, is_read in asked:
-            if not is_read:
-                self._allocator.free(block.start)
+    def _free(self, block: _Block) -> None:
+        self._room.free_range(block.start, self.allocated_bytes(block.info.size_bytes))
 
     @override
     def stats(self) -> TierStats:
         with self._lock:
             return TierStats(
                 self.capacity_bytes,
-                0 if self._closed else self._allocator.used_bytes,
+                0 if self._closed else self._room.used_bytes,
                 len(self._sealed),
                 len(self._reserved),
             )
@@ -423,14 +357,11 @@ class GpuTier(Tier):
             if self._closed:
                 return
             self._closed = True
-            blocks = [*self._sealed.values(), *self._leaving]
             self._sealed.clear()
             self._reserved.clear()
-            self._leaving.clear()
-        arena, self._arena = self._arena, torch.empty(0, dtype=torch.uint8)
+        arena, self.memory = self.memory, torch.empty(0, dtype=torch.uint8)
         with suppress(TierUnavailableError):  # a device that failed has nothing under way
-            ours = [self._up.record(), self._down.record()]
-            for event in [*ours, *(event for block in blocks for event in block.readers)]:
-                event.synchronize()
+            for stream in (self._up, self._down):
+                stream.record().synchronize()
         with suppress(TierUnavailableError):
             self.device.release(arena)

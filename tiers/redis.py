@@ -37,7 +37,12 @@ from kvstore.tiers.redis_chunks import (
     Manifest,
     RedisChunks,
 )
-from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, NodeDown, RedisClient
+from kvstore.tiers.redis_client import (
+    DEFAULT_CONNECTIONS,
+    MAX_LISTING_BYTES,
+    NodeDown,
+    RedisClient,
+)
 from kvstore.tiers.redis_connection import Reply
 from kvstore.tiers.redis_servers import SLOTS, Server
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
@@ -59,17 +64,17 @@ class Stamps:
 
 
 class _PendingWrite:
-    """A reserved frame, in this process until it is sealed. ``frame`` is None once spent."""
-
-    __slots__ = ("frame", "write_id")
+    """A reserved frame, in this process until it is sealed or aborted."""
 
     def __init__(self, size_bytes: int, write_id: bytes) -> None:
         self.frame: Bytes | None = np.zeros(size_bytes, dtype=np.uint8)
         self.write_id = write_id
 
-    def spend(self) -> Bytes | None:
-        frame, self.frame = self.frame, None
-        return frame
+    def open_frame(self) -> Bytes:
+        """Return the frame. Raises InvalidRequestError once it is spent."""
+        if self.frame is None:
+            raise InvalidRequestError("reservation", "spent", "reserve again")
+        return self.frame
 
 
 class CapacityTracker:
@@ -115,15 +120,13 @@ class CapacityTracker:
         with self._lock:
             return self._chunks.get(key) or self._peers.get(key)
 
-    def counted(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Manifest | None]:
-        """Return the manifests counted for *keys*. Ask before a read that may prove them gone."""
-        with self._lock:
-            return {key: self._chunks.get(key) for key in keys}
+    def counted(self, keys: Sequence[ChunkKey] | None = None) -> dict[ChunkKey, Manifest | None]:
+        """Return the manifests counted for *keys*, or for all there are.
 
-    def everything(self) -> dict[ChunkKey, Manifest]:
-        """Return a copy of all that is counted."""
+        Call this before a read that may prove them gone.
+        """
         with self._lock:
-            return dict(self._chunks)
+            return {key: self._chunks.get(key) for key in (self._chunks if keys is None else keys)}
 
     def note(
         self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest | None]
@@ -151,7 +154,7 @@ class CapacityTracker:
             self._peers.pop(key, None)
 
     def reconcile(
-        self, before: Mapping[ChunkKey, Manifest], found: Mapping[ChunkKey, Manifest]
+        self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest]
     ) -> None:
         """Take in a listing: count all it *found*, and of *before* only that."""
         with self._lock:
@@ -273,9 +276,7 @@ class RedisTier(Tier):
 
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
         """Copy *data* into the reserved frame at byte *offset*."""
-        frame = _pending(reservation).frame
-        if frame is None:
-            raise InvalidRequestError("reservation", "spent", "reserve again")
+        frame = _pending(reservation).open_frame()
         if not 0 <= offset <= len(frame) - len(data):
             raise InvalidRequestError(
                 "offset", offset, f"{len(data)} bytes from there exceed {len(frame)}"
@@ -288,9 +289,7 @@ class RedisTier(Tier):
         Raises TierFullError, freeing the room, when the server itself takes no more.
         """
         pending = _pending(reservation)
-        frame = pending.spend()
-        if frame is None:
-            raise InvalidRequestError("reservation", "spent", "reserve again")
+        frame, pending.frame = pending.open_frame(), None
         manifest = Manifest.of(
             reservation.info, self._part_bytes, pending.write_id, self._stamps.now_us()
         )
@@ -305,7 +304,9 @@ class RedisTier(Tier):
 
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation that will not be sealed. Idempotent."""
-        if _pending(reservation).spend() is not None:
+        pending = _pending(reservation)
+        if pending.frame is not None:
+            pending.frame = None
             self._capacity.end(reservation.reserved_bytes, None)
 
     @override
@@ -402,7 +403,7 @@ class RedisTier(Tier):
         return [found.get(key) for key in keys]
 
     def _list(self) -> list[Manifest]:
-        before = self._capacity.everything()
+        before = self._capacity.counted()
         found, whole = self._stored.scan()
         self._never_answered = ""
         self._capacity.reconcile(before if whole else {}, found)
@@ -442,7 +443,7 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     answering = []
     for master in masters:
         try:
-            client.run_on(master, (b"SCAN", 0, b"COUNT", 1))
+            client.run(master, [(b"SCAN", 0, b"COUNT", 1)])
             answering.append(master)
         except TierUnavailableError as error:
             if not error.is_partial:
@@ -456,13 +457,19 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
 
 
 def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFinding]:
-    rows = _asked(client, masters[0], b"CLUSTER", b"SLOTS")
-    served = _served(rows)
-    if isinstance(rows, list) and served < SLOTS:
-        fix = "give them one: redis-cli --cluster fix HOST:PORT"
-        yield HealthFinding(f"{SLOTS - served} of {SLOTS} slots have no master", fix, is_loss=True)
+    rows = _ask(client, masters[0], b"CLUSTER", b"SLOTS")
+    if isinstance(rows, list):
+        served = 0
+        for row in rows:
+            match row:
+                case [int(first), int(last), *_]:
+                    served += last - first + 1
+        if served < SLOTS:
+            reason = f"{SLOTS - served} of {SLOTS} slots have no master"
+            fix = "give them one: redis-cli --cluster fix HOST:PORT"
+            yield HealthFinding(reason, fix, is_loss=True)
     question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
-    if any(_asked(client, master, *question) == [question[2], b"yes"] for master in masters):
+    if any(_ask(client, master, *question) == [question[2], b"yes"] for master in masters):
         yield HealthFinding(
             "the Redis Cluster refuses every key while one master is down",
             "set cluster-require-full-coverage to no on all its nodes",
@@ -470,17 +477,8 @@ def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFind
         )
 
 
-def _served(rows: Reply) -> int:
-    count = 0
-    for row in rows if isinstance(rows, list) else []:
-        match row:
-            case [int(first), int(last), *_]:
-                count += last - first + 1
-    return count
-
-
 def _memory(client: RedisClient, master: Server) -> Iterator[HealthFinding]:
-    text = _asked(client, master, b"INFO", b"memory")
+    text = _ask(client, master, b"INFO", b"memory")
     lines = text.decode(errors="replace").splitlines() if isinstance(text, bytes) else []
     found = dict(line.partition(":")[::2] for line in lines)
     used, most = (_number(found.get(name, "")) for name in ("used_memory", "maxmemory"))
@@ -496,10 +494,10 @@ def _number(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 20 else 0
 
 
-def _asked(client: RedisClient, master: Server, *command: bytes) -> Reply:
+def _ask(client: RedisClient, master: Server, *command: bytes) -> Reply:
     """Return the answer, None when it may not be asked for."""
     try:
-        answer: Reply = client.run_on(master, command)
+        (answer,) = client.run(master, [command], MAX_LISTING_BYTES)
     except TierUnavailableError:
         return None
-    return answer
+    return answer  # type: ignore[no-any-return]

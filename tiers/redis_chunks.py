@@ -21,7 +21,7 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUna
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
-from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
+from kvstore.tiers.redis_client import MAX_LISTING_BYTES, Call, NodeDown, RedisClient
 from kvstore.tiers.redis_connection import (
     Command,
     Step,
@@ -84,9 +84,8 @@ class Manifest:
         """Pack a new manifest."""
         parts = -(-info.size_bytes // part_bytes)
         body = _FIXED.pack(VERSION, part_bytes, parts, sealed_us, write_id) + pack_info(info)
-        return cls(
-            info, part_bytes, write_id, sealed_us, body + _CHECKSUM.pack(checksum(body))
-        )  # fmt: skip
+        raw = body + _CHECKSUM.pack(checksum(body))
+        return cls(info, part_bytes, write_id, sealed_us, raw)
 
     @property
     def parts(self) -> int:
@@ -203,29 +202,21 @@ class RedisChunks:
     ) -> bool:
         """Fill *out* from the parts of *manifest*. False when it or a part is not there whole.
 
-        A read from the chunk's start gives it its whole life again. *arrived* is Transfer's.
-        """
-        steps = self._steps(manifest, offset, len(out))
-        name = self._names.manifest(manifest.info.key)
-        return self._client.transfer(name, Transfer(steps, out.data, arrived))
-
-    def _steps(self, manifest: Manifest, offset: int, size_bytes: int) -> list[Step]:
-        """Return what brings *size_bytes* of a frame: first its manifest, whether it still stands,
-        then its parts.
+        First its manifest is compared, then its parts are received. A read from the chunk's
+        start gives it its whole life again. *arrived* is Transfer's.
         """
         peek, raw = self._get_manifest(manifest.info.key), manifest.raw
         steps = [Step(bytes(pack(peek)[0]), b"$%d\r\n%b\r\n" % (len(raw), raw))]
-        parts = self._names.parts(manifest)
-        for part, start, stop in manifest.cut(offset, size_bytes):
+        name, parts = self._names.manifest(manifest.info.key), self._names.parts(manifest)
+        for part, start, stop in manifest.cut(offset, len(out)):
             steps += slice_steps(parts[part], start, stop)
         if offset == 0:
             # the manifest last: as ever, it promises that its parts are there
             life_s = self._ttl_s + PART_SLACK_S
-            commands = [(b"EXPIRE", part, life_s) for part in self._names.parts(manifest)]
-            name = self._names.manifest(manifest.info.key)
+            commands: list[Command] = [(b"EXPIRE", part, life_s) for part in parts]
             commands.append((b"EXPIRE", name, self._ttl_s))
             steps.append(Step(bytes(pack(*commands)[0]), b":1\r\n" * len(commands)))
-        return steps
+        return self._client.transfer(name, Transfer(steps, out.data, arrived))
 
     def write(self, manifest: Manifest, frame: Bytes) -> bool:
         """Send the parts, then the manifest unless its key has one. Return whether it had none.
@@ -288,7 +279,7 @@ class RedisChunks:
         cursor, whole = 0, True
         while len(found) < MAX_LISTED_CHUNKS:
             scan: Command = (b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", 1000)
-            cursor, names = _page(self._client.run_on(master, scan))
+            cursor, names = _page(*self._client.run(master, [scan], MAX_LISTING_BYTES))
             keys = [key for key in map(self._names.key_of, names) if key is not None]
             for key, row in zip(keys, self.stat(keys), strict=True):
                 if isinstance(row, Manifest):
@@ -332,20 +323,22 @@ class RedisChunks:
 
     def _discard(self, manifest: Manifest) -> None:
         """Remove what a lost or refused write left, now or before the next publishing."""
-        try:
-            self._client.run(self._names.manifest(manifest.info.key), self._remove_all(manifest))
-        except TierUnavailableError:
-            self._remains.append(manifest)
+        self._remains.append(manifest)
+        with contextlib.suppress(TierUnavailableError):
+            self._sweep()
 
     def _sweep(self) -> None:
         swept: list[Manifest] = []
         with contextlib.suppress(IndexError):
             while len(swept) < SWEEP_WRITES:
                 swept.append(self._remains.popleft())
-        calls = [
+        calls: list[Call] = [
             (self._names.manifest(old.info.key), command)
             for old in swept
-            for command in self._remove_all(old)
+            for command in (
+                self._delete_manifest(old.info.key, old.raw),
+                (b"UNLINK", *self._names.parts(old)),
+            )
         ]
         try:
             replies = self._client.ask(calls)
@@ -354,10 +347,6 @@ class RedisChunks:
             raise
         lost = [isinstance(reply, NodeDown) for reply in replies]
         self._remains.extend(old for at, old in enumerate(swept) if any(lost[2 * at : 2 * at + 2]))
-
-    def _remove_all(self, manifest: Manifest) -> list[Command]:
-        take = self._delete_manifest(manifest.info.key, manifest.raw)
-        return [take, (b"UNLINK", *self._names.parts(manifest))]
 
 
 def _parse(row: Any, key: ChunkKey) -> Manifest | None:

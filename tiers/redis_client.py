@@ -75,8 +75,8 @@ _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
 )
 _FIX = "check that it runs and that the URL names it"
 
-Call = tuple[bytes, Command]
-"""The name that decides which server is asked, and the command."""
+Call = tuple[bytes | Server, Command]
+"""The server, or the name that decides which it is, and the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +129,20 @@ class RedisClient:
         self._topology = Topology(parsed, options, clock)
         self._is_closed = False
 
-    def run(self, name: bytes, commands: Sequence[Command]) -> list[Any]:
-        """Send *commands* about the key called *name*, in order, and return their replies.
+    def run(
+        self,
+        name: bytes | Server,
+        commands: Sequence[Command],
+        reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> list[Any]:
+        """Send *commands* about the key called *name*, or to that server, and return their replies.
 
         A command on a key of the wrong type is answered with None, as if it were absent.
         Raises redis-py's OutOfMemoryError when the server takes no more, and
         TierUnavailableError for anything else.
         """
-        replies = self.ask([(name, command) for command in commands])
+        calls = [(name, command) for command in commands]
+        replies = self.ask(calls, reply_bytes=reply_bytes)
         for reply in replies:
             if isinstance(reply, NodeDown):
                 raise reply.error
@@ -169,7 +175,7 @@ class RedisClient:
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
         for at, failure in failed.items():
-            replies[at] = NodeDown(self._given_up(failure.error))
+            replies[at] = NodeDown(self._partial_failure(failure.error))
         return replies
 
     def _ask_once(
@@ -180,17 +186,12 @@ class RedisClient:
         groups: dict[Server, list[tuple[int, Command]]] = {}
         for at, (name, command) in calls.items():
             try:
-                server = self._topology.server_of(name, deadline)
+                server = self._server(name, deadline)
             except _UNREACHED as error:
                 failed[at] = _Failure(error, is_unsent=True)
             else:
                 groups.setdefault(server, []).append((at, command))
         batches = [Batch(server, group) for server, group in groups.items()]
-        return failed | self._carry_out(batches, replies, deadline, reply_bytes)
-
-    def _carry_out(
-        self, batches: Sequence[Batch], replies: list[Any], deadline: float, reply_bytes: int
-    ) -> dict[int, _Failure]:
         try:
             # in one order for all callers, lest two wait for what the other holds
             for batch in sorted(batches, key=lambda batch: batch.server.address):
@@ -200,10 +201,12 @@ class RedisClient:
         finally:
             for batch in batches:
                 batch.close()
-        failed: dict[int, _Failure] = {}
         for batch in batches:
             failed |= self._take_in(batch, replies)
         return failed
+
+    def _server(self, name: bytes | Server, deadline: float) -> Server:
+        return name if isinstance(name, Server) else self._topology.server_of(name, deadline)
 
     def _take_in(self, batch: Batch, replies: list[Any]) -> dict[int, _Failure]:
         if batch.error is not None:
@@ -239,29 +242,27 @@ class RedisClient:
             return True
         if isinstance(failure.error, (InvalidResponse, WrongTypeError)):
             return False
-        raise self._given_up(failure.error)
+        raise self._partial_failure(failure.error)
 
     def _transfer_once(self, name: bytes, transfer: Transfer, deadline: float) -> _Failure | None:
-        try:
-            server = self._topology.server_of(name, deadline)
-        except _UNREACHED as error:
-            return _Failure(error, is_unsent=True)
+        server: Server | None = None
         connection: RedisConnection | None = None
         is_done = False
         try:
+            server = self._topology.server_of(name, deadline)
             connection = server.acquire(deadline)
             transfer.run(connection, server.window)
             is_done = True
         except KVStoreError:
             raise
         except (OSError, RedisError) as error:
-            if isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
+            if server is not None and isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
                 self._topology.note_failure(server, error)
-            # What somebody was told has come is not requested again.
+            # What was reported to have come is not requested again.
             is_refused = isinstance(error, _ELSEWHERE) and not transfer.filled_bytes
             return _Failure(error, is_unsent=connection is None or is_refused)
         finally:
-            if connection is not None:
+            if server is not None and connection is not None:
                 server.release(connection, is_clean=is_done)
         return None
 
@@ -271,18 +272,6 @@ class RedisClient:
             return self._topology.masters(self._deadline(0))
         except (RedisError, OSError) as error:
             raise self._unavailable(error) from None
-
-    def run_on(self, master: Server, command: Command) -> Any:
-        """Send *command* to one master, however it is named. Raises TierUnavailableError."""
-        replies: list[Any] = [None]
-        batches = [Batch(master, [(0, command)])]
-        try:
-            failed = self._carry_out(batches, replies, self._deadline(0), MAX_LISTING_BYTES)
-        except (RedisError, OSError) as error:
-            raise self._unavailable(error) from None
-        if failed:
-            raise self._given_up(failed[0].error)
-        return replies[0]
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -297,7 +286,7 @@ class RedisClient:
     def _may_try_again(self, deadline: float) -> bool:
         return self._topology.moves and self._clock() < deadline
 
-    def _given_up(self, error: Exception) -> TierUnavailableError:
+    def _partial_failure(self, error: Exception) -> TierUnavailableError:
         """Return the error when other parts of the Cluster go on; else raise it."""
         if isinstance(error, ClusterDownError) or not self._topology.has_others():
             raise self._unavailable(error) from None

@@ -10,8 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -94,74 +93,77 @@ def error_of(line: bytes) -> RedisError:
     return (found or ResponseError)(text.decode(errors="replace"))
 
 
-class _List(NamedTuple):
-    """A list of which *items* have come, *size* in the end."""
+class ReplyReader:
+    """Read RESP2 replies of *limit_bytes* at most together, which *receive* puts into a buffer.
 
-    items: list[Reply]
-    size: int
-
-
-class ReplyParser:
-    """Parse *count* RESP2 replies as they come; what was parsed is not parsed again."""
-
-    def __init__(self, count: int) -> None:
-        self.replies: list[Reply] = []
-        """Those that are whole."""
-        self._unread = bytearray()
-        self._open = [_List(self.replies, count)]  # lists that are not whole, the innermost last
-
-    def feed(self, data: bytes | memoryview) -> None:
-        """Take what came next. Raises InvalidResponse."""
-        self._unread += data
-        at = 0
-        while self._open and (found := _parse_item(self._unread, at)):
-            item, at = found
-            if isinstance(item, _List):
-                if not 0 <= item.size <= MAX_ITEMS or len(self._open) > MAX_DEPTH:
-                    raise InvalidResponse("a list larger than any right one")
-                self._open.append(item)
-            else:
-                self._open[-1].items.append(item)
-            while self._open and len(self._open[-1].items) == self._open[-1].size:
-                whole = self._open.pop()
-                if self._open:
-                    self._open[-1].items.append(whole.items)
-        del self._unread[:at]
-        if self._unread and not self._open:
-            raise InvalidResponse("more replies than commands")
-
-
-def _parse_item(buffer: bytearray, at: int) -> tuple[Reply | _List, int] | None:
-    """Parse what is at *at*, of a list its size; return where the next starts, too.
-
-    None if it is not whole. Raises InvalidResponse.
+    Raises InvalidResponse for what no right reply is, and whatever *receive* raises.
     """
-    end = buffer.find(_END, at, at + MAX_LINE_BYTES)
-    kind, line, after = buffer[at : at + 1], bytes(buffer[at + 1 : max(end, at)]), end + 2
-    if kind not in b"$:+-*" or (end < 0 and len(buffer) - at >= MAX_LINE_BYTES):
-        raise InvalidResponse("not the protocol of Redis")
-    if end < 0:
-        return None
-    if kind in b"+-":
-        return (line if kind == b"+" else error_of(b"-" + line)), after
-    digits = line.removeprefix(b"-")
-    if not digits.isdigit() or len(digits) > 19:
-        raise InvalidResponse("not a number")
-    size = int(line)
-    if kind == b":" or size == -1:
-        return (size if kind == b":" else None), after
-    return _parse_bulk(buffer, size, after) if kind == b"$" else (_List([], size), after)
 
+    def __init__(self, receive: Callable[[memoryview], int], limit_bytes: int) -> None:
+        self._receive = receive
+        self._left_bytes = limit_bytes
+        self._room = memoryview(bytearray(_RECEIVE_BYTES))
+        self._unread = bytearray()
+        self._at = 0
 
-def _parse_bulk(buffer: bytearray, size: int, at: int) -> tuple[Reply, int] | None:
-    end = at + size
-    if not 0 <= size <= MAX_BULK_BYTES:
-        raise InvalidResponse("a value larger than any right one")
-    if len(buffer) < end + 2:
-        return None
-    if buffer[end : end + 2] != _END:
-        raise InvalidResponse("a value of another size than announced")
-    return bytes(buffer[at:end]), end + 2
+    def read(self, count: int) -> list[Reply]:
+        """Return *count* replies, which must be all there are; an error is one of them."""
+        replies = [self._reply(0) for _ in range(count)]
+        if self._at < len(self._unread):
+            raise InvalidResponse("more replies than commands")
+        return replies
+
+    def _reply(self, depth: int) -> Reply:
+        line = self._line()
+        kind, text = line[:1], line[1:]
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            return error_of(line)
+        digits = text.removeprefix(b"-")
+        if not digits.isdigit() or len(digits) > 19:
+            raise InvalidResponse("not a number")
+        size = int(text)
+        if kind == b":" or size == -1:
+            return size if kind == b":" else None
+        if kind == b"$":
+            return self._bulk(size)
+        if not 0 <= size <= MAX_ITEMS or depth == MAX_DEPTH:
+            raise InvalidResponse("a list larger than any right one")
+        return [self._reply(depth + 1) for _ in range(size)]
+
+    def _line(self) -> bytes:
+        while True:
+            if self._unread[self._at : self._at + 1] not in b"$:+-*":
+                raise InvalidResponse("not the protocol of Redis")
+            end = self._unread.find(_END, self._at, self._at + MAX_LINE_BYTES)
+            if end >= 0:
+                line = bytes(self._unread[self._at : end])
+                self._at = end + 2
+                return line
+            if len(self._unread) - self._at >= MAX_LINE_BYTES:
+                raise InvalidResponse("not the protocol of Redis")
+            self._receive_more()
+
+    def _bulk(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_BULK_BYTES:
+            raise InvalidResponse("a value larger than any right one")
+        while len(self._unread) - self._at < size + 2:
+            self._receive_more()
+        start, end = self._at, self._at + size
+        self._at = end + 2
+        if self._unread[end : self._at] != _END:
+            raise InvalidResponse("a value of another size than announced")
+        return bytes(self._unread[start:end])
+
+    def _receive_more(self) -> None:
+        del self._unread[: self._at]
+        self._at = 0
+        count = self._receive(self._room)
+        self._left_bytes -= count
+        if self._left_bytes < 0:
+            raise InvalidResponse("the reply is larger than any right one")
+        self._unread += self._room[:count]
 
 
 def pack(*commands: Command) -> list[bytes | memoryview]:
@@ -188,16 +190,14 @@ class Step(NamedTuple):
     payload_bytes: int = 0
 
 
-def slice_steps(name: bytes, start: int, stop: int) -> list[Step]:
-    """Return what brings the bytes from *start* to *stop* of the value called *name*, by slices."""
+def slice_steps(name: bytes, start: int, stop: int) -> Iterator[Step]:
+    """Yield what brings the bytes from *start* to *stop* of the value called *name*, by slices."""
     head = b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(name), name)
-    steps = []
     for first in range(start, stop, SLICE_BYTES):
         end = min(first + SLICE_BYTES, stop)
-        words = (b"%d" % first, b"%d" % (end - 1))
-        span = b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
-        steps.append(Step(head + span, b"$%d\r\n" % (end - first), end - first))
-    return steps
+        a, b = b"%d" % first, b"%d" % (end - 1)
+        request = b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n" % (head, len(a), a, len(b), b)
+        yield Step(request, b"$%d\r\n" % (end - first), end - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,15 +274,15 @@ class RedisConnection(Connection):
         reason = OSError("the host has no address")
         for at, (family, kind, protocol, _, address) in enumerate(found):
             share_s = self._left_s() / (len(found) - at)
+            sock = socket.socket(family, kind, protocol)
             try:
-                with ExitStack() as stack:
-                    sock = stack.enter_context(socket.socket(family, kind, protocol))
-                    sock.settimeout(share_s)
-                    sock.connect(address)
-                    stack.pop_all()
-                    return sock
+                sock.settimeout(share_s)
+                sock.connect(address)
             except OSError as error:
+                sock.close()
                 reason = error
+            else:
+                return sock
         raise reason
 
     def _left_s(self) -> float:
@@ -342,14 +342,7 @@ class RedisConnection(Connection):
 
     def read_replies(self, count: int, limit_bytes: int) -> list[Reply]:
         """Return *count* replies of *limit_bytes* at most; an error is one of them."""
-        parser, room = ReplyParser(count), memoryview(bytearray(_RECEIVE_BYTES))
-        while len(parser.replies) < count:
-            size = self._receive([room])
-            limit_bytes -= size
-            if limit_bytes < 0:
-                raise InvalidResponse("the reply is larger than any right one")
-            parser.feed(room[:size])
-        return parser.replies
+        return ReplyReader(lambda room: self._receive([room]), limit_bytes).read(count)
 
     def receive(self, expected: bytes, room: memoryview) -> None:
         """Receive a reply that is *expected*; where *room* is not empty, payload and a CRLF too."""
@@ -385,21 +378,17 @@ def _other_reply(got: bytes, expected: bytes) -> RedisError:
     return error_of(text) if is_error else InvalidResponse("another reply")
 
 
+@dataclass(slots=True)
 class Transfer:
     """The value of one key received in place: *steps* in order, whose payload fills *out*.
 
     *arrived* is called, after each slice, with how much has come.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        out: memoryview,
-        arrived: Callable[[int], object] = bool,
-    ) -> None:
-        self.steps, self.out = steps, out
-        self.filled_bytes = 0
-        self._arrived = arrived
+    steps: Sequence[Step]
+    out: memoryview
+    arrived: Callable[[int], object] = bool
+    filled_bytes: int = 0
 
     def run(self, connection: RedisConnection, window: int) -> None:
         """Receive all, *window* slices on their way."""
@@ -412,7 +401,7 @@ class Transfer:
             if step.payload_bytes:
                 self.filled_bytes = end
                 free = _request(connection, queue, free + 1)  # before what is called takes time
-                self._arrived(end)
+                self.arrived(end)
 
 
 def _request(connection: RedisConnection, queue: deque[Step], free: int) -> int:

@@ -69,15 +69,16 @@ class Server:
         self._free = threading.BoundedSemaphore(options.limit)
         self._idle: deque[RedisConnection] = deque()
         self.rests_until = 0.0
-        self._nearest_s = float("inf")
+        self.nearest_s = float("inf")
+        """Time of the fastest answer, which says how far the server is: others had to wait."""
         self._is_closed = False
 
     def __str__(self) -> str:
         return "{}:{}".format(*self.address)
 
-    def rest(self, seconds: float) -> None:
+    def rest(self) -> None:
         """Leave the server alone for a while: it failed."""
-        self.rests_until = self.clock() + seconds
+        self.rests_until = self.clock() + REST_S
 
     @property
     def is_resting(self) -> bool:
@@ -87,12 +88,8 @@ class Server:
     @property
     def window(self) -> int:
         """Slices to have on their way on a connection. TLS leaves nothing in the caches anyway."""
-        is_far = self._options.tls is not None or self._nearest_s > FAR_S
+        is_far = self._options.tls is not None or self.nearest_s > FAR_S
         return FAR_WINDOW if is_far else WINDOW
-
-    def note_answer(self, seconds: float) -> None:
-        """Take note of an answer. The fastest says how far the server is: others had to wait."""
-        self._nearest_s = min(self._nearest_s, seconds)
 
     def acquire(self, deadline: float) -> RedisConnection:
         """Return a connection that is open and quiet, waiting for one up to *deadline*."""
@@ -111,10 +108,8 @@ class Server:
     def _ready(self, deadline: float) -> RedisConnection:
         """Return an idle connection that still works, else a new one."""
         try:
-            connection = self._pop_idle()
-            while connection is not None and _events(connection):  # it hung up, or says more
-                connection.disconnect()  # type: ignore[no-untyped-call]
-                connection = self._pop_idle()
+            while (connection := self._pop_idle()) is not None and _events(connection):
+                connection.disconnect()  # type: ignore[no-untyped-call] # it hung up, or says more
             if connection is None:
                 if self._is_closed:
                     raise ConnectionError("closed")
@@ -127,10 +122,9 @@ class Server:
         return connection
 
     def _pop_idle(self) -> RedisConnection | None:
-        try:
+        with suppress(IndexError):
             return self._idle.pop()
-        except IndexError:
-            return None
+        return None
 
     def release(self, connection: RedisConnection, *, is_clean: bool) -> None:
         """Take a connection back; hang up unless all its replies were read."""
@@ -196,7 +190,8 @@ class Batch:
                 numbers = [number for number, _ in self.commands[at::count]]
                 replies = connection.read_replies(len(numbers), reply_bytes * len(numbers))
                 self.replies += zip(numbers, replies, strict=True)
-                self.server.note_answer(self.server.clock() - self._sent_at)
+                seconds = self.server.clock() - self._sent_at
+                self.server.nearest_s = min(self.server.nearest_s, seconds)
         except (OSError, RedisError) as error:
             self.error = error
 
@@ -280,7 +275,7 @@ class Topology:
         """Follow a slot that moved, and ask who holds what before the next use."""
         moved = _MOVED.fullmatch(str(error)) if isinstance(error, MovedError) else None
         if self.is_cluster and not isinstance(error, ResponseError):
-            server.rest(REST_S)
+            server.rest()
         with self._lock:
             self._is_stale = self.moves
             slot, port = (int(moved[1]), int(moved[3])) if moved else (SLOTS, 0)
@@ -319,7 +314,7 @@ class Topology:
             except (OSError, RedisError) as error:
                 reasons.append(f"{server}: {error}")
                 self._cause = error
-                server.rest(REST_S)
+                server.rest()
                 continue
             self._settle(ranges)
             return

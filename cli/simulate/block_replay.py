@@ -181,7 +181,7 @@ class BlockReplay:
                 break
         for row in victims:
             sizes[row] = 0
-        self._policy.remove_all(victims)
+            self._policy.remove(row)
         self.used_bytes -= freed_bytes
         self.evictions += len(victims)
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.cache import MakeRank, StateCache, States
-from kvstore.server.eviction.states.density import HitDensityRank
-from kvstore.server.eviction.states.ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.eviction.states.hybrid_model import HybridModel
-from kvstore.server.eviction.states.ranks import LeafLruRank, LruRank
-from kvstore.server.eviction.states.tree import Tokens
-from kvstore.server.eviction.states.tuning import MarconiStates
+from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
+from kvstore.server.eviction.states.ranks import HitDensityRank, LeafLruRank, LruRank, MarconiRank
+from kvstore.server.eviction.states.tree import HybridModel, Tokens
+
+_ALPHAS = tuple(step / 10 for step in range(21))
+_WINDOW_PER_REQUEST = 5
+_SCORED_REQUESTS = 500
+RING_REQUESTS = 2048
+RING_TOKENS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,69 @@ class StateReplayResult:
     flops_saved: float
     requests: int
     requests_per_s: float
+
+
+class States(Protocol):
+    """Whatever keeps states for requests."""
+
+    def request(self, tokens: Tokens, prompt_tokens: int, now_s: float) -> int:
+        """Serve a request, as ``StateCache.request`` does."""
+        ...
+
+
+class MarconiStates:
+    """Marconi as published: no memory of what was evicted, and alpha 0 until it is tuned.
+
+    After its first eviction, at n requests, it goes on to 5 n, replays what it recorded from an
+    empty cache with each alpha of 0, 0.1, ..., 2, and keeps the one that saved most FLOPs over
+    the last 500 requests, the smallest of equals (Pan et al., MLSys 2025, section 4.3). It is
+    tuned once. At most the last 2048 requests and 2^23 tokens of them are recorded, where the
+    paper records all. The request that tunes takes as long as 21 replays.
+    """
+
+    def __init__(self, model: HybridModel, capacity_bytes: int) -> None:
+        self._model = model
+        self._capacity_bytes = capacity_bytes
+        self.cache = self._cache(0.0)
+        self.alpha = 0.0
+        """The weight of FLOPs saved per byte, now."""
+        self._recent: deque[tuple[Tokens, int, float]] = deque()
+        """What ``request`` was called with."""
+        self._recent_tokens = 0
+        self._requests = 0
+        self._tune_at = 0
+        self.tuned = False
+
+    def _cache(self, alpha: float) -> StateCache:
+        return StateCache(
+            self._model, self._capacity_bytes, NO_GHOSTS, lambda tree: MarconiRank(tree, alpha)
+        )
+
+    def request(self, tokens: Tokens, prompt_tokens: int, now_s: float) -> int:
+        """See States."""
+        reused = self.cache.request(tokens, prompt_tokens, now_s)
+        if self.tuned:
+            return reused
+        self._requests += 1
+        self._recent.append((tokens, prompt_tokens, now_s))
+        self._recent_tokens += len(tokens)
+        while len(self._recent) > RING_REQUESTS or self._recent_tokens > RING_TOKENS:
+            self._recent_tokens -= len(self._recent.popleft()[0])
+        if not self._tune_at and self.cache.evicted:
+            self._tune_at = _WINDOW_PER_REQUEST * self._requests
+        if self._requests == self._tune_at:
+            self.alpha = max(_ALPHAS, key=self._saved_flops)  # of equals, the first
+            rank = self.cache.rank
+            assert isinstance(rank, MarconiRank)
+            rank.alpha = self.alpha
+            self.tuned = True
+            self._recent.clear()
+        return reused
+
+    def _saved_flops(self, alpha: float) -> int:
+        cache = self._cache(alpha)
+        saved = [self._model.flops(cache.request(*one)) for one in self._recent]
+        return sum(saved[-_SCORED_REQUESTS:])
 
 
 def _ranked(model: HybridModel, capacity_bytes: int, make_rank: MakeRank) -> States:

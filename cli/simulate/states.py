@@ -9,13 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from kvstore.cli.simulate.simulator import Outcome, Terms, parse_capacity
-from kvstore.cli.simulate.state_replay import HYBRID_POLICIES, make_states
+from kvstore.cli.simulate.state_replay import HYBRID_POLICIES, States, make_states
 from kvstore.cli.trace_files import SegmentLine
 from kvstore.cli.trace_tokens import TokenStreams
-from kvstore.server.eviction.states.cache import StateCache, States
-from kvstore.server.eviction.states.ghosts import NO_GHOSTS
-from kvstore.server.eviction.states.hybrid_model import HYBRID_7B
+from kvstore.server.eviction.states.cache import NO_GHOSTS, StateCache
 from kvstore.server.eviction.states.ranks import LruRank
+from kvstore.server.eviction.states.tree import HYBRID_7B
 
 STATE_POLICIES = HYBRID_POLICIES
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+from google.protobuf.message import Message
 from grpc import ServicerContext as Context
 
 from kvstore.codecs.base import codec_name
@@ -13,16 +15,18 @@ from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import gate_to_message
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.service import Backend
-from kvstore.server.api.validation import chunk_stat, fidelity, fitting, tier_status
+from kvstore.server.api.validation import fidelity
 from kvstore.server.index.known_models import ModelNamespace
-from kvstore.server.security.pools import PREFIX
+from kvstore.server.index.queries import ChunkDetails
+from kvstore.server.security.authorization import POOL_PREFIX, access_to
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
+from kvstore.server.store.store import SlotStatus
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
 
 CLEAR_DEADLINE_MS = 60_000
@@ -30,17 +34,18 @@ CLEAR_DEADLINE_MS = 60_000
 MAX_PIN_TTL_MS = 24 * 3600 * 1000
 LIST_PAGE_CHUNKS = 256
 MAX_RANKED = 16
-"""Chunks whose turn one Stat is asked for: it goes through the tiers' victims."""
+"""Chunks whose turn one Stat returns: it goes through the tiers' victims."""
 MAX_SCRUB_BYTES_PER_S = 1 << 40
 LIST_BYTES = 1 << 18
 """Of an explanation, for each list but that of chunks: what is further down is left out."""
-_EVERY_TENANT = "*"
 _LIMITS = ("chunks", "requests_per_s", "leases")
 _QUOTA_FIELDS = {
     "limit_bytes": "quota_bytes",
     "guaranteed_bytes": "guaranteed_bytes",
     "limit_chunks": "chunks",
 }
+
+M = TypeVar("M", bound=Message)
 
 
 class AdminCalls:
@@ -54,7 +59,7 @@ class AdminCalls:
         self._checks = backend.checks
         self._clock = backend.checks.clock
         self._identity = backend.identity
-        self._standings = backend.standings
+        self._pools = backend.pools
         self._limits = trust.limits if trust else TenantLimits({}, self._clock)
         self._unix_server = backend.unix_server
         self._scrub = backend.scrub
@@ -71,13 +76,14 @@ class AdminCalls:
         if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
             raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
         keys = self._checks.keys(session, request.digests)
-        return pb.PinResponse(server=self._stamp, pinned=self._store.pin(keys, request.ttl_ms))
+        pinned = self._catalog.pin(keys, request.ttl_ms / 1000)
+        return pb.PinResponse(server=self._stamp, pinned=pinned)
 
     def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         """End pins."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        return pb.UnpinResponse(server=self._stamp, unpinned=self._store.unpin(keys))
+        return pb.UnpinResponse(server=self._stamp, unpinned=self._catalog.unpin(keys))
 
     def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
@@ -99,44 +105,32 @@ class AdminCalls:
 
     def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         """Delete chunks; with ``if_damaged`` those alone whose bytes are."""
-        if request.if_damaged:
-            return self._drop_damaged(request)
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        deleted, leased = self._store.delete(keys, self._checks.deadline(0))
+        deleted = leased = 0
+        if not request.if_damaged:
+            deleted, leased = self._store.delete(keys, self._checks.deadline(0))
+        elif self._scrub is not None:
+            deleted = self._scrub.drop_damaged(keys, session.representation_digest)
         return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
-
-    def _drop_damaged(self, request: pb.DeleteRequest) -> pb.DeleteResponse:
-        """Answer a reader that says that chunks are damaged: those that are not stay."""
-        session = self._sessions.get(request.session_id)
-        keys = self._checks.keys(session, request.digests)
-        damaged = 0
-        if self._scrub is not None:
-            damaged = self._scrub.drop_damaged(keys, session.representation_digest)
-        return pb.DeleteResponse(server=self._stamp, deleted=damaged)
 
     # --- chunks and namespaces
 
     def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
-        """Say what is known of chunks."""
+        """Return what is known of chunks."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         if request.ranks and len(keys) > MAX_RANKED:
             raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
-        chunks = []
-        for held in self._store.stat(keys):
-            chunk = chunk_stat(held)
-            if request.ranks:
-                self._rank(held.key, chunk)
-            chunks.append(chunk)
-        return pb.StatResponse(server=self._stamp, chunks=chunks)
-
-    def _rank(self, key: ChunkKey, chunk: pb.ChunkStat) -> None:
+        details = map(self._catalog.queries.details, keys)
+        chunks = [_chunk_stat(held) for held in details if held is not None]
         eviction = self._catalog.eviction
-        for copy in chunk.copies:
-            turn = eviction.rank(copy.tier, key)
-            copy.before, copy.at_least = turn.before, turn.is_at_least
-            copy.policy = eviction.policy_report(copy.tier).name
+        for chunk in chunks if request.ranks else ():
+            for copy in chunk.copies:
+                turn = eviction.rank(copy.tier, ChunkKey(session.namespace + chunk.digest))
+                copy.before, copy.at_least = turn.before, turn.is_at_least
+                copy.policy = eviction.policy_report(copy.tier).name
+        return pb.StatResponse(server=self._stamp, chunks=chunks)
 
     def List(self, request: pb.ListRequest, context: Context) -> Iterator[pb.ListResponse]:
         """Yield the chunks of a session's namespace, in the order of their digests."""
@@ -149,51 +143,47 @@ class AdminCalls:
         )
         for start in range(0, len(held), LIST_PAGE_CHUNKS):
             page = held[start : start + LIST_PAGE_CHUNKS]
-            yield pb.ListResponse(server=self._stamp, chunks=map(chunk_stat, page))
+            yield pb.ListResponse(server=self._stamp, chunks=map(_chunk_stat, page))
 
     def Spaces(self, request: pb.SpacesRequest, context: Context) -> pb.SpacesResponse:
-        """Say which namespaces sessions of a tenant had; of others' to admins alone."""
+        """Return the namespaces that sessions of a tenant had; of others' to admins alone."""
         caller = principal_of(context)
         tenant = request.tenant or caller.tenant
-        if tenant.startswith(PREFIX):
-            tenant = self._standings.of(caller, tenant).tenant
+        if tenant.startswith(POOL_PREFIX):
+            tenant, _ = access_to(self._pools, caller, tenant)
         counts = self._catalog.queries.spaces()
         spaces = [
-            pb.KnownSpace(
-                key_namespace=space.namespace,
-                representation=messages.representation_to_message(space.representation),
-                client=space.client,
-                chunks=counts[space.namespace],
-                tenant=space.tenant,
-            )
+            _space_message(space, counts[space.namespace], space.tenant)
             for space in self._store.spaces.all()
             if tenant in (EVERY_TENANT, space.tenant)
         ][request.skip :]
-        fit = list(fitting(spaces, messages.MESSAGE_BYTES))
+        fit = list(_fitting(spaces, messages.MESSAGE_BYTES))
         return pb.SpacesResponse(server=self._stamp, spaces=fit, left=len(spaces) - len(fit))
 
     # --- quotas
 
     def Quota(self, request: pb.QuotaRequest, context: Context) -> pb.QuotaResponse:
-        """Say what a tenant takes and may take; of others than one's own to admins alone."""
+        """Return what a tenant takes and may take; of other tenants to admins alone."""
         caller = principal_of(context)
         tenant = request.tenant or caller.tenant
         if tenant != caller.tenant and not caller.is_admin():
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
-        tenants = self._with_quotas() if tenant == _EVERY_TENANT else [tenant]
+        tenants = [tenant]
+        if tenant == EVERY_TENANT:
+            tenants = sorted({*self._catalog.eviction.quota_tenants(), *self._limits.tenants()})
         return pb.QuotaResponse(server=self._stamp, tenants=map(self._quota_of, tenants))
 
     def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.QuotaResponse:
-        """Change what a tenant may take, until the restart; all that is asked, or nothing."""
-        self._change_quota(request)
-        return pb.QuotaResponse(server=self._stamp, tenants=[self._quota_of(request.tenant)])
-
-    def _with_quotas(self) -> list[str]:
-        """Return the tenants that have a quota or a limit of their own."""
-        return sorted({*self._catalog.eviction.quota_tenants(), *self._limits.tenants()})
+        """Change what a tenant may take, until the restart; all of the request, or nothing."""
+        tenant = check_tenant(request.tenant)
+        given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
+        limits = replace(self._limits.of(tenant), **given)
+        self._change_tier_quotas(tenant, request)
+        if given:
+            self._limits.set(tenant, limits)
+        return pb.QuotaResponse(server=self._stamp, tenants=[self._quota_of(tenant)])
 
     def _quota_of(self, tenant: str) -> pb.TenantQuota:
-        """Return what *tenant* takes and may take."""
         limits = self._limits.of(tenant)
         reply = pb.TenantQuota(
             tenant=tenant,
@@ -212,16 +202,6 @@ class AdminCalls:
             )
         return reply
 
-    def _change_quota(self, request: pb.SetQuotaRequest) -> None:
-        """Do what *request* asks, or nothing of it. Raises InvalidRequestError."""
-        tenant = check_tenant(request.tenant)
-        now = self._limits.of(tenant)
-        given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
-        limits = replace(now, **given)
-        self._change_tier_quotas(tenant, request)
-        if given:
-            self._limits.set(tenant, limits)
-
     def _change_tier_quotas(self, tenant: str, request: pb.SetQuotaRequest) -> None:
         given = {
             ours: getattr(request, of) for ours, of in _QUOTA_FIELDS.items() if request.HasField(of)
@@ -239,14 +219,14 @@ class AdminCalls:
     # --- the server
 
     def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        """Say how the server is; how much of it is used, and by whom, to admins alone."""
+        """Report the server's state; how much of it is used, and by whom, to admins alone."""
         reply = pb.StatusResponse(
             server=self._stamp,
             version=self._identity.version,
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
-        tiers = [tier_status(status) for status in self._store.slot_statuses()]
+        tiers = [_tier_status(status) for status in self._store.slot_statuses()]
         if not principal_of(context).is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
@@ -267,7 +247,7 @@ class AdminCalls:
         return reply
 
     def Scrub(self, request: pb.ScrubRequest, context: Context) -> pb.ScrubResponse:
-        """Begin a pass if asked to, and say how far the one that runs is."""
+        """Begin a pass if requested, and report how far the one that runs is."""
         if self._scrub is None:
             raise InvalidRequestError("method", "Scrub", "this server does not scrub")
         if request.bytes_per_s > MAX_SCRUB_BYTES_PER_S:
@@ -289,7 +269,7 @@ class AdminCalls:
         )
 
     def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Take no more sessions, and write down what waits. Say whether all was."""
+        """Take no more sessions, and write what waits. Return whether all was written."""
         self._sessions.drain()
         clean = self._store.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(server=self._stamp, clean=clean)
@@ -315,7 +295,7 @@ class AdminCalls:
     # --- explanations
 
     def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
-        """Say why chunks are hits or misses.
+        """Return why chunks are hits or misses.
 
         Raises PermissionDeniedError without a session from another host.
         """
@@ -326,24 +306,25 @@ class AdminCalls:
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
-            reply.chunks.extend(fitting(map(_reason, found.reasons), messages.MESSAGE_BYTES))
-            reply.near.extend(fitting(map(_similar, found.similar), LIST_BYTES))
+            reply.chunks.extend(_fitting(map(_reason, found.reasons), messages.MESSAGE_BYTES))
+            reply.near.extend(_fitting(map(_similar, found.similar), LIST_BYTES))
             reply.left_out += len(found.reasons) + len(found.similar)
             reply.left_out -= len(reply.chunks) + len(reply.near)
         if request.recent:
             self._add_recent(request.recent, reply)
         if request.spaces:
-            spaces = self._explainer.spaces.all()
-            reply.spaces.extend(fitting(map(self._known, spaces), 2 * LIST_BYTES))
+            spaces, count = self._explainer.spaces.all(), self._catalog.queries.count_in
+            known = (_space_message(one, count(one.namespace)) for one in spaces)
+            reply.spaces.extend(_fitting(known, 2 * LIST_BYTES))
             reply.left_out += len(spaces) - len(reply.spaces)
         return reply
 
     def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
         log, gates = self._explainer.log, self._store.blends.gates.views()
         misses, reports = log.misses(count), log.reports()
-        reply.recent.extend(fitting(self._misses(misses), LIST_BYTES))
-        reply.engines.extend(fitting(map(self._report, reports), LIST_BYTES))
-        reply.gates.extend(fitting(map(gate_to_message, gates), LIST_BYTES))
+        reply.recent.extend(_fitting(self._misses(misses), LIST_BYTES))
+        reply.engines.extend(_fitting(map(self._report, reports), LIST_BYTES))
+        reply.gates.extend(_fitting(map(gate_to_message, gates), LIST_BYTES))
         reply.left_out += len(misses) + len(reports) + len(gates)
         reply.left_out -= len(reply.recent) + len(reply.engines) + len(reply.gates)
 
@@ -359,9 +340,6 @@ class AdminCalls:
                 "key_namespace", request.key_namespace.hex(), f"give {DIGEST_BYTES} bytes"
             )
         return Namespace(request.key_namespace)
-
-    def _known(self, space: ModelNamespace) -> pb.KnownSpace:
-        return _space_message(space, self._catalog.queries.count_in(space.namespace))
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
         for miss in misses:
@@ -392,15 +370,7 @@ def _reason(reason: Reason) -> pb.ChunkReason:
         digest=reason.key[DIGEST_BYTES:],
         state=reason.state,
         reason=reason.text,
-        copies=[
-            pb.Copy(
-                tier=tier,
-                codec=codec_name(info.codec_id),
-                size_bytes=info.size_bytes,
-                fidelity=info.fidelity,
-            )
-            for tier, info in reason.copies
-        ],
+        copies=_copies(reason.copies),
     )
 
 
@@ -414,10 +384,64 @@ def _similar(similar: SimilarModel) -> pb.KnownSpace:
     return message
 
 
-def _space_message(space: ModelNamespace, chunks: int) -> pb.KnownSpace:
+def _space_message(space: ModelNamespace, chunks: int, tenant: str = "") -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
         representation=messages.representation_to_message(space.representation),
         client=space.client,
         chunks=chunks,
+        tenant=tenant,
     )
+
+
+def _copies(copies: Iterable[tuple[str, ChunkInfo]]) -> list[pb.Copy]:
+    return [
+        pb.Copy(
+            tier=tier,
+            codec=codec_name(info.codec_id),
+            size_bytes=info.size_bytes,
+            fidelity=info.fidelity,
+        )
+        for tier, info in copies
+    ]
+
+
+def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
+    info = next(iter(held.copies.values()))
+    return pb.ChunkStat(
+        digest=held.key[DIGEST_BYTES:],
+        parent=info.parent,
+        tokens=info.layout.tokens,
+        raw_bytes=info.layout.raw_bytes,
+        copies=_copies(held.copies.items()),
+        leases=held.leases,
+        pinned=held.is_pinned,
+        hits=held.hits,
+        idle_s=held.idle_s,
+        pinned_s=held.pinned_s,
+        expires_s=held.expires_s,
+        priority=held.priority,
+        context_tokens=held.context_tokens,
+        components=messages.layout_to_message(info.layout).components,
+    )
+
+
+def _tier_status(status: SlotStatus) -> pb.TierStatus:
+    return pb.TierStatus(
+        name=status.name,
+        capacity_bytes=status.stats.capacity_bytes,
+        used_bytes=status.stats.used_bytes,
+        chunks=status.stats.chunks,
+        codec=status.codec,
+        state="degraded" if status.reason else "serving",
+        reason=status.reason,
+    )
+
+
+def _fitting(messages: Iterable[M], room_bytes: int) -> Iterator[M]:
+    """Yield *messages* until one does not fit into what is left of *room_bytes*."""
+    for message in messages:
+        room_bytes -= message.ByteSize()
+        if room_bytes < 0:
+            return
+        yield message

@@ -17,7 +17,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ROOT
 from kvstore.server.api.interceptors import principal_of
-from kvstore.server.security.sessions import Principal
 from kvstore.server.telemetry.events import EventLog, EventReader, Page
 
 if TYPE_CHECKING:
@@ -32,35 +31,9 @@ EVENT_READERS_PER_TENANT = 4
 POLL_S = 0.02
 """How late an event may be: what comes meanwhile goes out together."""
 BEAT_S = 1.0
-"""A reader hears from the node this often, be there events or not."""
+"""How often a reader is sent something, be there events or not."""
 _LAST_S = 0.5
 """A call with so little time left ends, rather than be cut off."""
-
-
-class ReaderSlots:
-    """Who reads: so many at once, and so many of one tenant. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def taken(self, tenant: str) -> Iterator[None]:
-        """Have a slot inside ``with``. Raises QuotaExceededError."""
-        with self._lock:
-            if self._taken.total() >= EVENT_READERS:
-                raise QuotaExceededError("event_readers", EVENT_READERS, "this server")
-            if self._taken[tenant] >= EVENT_READERS_PER_TENANT:
-                limit = EVENT_READERS_PER_TENANT
-                raise QuotaExceededError("event_readers", limit, f"tenant {tenant!r}")
-            self._taken[tenant] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._taken[tenant] -= 1
-                if not self._taken[tenant]:
-                    del self._taken[tenant]
 
 
 class EventCalls:
@@ -72,23 +45,43 @@ class EventCalls:
         self._stamp = backend.stamp
         self._log = backend.events
         self._authenticator = backend.trust.authenticator if backend.trust else None
-        self._slots = ReaderSlots()
+        self._readers: Counter[str] = Counter()
+        """By tenant, those that read now."""
+        self._lock = threading.Lock()  # guards that
 
     def Events(
         self, request: pb.EventsRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.EventsResponse]:
-        """Tell a reader what comes and goes until it, its session or the server ends."""
+        """Yield what comes and goes until the reader, its session or the server ends."""
         log = self._log
         if log is None:
             raise InvalidRequestError("method", "Events", "this server keeps no events")
         session = self._sessions.get(request.session_id) if request.session_id else None
-        with self._slots.taken("" if session is None else session.tenant):
+        with self._slot("" if session is None else session.tenant):
             reader = log.reader(None if session is None else session.namespace)
             if request.boot_id == self._stamp.boot_id:
                 reader.go_on(request.cursor)  # which may look through the whole log
-            yield from self._told(log, reader, session, context)
+            yield from self._pages(log, reader, session, context)
 
-    def _told(
+    @contextmanager
+    def _slot(self, tenant: str) -> Iterator[None]:
+        """Count a reader while it reads. Raises QuotaExceededError."""
+        with self._lock:
+            if self._readers.total() >= EVENT_READERS:
+                raise QuotaExceededError("event_readers", EVENT_READERS, "this server")
+            if self._readers[tenant] >= EVENT_READERS_PER_TENANT:
+                limit = EVENT_READERS_PER_TENANT
+                raise QuotaExceededError("event_readers", limit, f"tenant {tenant!r}")
+            self._readers[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers[tenant] -= 1
+                if not self._readers[tenant]:
+                    del self._readers[tenant]
+
+    def _pages(
         self,
         log: EventLog,
         reader: EventReader,
@@ -96,29 +89,26 @@ class EventCalls:
         context: grpc.ServicerContext,
     ) -> Iterator[pb.EventsResponse]:
         caller = principal_of(context)
-        heard_at = self._clock()
-        while context.is_active() and not log.wait(0.0):
+        sent_at = self._clock()
+        while context.is_active() and not log.ended.is_set():
             left_s = context.time_remaining()
             if left_s is not None and left_s < _LAST_S:
                 return
             if session is not None and session.is_closed:
                 raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
-            if session is None and not self._knows(caller):  # sessions end with who opened them
+            # Sessions end with who opened them.
+            if session is None and self._authenticator and not self._authenticator.holds(caller):
                 raise UnauthenticatedError("credentials: not valid any more; call with others")
             page = reader.poll()
             now = self._clock()
             if page is not None:
                 yield _message(page, self._stamp)
-                heard_at = now
-            elif now - heard_at >= BEAT_S:
+                sent_at = now
+            elif now - sent_at >= BEAT_S:
                 yield pb.EventsResponse(server=self._stamp, cursor=reader.cursor)
-                heard_at = now
+                sent_at = now
             else:
-                log.wait(POLL_S)
-
-    def _knows(self, caller: Principal) -> bool:
-        """Whether *caller*'s credentials are still valid."""
-        return self._authenticator is None or self._authenticator.holds(caller)
+                log.ended.wait(POLL_S)
 
 
 def _message(page: Page, stamp: pb.Server) -> pb.EventsResponse:

@@ -98,7 +98,7 @@ class GetStream:
         reach: Collection[Reach],
         peers: Collection[int],
     ) -> Iterator[pb.GetResponse]:
-        """Yield the chunks from *first* on; what is there without a load is told together."""
+        """Yield the chunks from *first* on; places that need no load come together."""
         reads, least = self.store.reads, self.least
         there: list[ReadResult] = []
         remote = self.store.tiers.remote
@@ -162,7 +162,7 @@ def range_parts(
 ) -> Generator[LayerPart, None, None]:
     """Yield *ranges* of the frames of *keys*, in order; one read for neighbours.
 
-    Each part's memory is lent until the next is asked for.
+    Each part's memory is lent until the next.
     """
     for index, group in groupby(ranges, key=attrgetter("index")):
         if index >= len(keys):

@@ -12,9 +12,10 @@ from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.interceptors import AuthInterceptor, ErrorInterceptor
+from kvstore.server.api.interceptors import CallInterceptor
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls
@@ -33,7 +34,7 @@ CONNECTIONS_PER_SESSION = 2
 OTHER_CONNECTIONS = 64
 """Of commands and probes. More at once are closed as they come: to connect takes no proof."""
 HANDSHAKE_MS = 20_000
-"""A connection that has not said what it is by then is closed; gRPC would wait 120 s."""
+"""A connection without a handshake by then is closed; gRPC would wait 120 s."""
 
 HEALTH_THREADS = 2
 HEALTH_CALLS = 16
@@ -42,11 +43,11 @@ HEALTH_CONNECTIONS = 64
 
 
 class Health(health.HealthServicer):
-    """gRPC's own, without Watch, as its protocol allows: ask with Check.
+    """gRPC's own, without Watch, as its protocol allows.
 
     A watcher holds a thread for as long as it likes; without a thread (what gRPC calls
-    non-blocking) one that does not read holds up whoever sets a state, under the lock that Check
-    takes (grpcio-health-checking 1.76).
+    non-blocking) one that does not read holds the lock that Check and a new state need
+    (grpcio-health-checking 1.76).
     """
 
     def __init__(self) -> None:
@@ -67,10 +68,7 @@ class Health(health.HealthServicer):
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     """Return what answers every RPC of kvstore.v1 over *backend*."""
     store, clock = backend.store, backend.checks.clock
-    explainer = Explainer(
-        store.catalog, store.tiers.sources, store.catalog.outcomes, clock, store.states,
-        store.spaces,
-    )  # fmt: skip
+    explainer = Explainer(store, clock)
     backend.sessions.on_open.append(explainer.spaces.note)
     requests = RequestLog(clock)
     data, admin = DataCalls(backend, explainer, requests), AdminCalls(backend, explainer, requests)
@@ -83,21 +81,19 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
 
 
 def bind(
-    config: Settings,
-    shedder: LoadShedder,
-    auth: AuthInterceptor,
-    errors: ErrorInterceptor,
-    taken: int,
+    config: Settings, shedder: LoadShedder, calls: CallInterceptor, taken: int
 ) -> tuple[grpc.Server, int]:
     """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
 
     Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
     """
-    largest = config.max_message_bytes + MESSAGE_SLACK_BYTES
-    connections = most_connections(config.max_sessions, taken)
+    largest = MESSAGE_BYTES + MESSAGE_SLACK_BYTES
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
     server = grpc.server(
         shedder.reads,
-        interceptors=[shedder, errors, auth],
+        interceptors=[shedder, calls],
         maximum_concurrent_rpcs=shedder.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),
@@ -105,26 +101,20 @@ def bind(
             ("grpc.so_reuseport", 0),
             ("grpc.server.max_pending_requests", PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
-            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.max_allowed_incoming_connections", most_connections(config.max_sessions, taken)),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )
-    return server, _open(server, config.listen_address, "listen", _tls(config))
+    return server, _open(server, config.listen_address, "listen", tls)
 
 
 def most_connections(max_sessions: int, taken: int) -> int:
     """Return how many connections there may be, as sessions need and descriptors allow."""
     most = CONNECTIONS_PER_SESSION * max_sessions + OTHER_CONNECTIONS
     return share_of(GRPC_SHARE, taken, most)
-
-
-def _tls(config: Settings) -> ServerTls | None:
-    if config.tls_cert is None or config.tls_key is None:
-        return None
-    return ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
 
 
 def _open(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -32,14 +32,23 @@ MAX_MESSAGE_CHARS = 600
 
 T = TypeVar("T")
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
-Scope = Callable[[Any, grpc.ServicerContext], AbstractContextManager[object]]
-"""From a message, or what yields them, and the context to what is done around the call."""
+Scope = Callable[[Any, Any], AbstractContextManager[tuple[Any, Any]]]
+"""From a message, or what yields them, and the context to what is done around the call: it yields
+what the call gets in their place."""
 
 logger = structlog.get_logger(__name__)
 
 
-class HandlerInterceptor(ServerInterceptor):
-    """One that puts something around what answers the calls of a method."""
+class CallInterceptor(ServerInterceptor):
+    """Send KVStoreErrors with their status and class name, anything else as INTERNAL.
+
+    Each call has its request id meanwhile, and a span where there is *tracing*; *access* lets it
+    through.
+    """
+
+    def __init__(self, tracing: Tracing | None = None, access: AccessCheck | None = None) -> None:
+        self._tracing = tracing
+        self._access = access
 
     @override
     def intercept_service(
@@ -47,29 +56,14 @@ class HandlerInterceptor(ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        handler = continuation(handler_call_details)
-        return None if handler is None else self.around(handler, handler_call_details.method)
-
-    @abstractmethod
-    def around(self, handler: Handler, method: str) -> Handler:
-        """Return what answers the calls of *method* in the place of *handler*."""
-
-
-class ErrorInterceptor(HandlerInterceptor):
-    """Send KVStoreErrors with their status and class name, anything else as INTERNAL.
-
-    Each call has its request id meanwhile, and a span where there is *tracing*.
-    """
-
-    def __init__(self, tracing: Tracing | None = None) -> None:
-        self._tracing = tracing
-
-    @override
-    def around(self, handler: Handler, method: str) -> Handler:
-        scope = None if self._tracing is None else self._tracing.scope_of(method)
-        streams = handler.response_streaming
-        behavior = guarded(behavior_of(handler), method, streams=streams, scope=scope)
-        return answered_by(handler, behavior)
+        handler, method = continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        behavior, streams = behavior_of(handler), handler.response_streaming
+        if self._access is not None:
+            behavior = self._access.around(behavior, method, handler)
+        scope = self._tracing.scope_of(method) if self._tracing is not None else None
+        return answered_by(handler, guarded(behavior, method, scope, streams=streams))
 
 
 class AuthenticatedContext:
@@ -91,57 +85,43 @@ class AuthenticatedContext:
 
 
 def principal_of(context: object) -> Principal:
-    """Return who calls; who calls without gRPC has been asked before."""
+    """Return who calls; calls without gRPC are authenticated before."""
     return context.principal if isinstance(context, AuthenticatedContext) else ANYBODY
 
 
-class AuthInterceptor(HandlerInterceptor):
-    """Lets calls through that the authenticator knows and the authorizer admits.
-
-    Health is asked of nobody. Belongs behind the ErrorInterceptor, which sends what is raised here.
-    What it returns for a method is good for all of its calls.
-    """
+class AccessCheck:
+    """Lets calls through that the authenticator knows and the authorizer admits; health, always."""
 
     def __init__(self, authenticator: Authenticator, authorizer: Authorizer) -> None:
         self._authenticator = authenticator
         self._authorizer = authorizer
 
-    @override
-    def around(self, handler: Handler, method: str) -> Handler:
-        service = method.strip("/").rpartition("/")[0]
-        if SERVICES.get(service) == OPEN:
-            return handler
-        behavior, streams = behavior_of(handler), handler.request_streaming
-
-        def answered(request: Any, context: grpc.ServicerContext) -> Any:
-            with self._calling(method, request, context, streams=streams) as call:
-                return behavior(call.request, call)
-
-        def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-            with self._calling(method, request, context, streams=streams) as call:
-                yield from behavior(call.request, call)
-
-        return answered_by(handler, streamed if handler.response_streaming else answered)
+    def around(self, behavior: Behavior, method: str, handler: Handler) -> Behavior:
+        """Return *behavior*, of the calls of *handler*, for those that may call *method*."""
+        if SERVICES.get(method.strip("/").rpartition("/")[0]) == OPEN:
+            return behavior
+        admitted = partial(self._admitted, method, streams=handler.request_streaming)
+        return inside(admitted, behavior, streams=handler.response_streaming)
 
     @contextmanager
-    def _calling(
+    def _admitted(
         self, method: str, request: Any, context: grpc.ServicerContext, *, streams: bool
-    ) -> Iterator[Any]:
-        """Yield the context of a call that is admitted, and record what became of it."""
+    ) -> Iterator[tuple[Any, Any]]:
+        """Yield the request and context of a call that is admitted; record what became of it."""
         authorizer, call, outcome = self._authorizer, None, "cancelled"
         started = authorizer.clock()
         try:
             principal = ANYBODY
             if not self._authenticator.is_open:
                 metadata: Any = context.invocation_metadata() or ()
-                proofs: Any = context.auth_context()  # its stubs say bytes, where it has lists
+                proofs: Any = context.auth_context()  # bytes by its stubs, where it has lists
                 principal = self._authenticator.principal_of(metadata, proofs)
             call = AuthenticatedContext(context, principal, request)
             if streams:
                 call.request, call.frames = self._each_admitted(call, method, request), 0
             else:
                 call.session = authorizer.admit(principal, method, request)
-            yield call
+            yield call.request, call
             outcome = "OK"
         except KVStoreError as error:
             outcome = type(error).__name__
@@ -166,7 +146,7 @@ class AuthInterceptor(HandlerInterceptor):
         call.session = self._authorizer.admit(call.principal, method, first)
         last, call.frames = getattr(first, "session_id", 0), 0
         for request in () if first is None else chain((first,), requests):
-            # The first message of a frame says how long it is.
+            # The first message of a frame has its length.
             call.frames += bool(getattr(request, "frame_bytes", 0))
             session_id = getattr(request, "session_id", 0)
             if session_id != last:
@@ -177,54 +157,58 @@ class AuthInterceptor(HandlerInterceptor):
 
 def behavior_of(handler: Handler) -> Behavior:
     """Return what answers the calls of *handler*."""
-    behavior: Behavior = getattr(handler, _shape(handler))
-    return behavior
+    one: Behavior | None = handler.unary_unary or handler.unary_stream
+    many: Any = handler.stream_unary or handler.stream_stream
+    return one or many
 
 
-def answered_by(handler: Handler, behavior: Behavior) -> Handler:
-    """Return *handler* with *behavior* in the place of its own."""
-    return _handler(_shape(handler), handler, behavior)
+def answered_by(handler: Handler, behavior: Behavior, *, is_fed: bool = False) -> Handler:
+    """Return *handler* with *behavior* in the place of its own.
 
-
-def fed_by_stream(handler: Handler, behavior: Behavior) -> Handler:
-    """As ``answered_by``; *behavior* takes its message, if it is only one, from an iterator."""
-    return _handler(f"stream_{_shape(handler).partition('_')[2]}", handler, behavior)
-
-
-def _handler(shape: str, like: Handler, behavior: Behavior) -> Handler:
-    make = getattr(grpc, f"{shape}_rpc_method_handler")
-    made: Handler = make(behavior, like.request_deserializer, like.response_serializer)
+    If it *is_fed* it takes its message, if it is only one, from an iterator.
+    """
+    takes = "stream" if is_fed or handler.request_streaming else "unary"
+    gives = "stream" if handler.response_streaming else "unary"
+    make = getattr(grpc, f"{takes}_{gives}_rpc_method_handler")
+    made: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
     return made
 
 
-def _shape(handler: Handler) -> str:
-    kinds = handler.request_streaming, handler.response_streaming
-    return "_".join("stream" if streams else "unary" for streams in kinds)
+def inside(scope: Scope, behavior: Behavior, *, streams: bool) -> Behavior:
+    """Return *behavior* run inside *scope*; *streams*: it yields messages."""
+
+    def answered(request: Any, context: grpc.ServicerContext) -> Any:
+        with scope(request, context) as call:
+            return behavior(*call)
+
+    def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        with scope(request, context) as call:
+            yield from behavior(*call)
+
+    return streamed if streams else answered
 
 
 def guarded(
-    behavior: Behavior, method: str, *, streams: bool, scope: Scope | None = None
+    behavior: Behavior,
+    method: str,
+    traced: Callable[..., AbstractContextManager[object]] | None = None,
+    *,
+    streams: bool,
 ) -> Behavior:
     """Return *behavior* with its errors sent as statuses; *streams*: it yields messages.
 
-    Without a *scope* of its own each call has its request id.
+    Each call has its request id, which *traced* sets if there is one.
     """
 
-    def answered(request: Any, context: grpc.ServicerContext) -> Any:
-        with scope(request, context) if scope else RequestId(context.invocation_metadata):
+    @contextmanager
+    def scope(request: Any, context: grpc.ServicerContext) -> Iterator[tuple[Any, Any]]:
+        with traced(request, context) if traced else RequestId(context.invocation_metadata):
             try:
-                return behavior(request, context)
+                yield request, context
             except Exception as error:  # noqa: BLE001
                 _abort(context, error, method)
 
-    def streamed(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        with scope(request, context) if scope else RequestId(context.invocation_metadata):
-            try:
-                yield from behavior(request, context)
-            except Exception as error:  # noqa: BLE001
-                _abort(context, error, method)
-
-    return streamed if streams else answered
+    return inside(scope, behavior, streams=streams)
 
 
 def packed_errors(
@@ -241,7 +225,7 @@ def packed_errors(
 
 @contextmanager
 def known_errors(method: str) -> Iterator[None]:
-    """Log an error that is none of ours, and raise what callers are told in its place."""
+    """Log an error that is none of ours, and raise what callers get in its place."""
     try:
         yield
     except KVStoreError:
@@ -251,7 +235,7 @@ def known_errors(method: str) -> Iterator[None]:
 
 
 def _describe(error: Exception, method: str) -> tuple[str, str, str]:
-    """Return class name, status and text that the caller is told, and log what happened."""
+    """Return class name, status and text for the caller, and log what happened."""
     if isinstance(error, KVStoreError):
         name, status, message = type(error).__name__, error.status, str(error)
         logger.info("refused", method=method, error=name, reason=message)

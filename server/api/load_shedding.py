@@ -1,4 +1,4 @@
-"""Shedding: when more is asked than can be answered, what waits stays short and reads go first.
+"""Load shedding: when more comes than can be answered, queues stay short and reads go first.
 
 A server that takes all that comes answers everything too late. Here each kind of call waits in a
 queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
@@ -28,7 +28,6 @@ from kvstore.server.api.interceptors import (
     ServerInterceptor,
     answered_by,
     behavior_of,
-    fed_by_stream,
     guarded,
 )
 from kvstore.server.telemetry.metrics import Counters
@@ -137,11 +136,6 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
         self._count_lock = threading.Lock()  # guards the three above
 
     @property
-    def waiting(self) -> int:
-        """Calls that no thread has begun."""
-        return len(self._queued_at)
-
-    @property
     def is_late(self) -> bool:
         """Whether calls wait longer than they should, and each thread has more than one to come.
 
@@ -154,7 +148,7 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
     @property
     def is_full(self) -> bool:
         """Whether the next call would wait too long."""
-        return self.waiting >= self.limit
+        return len(self._queued_at) >= self.limit
 
     @property
     def is_stalling(self) -> bool:
@@ -217,7 +211,7 @@ class ConcurrencyLimit(int):
 
     @override
     def __le__(self, calls: int) -> bool:
-        """Whether *calls* are all that may be: Python asks this for ``calls >= limit``."""
+        """Whether *calls* are all that may be: Python calls this for ``calls >= limit``."""
         return int(self) <= calls or self._reads.is_late
 
 
@@ -273,8 +267,11 @@ class LoadShedder(ServerInterceptor):
         return answers.watched if answers.executor.is_stalling else answers.usual
 
     def _answered(self, handler: Handler, method: str) -> _Answers:
-        executor, inner = self._executor(method.rpartition("/")[2]), behavior_of(handler)
+        name, inner = method.rpartition("/")[2], behavior_of(handler)
         streams = handler.response_streaming
+        executor = self._writes if name in WRITES else self.reads
+        if name == "Events":
+            executor = self._events
         refuse = guarded(self._refuse, method, streams=streams)
         expire = guarded(self._expire, method, streams=streams)
         receive: Behavior = executor.stall_guard.each
@@ -290,19 +287,12 @@ class LoadShedder(ServerInterceptor):
                 return expire(request, context)
             return inner(request if receive is None else receive(request, context), context)
 
-        is_watched = fed_by_stream(handler, _on(executor, partial(answer, receive=receive)))
+        watched = _on(executor, partial(answer, receive=receive))
+        is_watched = answered_by(handler, watched, is_fed=True)
         usual = answered_by(handler, _on(executor, answer))
-        return _Answers(
-            executor,
-            is_watched if handler.request_streaming else usual,
-            is_watched,
-            fed_by_stream(handler, _on(self.refusals, refuse)),
-        )
-
-    def _executor(self, name: str) -> BoundedExecutor:
-        if name in WRITES:
-            return self._writes
-        return self._events if name == "Events" else self.reads
+        refusal = answered_by(handler, _on(self.refusals, refuse), is_fed=True)
+        is_streamed = handler.request_streaming
+        return _Answers(executor, is_watched if is_streamed else usual, is_watched, refusal)
 
     def _refuse(self, requests: Any, context: grpc.ServicerContext) -> Any:
         self._counters.add("shed_calls")

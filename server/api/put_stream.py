@@ -1,6 +1,6 @@
 """Put streams: frames that arrive in pieces, one after another or layer by layer.
 
-Each is used once, by one thread, inside its ``with``: leaving that frees what did not become whole.
+Each is used once, by one thread, and closed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
@@ -51,7 +50,8 @@ class PutStream:
         deadline_ms: int,
         hints: Hints = NO_HINTS,
     ) -> None:
-        checks.durable(durable, is_possible=store.can_be_durable)
+        if durable:
+            checks.durable(durable, is_possible=store.can_be_durable)
         self.deadline = checks.deadline(deadline_ms)
         self.hints = hints
         self._store = store
@@ -93,7 +93,7 @@ class PutStream:
         """Return where the next bytes of a frame that has begun go; None: nowhere, they are
         skipped.
 
-        Say how many came with ``landed``. Raises InvalidFrameError when the frame has not so many.
+        Report how many came to ``landed``. Raises InvalidFrameError when the frame has not so many.
         """
         incoming = self._incoming
         if incoming is None:
@@ -123,7 +123,7 @@ class PutStream:
                 self._commit_held(is_last=False)
 
     def finish(self) -> list[PutResult]:
-        """Return what became of each frame, durable where that was asked for."""
+        """Return what became of each frame, durable where that was requested."""
         if self._incoming is not None:
             raise InvalidFrameError(
                 "frame", self._incoming.received_bytes, "the stream ended inside it"
@@ -137,10 +137,8 @@ class PutStream:
             return results
         return self._store.harden(keys, results, self._checks.deadline(self._deadline_ms))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Free what did not become whole."""
         with suppress(KVStoreError):  # the frames before a bad one stay
             self._commit_held(is_last=True)
         if self._incoming is not None and self._incoming.ticket is not None:
@@ -199,10 +197,8 @@ class LayeredPutStream:
         self._stream = stream
         self._frames: list[_LayeredFrame] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Free what did not become whole."""
         for frame in self._frames:
             if frame.ticket is not None:
                 self._writes.discard(frame.ticket)
@@ -247,7 +243,7 @@ class LayeredPutStream:
             end = int(row["offset"]) + int(row["stored_bytes"])
 
     def finish(self) -> list[PutResult]:
-        """Return what became of each frame, durable where that was asked for."""
+        """Return what became of each frame, durable where that was requested."""
         for number, frame in enumerate(self._frames):
             if not frame.is_whole:
                 raise InvalidFrameError("frame", number, "the stream ended before it was whole")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
@@ -27,11 +28,12 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
-from kvstore.server.index.results import Leasing
-from kvstore.server.security.pools import Standings
+from kvstore.server.security.authorization import access_to
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
+from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
+from kvstore.server.store.lookup import Leasing
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
@@ -46,7 +48,7 @@ if TYPE_CHECKING:  # their files load redis or torch
 
 MAX_CLIENT_CHARS = 128
 MAX_NODE_ID_CHARS = 128
-MAX_TOLD_PEERS = 16
+MAX_LISTED_PEERS = 16
 """Of those that are there; clients learn of further ones as they read what these have."""
 MAX_READ_PEERS = 64
 """Other servers that one get is let read from; more of those that it names are passed over."""
@@ -83,15 +85,15 @@ class Backend:
 
     @property
     def stamp(self) -> pb.Server:
-        """What each reply says of the server."""
+        """What each reply has of the server."""
         features = messages.FEATURE_SHARED_MEMORY if self.unix_server is not None else 0
         features |= messages.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
         return pb.Server(boot_id=self.identity.boot_id, features=features)
 
     @property
-    def standings(self) -> Standings:
-        """In whose name callers may act."""
-        return self.trust.standings if self.trust else Standings()
+    def pools(self) -> Sequence[Pool]:
+        """The shared pools that callers may open sessions for."""
+        return self.trust.pools if self.trust else ()
 
 
 class DataCalls:
@@ -104,7 +106,7 @@ class DataCalls:
         self._blend_checks = BlendChecks(backend.checks)
         self._clock = backend.checks.clock
         self._identity = backend.identity
-        self._standings = backend.standings
+        self._pools = backend.pools
         self._unix_server = backend.unix_server
         self._device_puts = backend.device_puts
         self._stamp = backend.stamp
@@ -120,9 +122,9 @@ class DataCalls:
         client = check_text("client", request.client, MAX_CLIENT_CHARS)
         representation = messages.representation_from_message(request.representation)
         caller = principal_of(context)
-        standing = self._standings.of(caller, request.tenant)
+        tenant, roles = access_to(self._pools, caller, request.tenant)
         session = self._sessions.open(
-            representation, client, standing.tenant, caller, standing.roles, request.process
+            representation, client, tenant, caller, roles, request.process
         )
         unix, gpu = self._unix_server, self._store.moves.tiers.gpu_tier
         return pb.OpenSessionResponse(
@@ -144,7 +146,7 @@ class DataCalls:
             peers=self._lent(),
             server_pid=os.getpid(),
             pid_namespace=pid_namespace(),
-            weighs=self._store.weighs(standing.tenant),
+            weighs=self._store.weighs(tenant),
         )
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
@@ -163,13 +165,13 @@ class DataCalls:
     # --- reading
 
     def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
-        """Say how many of a prompt's first chunks are there, and lease them."""
+        """Return how many of a prompt's first chunks are there, and lease them."""
         started = self._clock()
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
-            self._store.announcements.wait(keys, min(deadline, started + request.wait_ms / 1000))
+            self._store.await_puts(keys, min(deadline, started + request.wait_ms / 1000))
         least = fidelity(request.min_fidelity)
         match = self._store.lookup(
             session,
@@ -280,12 +282,13 @@ class DataCalls:
                 hints=messages.hints_from_message(first.hints),
             )
             if first.layer_major:
-                with LayeredPutStream(self._store, self._checks, stream) as layered:
+                layered = LayeredPutStream(self._store, self._checks, stream)
+                with closing(layered):
                     for one in requests:
                         layered.take(get(one.session_id), one)
                     results = layered.finish()
             else:
-                with stream:
+                with closing(stream):
                     for one in requests:
                         stream.take(get(one.session_id), one.frame_bytes, as_bytes(one.data))
                     results = stream.finish()
@@ -295,8 +298,8 @@ class DataCalls:
         """Set CPU memory aside for chunks that come by shared memory."""
         session = self._sessions.get(request.session_id)
         self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
-        asked = self._checks.reserved(session, request)
-        infos, parts = [info for info, _ in asked], [part for _, part in asked]
+        wanted = self._checks.reserved(session, request)
+        infos, parts = [info for info, _ in wanted], [part for _, part in wanted]
         deadline = self._checks.deadline(request.deadline_ms)
         hints = messages.hints_from_message(request.hints)
         begun = self._store.writes.begin_all(session, infos, deadline, hints, parts)
@@ -387,7 +390,7 @@ class DataCalls:
         """Have lookups know of chunks that the session is about to put."""
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        pending = self._store.announcements.announce(session, keys, request.ttl_ms)
+        pending = self._store.announce_puts(session, keys, request.ttl_ms)
         return pb.AnnouncePutsResponse(server=self._stamp, pending=pending)
 
     def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.WeighResponse:
@@ -407,7 +410,7 @@ class DataCalls:
     # --- blending
 
     def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
-        """Say what can stand in for the segments of a prompt, under a lease."""
+        """Return what can replace the segments of a prompt, under a lease."""
         started = self._clock()
         session = self._sessions.get(request.session_id)
         question = self._blend_checks.question(session, request)
@@ -454,24 +457,25 @@ class DataCalls:
     def _lent(self) -> list[int]:
         """Return the other servers that a client had better know before it reads from them."""
         slot = self._store.moves.tiers.remote
-        return cast("PeerTier", slot.tier).lent()[:MAX_TOLD_PEERS] if slot else []
+        return cast("PeerTier", slot.tier).reachable()[:MAX_LISTED_PEERS] if slot else []
 
     def LendPeer(self, request: pb.LendPeerRequest, context: Context) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
         session = self._sessions.get(request.session_id)
         slot = self._store.moves.tiers.remote
-        peer = cast("PeerTier", slot.tier).peers.numbered(request.number) if slot else None
+        known = cast("PeerTier", slot.tier).peers.known() if slot else []
+        peer = next((one for one in known if one.number == request.number), None)
         if peer is None:
             raise InvalidRequestError("number", request.number, "of no server that is known")
-        lent = peer.let_guest(session.namespace)
-        if lent is None:
+        grant = peer.grant_direct_reads(session.namespace)
+        if grant is None:
             raise TierUnavailableError("peer", f"{peer.address}: is not up")
         return pb.LendPeerResponse(
             server=self._stamp,
-            bulk_address=lent.address,
-            bulk_certificate=lent.certificate,
-            session_id=lent.guest.session_id,
-            until_s=lent.guest.until_s,
-            token=lent.guest.token,
+            bulk_address=grant.address,
+            bulk_certificate=grant.certificate,
+            session_id=grant.guest.session_id,
+            until_s=grant.guest.until_s,
+            token=grant.guest.token,
             valid_ms=1000 * GUEST_S,
         )

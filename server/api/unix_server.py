@@ -72,7 +72,7 @@ Raises KVStoreError.
 """
 
 TakeRing = Callable[[Session, Request, Bytes], None]
-"""Given a session, what it says of its ring, and what it exported. Raises KVStoreError."""
+"""Given a session, its request, and the memory of the ring. Raises KVStoreError."""
 
 Answer = Callable[[Session, Request, bytes], Generator[Packet, None, None]]
 """A call's session, head and message to the packets of its answer, errors among them."""
@@ -394,7 +394,7 @@ class UnixServer:
             raise InvalidRequestError("op", request.op.name, "this server shares no files")
         try:
             descriptor, size_bytes = file(request.arg, session.tenant)
-        except OSError as error:  # out of descriptors, say: no reason to end the session
+        except OSError as error:  # maybe out of descriptors: no reason to end the session
             raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
             reply = pack_reply(Reply.ok, size_bytes)

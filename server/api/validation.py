@@ -1,16 +1,15 @@
-"""Checks: from messages to values that hold, and back. Nothing is asked of the store here."""
+"""Checks: from messages to values that hold. The store has no part in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TypedDict, TypeVar
+from typing import TypedDict
 
 import numpy as np
-from google.protobuf.message import Message
 
-from kvstore.codecs.base import boundless_codecs, codec_by_id, codec_name
+from kvstore.codecs.base import boundless_codecs, codec_by_id
 from kvstore.codecs.shards import shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
@@ -46,11 +45,9 @@ from kvstore.proto.types import (
 from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, AskedChunk, Measured
 from kvstore.server.blending.resolver import AskedSegment, Question, Report
 from kvstore.server.blending.scores import Context, Scores
-from kvstore.server.index.results import ChunkDetails
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.store.store import SlotStatus
 
 MAX_DEADLINE_MS = 600_000
 MAX_PLAN_TTL_MS = 3600 * 1000
@@ -58,12 +55,10 @@ MAX_REPORTED_MS = 3600e3
 _SUM_SLACK = 1.01
 """Attention weights of a row sum up to 1, in sixteen bits or so."""
 
-M = TypeVar("M", bound=Message)
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """What messages are held to; server/settings/settings.py says what each is for."""
+    """What messages are held to; server/settings/settings.py has what each is for."""
 
     max_batch_chunks: int
     max_frame_bytes: int
@@ -71,7 +66,7 @@ class ServiceLimits:
 
 
 class Outcomes(TypedDict):
-    """The fields in which replies say what became of each chunk."""
+    """The fields of replies with what became of each chunk."""
 
     outcomes: bytes
     reasons: list[str]
@@ -112,7 +107,7 @@ class Checks:
             raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
 
     def ranges(self, ranges: Sequence[pb.FrameRange] | Sequence[Range], count: int) -> None:
-        """Refuse ranges that are empty, of chunks that were not asked for, or too many."""
+        """Refuse ranges that are empty, of chunks that are not in the request, or too many."""
         self.batch("ranges", len(ranges))
         for one in ranges:
             if one.index >= count or one.start >= one.stop:
@@ -138,7 +133,7 @@ class Checks:
                 f"not in this session's namespace {session.namespace.hex()}; open a session "
                 "with the Representation of these tensors",
             )  # fmt: skip
-        if not messages.layout_fits(info.layout, session.representation):
+        if not info.layout.is_of(session.representation):
             expected = KVLayout.of(session.representation, info.layout.tokens)
             raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
         if info.size_bytes > self.limits.max_frame_bytes:
@@ -175,7 +170,7 @@ class Checks:
     def reserved(
         self, session: Session, request: pb.ReserveRequest
     ) -> list[tuple[ChunkInfo, ChunkPart | None]]:
-        """Return what a Reserve asks room for; all of it or an error.
+        """Return what a Reserve needs room for; all of it or an error.
 
         A part comes with the info of the chunk that it is of.
         """
@@ -213,7 +208,7 @@ class BlendChecks:
     # --- resolve
 
     def question(self, session: Session, request: pb.ResolveRequest) -> Question:
-        """Return what *request* asks. Raises InvalidRequestError that names what is wrong."""
+        """Return the question of *request*. Raises InvalidRequestError that names what is wrong."""
         if not 1 <= len(request.segments) <= MAX_SEGMENTS:
             count = len(request.segments)
             raise InvalidRequestError("segments", count, f"give 1 to {MAX_SEGMENTS}")
@@ -268,7 +263,7 @@ class BlendChecks:
     # --- reports
 
     def report_keys(self, session: Session, request: pb.ReportReuseRequest) -> list[ChunkKey]:
-        """Return the variants that *request* speaks of. Raises InvalidRequestError."""
+        """Return the variants of *request*. Raises InvalidRequestError."""
         if len(request.chunks) > self._limit:
             raise InvalidRequestError("chunks", len(request.chunks), f"at most {self._limit}")
         keys = []
@@ -281,7 +276,7 @@ class BlendChecks:
     def report(
         self, request: pb.ReportReuseRequest, keys: Sequence[ChunkKey], tokens: Sequence[int]
     ) -> Report:
-        """Return what *request* says of variants of so many *tokens*; 0 for what is none.
+        """Return what *request* reports of variants of so many *tokens*; 0 for what is none.
 
         Raises InvalidRequestError that names what cannot be.
         """
@@ -325,57 +320,6 @@ def outcomes(results: Sequence[PutResult]) -> Outcomes:
     }
 
 
-def fitting(messages: Iterable[M], room_bytes: int) -> Iterator[M]:
-    """Yield *messages* until one does not fit into what is left of *room_bytes*."""
-    for message in messages:
-        room_bytes -= message.ByteSize()
-        if room_bytes < 0:
-            return
-        yield message
-
-
-def chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
-    """Return what the catalog knows of a chunk as a message."""
-    info = next(iter(held.copies.values()))
-    return pb.ChunkStat(
-        digest=held.key[DIGEST_BYTES:],
-        parent=info.parent,
-        tokens=info.layout.tokens,
-        raw_bytes=info.layout.raw_bytes,
-        copies=[
-            pb.Copy(
-                tier=tier,
-                codec=codec_name(copy.codec_id),
-                size_bytes=copy.size_bytes,
-                fidelity=copy.fidelity,
-            )
-            for tier, copy in held.copies.items()
-        ],
-        leases=held.leases,
-        pinned=held.is_pinned,
-        hits=held.hits,
-        idle_s=held.idle_s,
-        pinned_s=held.pinned_s,
-        expires_s=held.expires_s,
-        priority=held.priority,
-        context_tokens=held.context_tokens,
-        components=messages.layout_to_message(info.layout).components,
-    )
-
-
-def tier_status(status: SlotStatus) -> pb.TierStatus:
-    """Return a tier's state as a message."""
-    return pb.TierStatus(
-        name=status.name,
-        capacity_bytes=status.stats.capacity_bytes,
-        used_bytes=status.stats.used_bytes,
-        chunks=status.stats.chunks,
-        codec=status.codec,
-        state="degraded" if status.reason else "serving",
-        reason=status.reason,
-    )
-
-
 def _check_report_tag(tag: str, is_compared: bool) -> str:
     """Return *tag*; one of lossy copies is to name a codec, if a comparison came with it."""
     head, is_of_codec, codec = tag.partition(f"{ACCURACY_TAG}:")
@@ -388,55 +332,41 @@ def _check_report_tag(tag: str, is_compared: bool) -> str:
 
 
 def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | None]:
-    deviations = _deviations(message.deviations, tokens)
-    attention = _attention(message.query_attention, tokens)
-    _check_selected(message.selected, tokens)
-    context = _context(message, tokens)
-    scores: Scores | None = deviations
-    if attention is not None:
-        scores = attention if deviations is None else _product(deviations, attention)
-    mean = UNKNOWN
-    if deviations is not None and (deviations >= 0).any():
-        mean = float(deviations[deviations >= 0].mean())
-    return Measured(mean, context, message.intra_mass), scores
+    """Return what is reported of a chunk, and a score by token: deviation times attention, -1
+    where the deviation was not measured."""
+    scores, mean = _deviations(message.deviations, tokens), UNKNOWN
+    if scores is not None and (scores >= 0).any():
+        mean = float(scores[scores >= 0].mean())
+    if message.query_attention:
+        fix = f"a byte for each of {tokens} tokens"
+        _check_size("query_attention", message.query_attention, tokens, fix)
+        attention = np.frombuffer(message.query_attention, np.uint8).astype(np.float32)
+        if scores is not None:
+            attention = np.where(scores >= 0, scores * attention, np.float32(UNKNOWN))
+        scores = attention
+    if message.selected:
+        fix = f"a bit for each of {tokens} tokens, in whole bytes"
+        _check_size("selected", message.selected, -(-tokens // 8), fix)
+        if tokens % 8 and message.selected[-1] >> tokens % 8:
+            fix = f"no bits behind that of the last of {tokens} tokens"
+            raise InvalidRequestError("chunks.selected", message.selected[-1], fix)
+    return Measured(mean, _context(message, tokens), message.intra_mass), scores
+
+
+def _check_size(field: str, packed: bytes, size_bytes: int, fix: str) -> None:
+    if len(packed) != size_bytes:
+        raise InvalidRequestError(f"chunks.{field}", len(packed), fix)
 
 
 def _deviations(packed: bytes, tokens: int) -> Scores | None:
     if not packed:
         return None
-    if len(packed) != 2 * tokens:
-        fix = f"two bytes for each of {tokens} tokens"
-        raise InvalidRequestError("chunks.deviations", len(packed), fix)
+    _check_size("deviations", packed, 2 * tokens, f"two bytes for each of {tokens} tokens")
     values = np.frombuffer(packed, "<f2").astype(np.float32)
     if not (np.isfinite(values) & ((values >= 0) | (values == UNKNOWN))).all():
         fix = "finite, not negative; -1 for tokens that were not measured"
         raise InvalidRequestError("chunks.deviations", "no such deviations", fix)
     return values
-
-
-def _attention(packed: bytes, tokens: int) -> Scores | None:
-    if not packed:
-        return None
-    if len(packed) != tokens:
-        fix = f"a byte for each of {tokens} tokens"
-        raise InvalidRequestError("chunks.query_attention", len(packed), fix)
-    return np.frombuffer(packed, np.uint8).astype(np.float32)
-
-
-def _product(deviations: Scores, attention: Scores) -> Scores:
-    """Return deviation times attention, -1 where the deviation was not measured."""
-    return np.where(deviations >= 0, deviations * attention, np.float32(UNKNOWN))
-
-
-def _check_selected(packed: bytes, tokens: int) -> None:
-    if not packed:
-        return
-    if len(packed) != -(-tokens // 8):
-        fix = f"a bit for each of {tokens} tokens, in whole bytes"
-        raise InvalidRequestError("chunks.selected", len(packed), fix)
-    if tokens % 8 and packed[-1] >> tokens % 8:
-        fix = f"no bits behind that of the last of {tokens} tokens"
-        raise InvalidRequestError("chunks.selected", packed[-1], fix)
 
 
 def _context(message: pb.ChunkReport, tokens: int) -> tuple[Context, ...]:

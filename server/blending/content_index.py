@@ -1,4 +1,4 @@
-"""Chunks by what they say, whatever stood before them, and what engines reported of them."""
+"""Chunks by their content, whatever is before it, and what engines reported of them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from kvstore.server.blending.scores import (
 )
 from kvstore.server.index.access_log import Asked
 from kvstore.server.index.hints import UNKNOWN_CONTENT, PutInfo
-from kvstore.server.index.holds import Lease
-from kvstore.server.index.results import LeaseTerms
+from kvstore.server.index.holds import Lease, LeaseTerms
 from kvstore.server.index.state import CatalogState
 
 MAX_VARIANTS = 5
@@ -53,7 +52,7 @@ MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
 
 GAVE_WAY_PRIORITY = NO_PRIORITY // 2
-"""Of a variant that gave way to better ones; engines' words come before it."""
+"""Of a variant that gave way to better ones; what engines rank comes before it."""
 
 _MEMORY = "cpu"
 _EWMA_WEIGHT = 0.25
@@ -61,7 +60,7 @@ _UNMEASURED = -1.0
 
 
 class Named(NamedTuple):
-    """A chunk as its frame names it: what was before it, what it says, and where it stood."""
+    """A chunk as its frame names it: what was before it, its content and its place."""
 
     key: ChunkKey
     parent: ChainDigest
@@ -96,7 +95,7 @@ class Measured(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What reports and uses told of one variant: what is kept over a restart."""
+    """What is known of one variant from reports and uses: it is kept over a restart."""
 
     key: ChunkKey
     impact: float
@@ -134,20 +133,22 @@ class ContentIndex:
         self._uses, self._overlaps = array("f", [0]), array("f", [0])
         self._impacts, self._deviations = array("f", [0]), array("f", [0])
         self._reports = array("I", [0])
+        self._columns = (
+            self._content_rows, self._next, self._positions, self._born, self._tokens, self._uses,
+            self._overlaps, self._impacts, self._deviations, self._reports,
+        )  # fmt: skip
         self._masses: OrderedDict[int, tuple[Context, ...]] = OrderedDict()
         self._reported: OrderedDict[int, None] = OrderedDict()
         """The MAX_LEARNED rows that were reported on last."""
         self._recalled: dict[ChunkKey, Learned] = {}
-        """Learned before the last start, of variants that were not heard of since."""
+        """Learned before the last start, of variants that were not read since."""
         self._clock = 0
-
-    # --- what comes and goes
 
     def note(self, chunk: Named) -> ChunkKey | None:
         """A chunk came; return the variant that gave way to it, if one did."""
         if chunk.content == UNKNOWN_CONTENT or self._variants.find(chunk.key):
             return None
-        name = _name(chunk.key, chunk.content)
+        name = ChunkKey(chunk.key[:DIGEST_BYTES] + chunk.content)
         if not self._contents.find(name) and len(self._contents) >= self._limit:
             self.left_out += 1
             return None
@@ -174,30 +175,25 @@ class ContentIndex:
         if row == len(self._next):
             count = spare_rows(row)
             self._parents += bytes(count * DIGEST_BYTES)
-            for whole in (self._content_rows, self._next, self._positions, self._born):
-                whole.frombytes(bytes(4 * count))
-            for column in (self._tokens, self._reports):
+            for column in self._columns:
                 column.frombytes(bytes(4 * count))
-            for real in (self._uses, self._overlaps, self._impacts, self._deviations):
-                real.frombytes(bytes(4 * count))
 
     def _give_way(self, content: int) -> ChunkKey | None:
         rows = list(self._rows(content))
         if len(rows) <= MAX_VARIANTS:
             return None
-        stays = min(
-            rows,
-            key=lambda row: (self._parent(row) == ROOT, self._impacts[row], self._positions[row]),
-        )
-        rows.remove(stays)
-        goes = min(rows, key=lambda row: (self._saved(row), self._born[row]))
-        key = self._variants.key(goes)
+
+        def rank(row: int) -> tuple[bool, float, int]:
+            return self._parent(row) == ROOT, self._impacts[row], self._positions[row]
+
+        def saved(row: int) -> tuple[float, int]:
+            overhead = fix_overhead(self._impacts[row], self._overlaps[row])
+            return self._uses[row] * (1.0 - overhead), self._born[row]
+
+        rows.remove(min(rows, key=rank))
+        key = self._variants.key(min(rows, key=saved))
         self.forget(key)
         return key
-
-    def _saved(self, row: int) -> float:
-        overhead = fix_overhead(self._impacts[row], self._overlaps[row])
-        return self._uses[row] * (1.0 - overhead)
 
     def forget(self, key: ChunkKey) -> bool:
         """A chunk is gone from all tiers. Return whether it was a variant."""
@@ -208,10 +204,8 @@ class ContentIndex:
         if self._heads[content] == row:
             self._heads[content] = self._next[row]
         else:
-            for other in self._rows(content):
-                if self._next[other] == row:
-                    self._next[other] = self._next[row]
-                    break
+            before = next(one for one in self._rows(content) if self._next[one] == row)
+            self._next[before] = self._next[row]
         if not self._heads[content]:
             self._contents.remove(content)
         self._masses.pop(row, None)
@@ -222,9 +216,8 @@ class ContentIndex:
     def _rows(self, content: int) -> Iterator[int]:
         row = self._heads[content]
         while row:
-            following = self._next[row]
             yield row
-            row = following
+            row = self._next[row]
 
     def variants(self, space: Namespace, content: bytes) -> list[VariantInfo]:
         """Return the variants of *content*, those that came last first."""
@@ -239,22 +232,17 @@ class ContentIndex:
     def content(self, key: ChunkKey) -> bytes:
         """Return the content digest of a variant; UNKNOWN_CONTENT when it is none."""
         row = self._variants.find(key)
-        return (
-            self._contents.key(self._content_rows[row])[DIGEST_BYTES:] if row else UNKNOWN_CONTENT
-        )
+        return self._content(row) if row else UNKNOWN_CONTENT
+
+    def _content(self, row: int) -> bytes:
+        return self._contents.key(self._content_rows[row])[DIGEST_BYTES:]
 
     def _facts(self, row: int) -> VariantInfo:
         return VariantInfo(
-            self._variants.key(row),
-            self._parent(row),
-            self._tokens[row],
-            self._positions[row],
-            self._impacts[row],
-            self._deviations[row],
-            self._reports[row],
-            self._masses.get(row) or self._before(row),
-            row in self._masses,
-        )
+            self._variants.key(row), self._parent(row), self._tokens[row], self._positions[row],
+            self._impacts[row], self._deviations[row], self._reports[row],
+            self._masses.get(row) or self._before(row), row in self._masses,
+        )  # fmt: skip
 
     def _parent(self, row: int) -> ChainDigest:
         return ChainDigest(bytes(self._parents[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]))
@@ -271,18 +259,16 @@ class ContentIndex:
             row = self._variants.find(ChunkKey(space + parent))
             if not row:
                 break
-            content = self._contents.key(self._content_rows[row])[DIGEST_BYTES:]
-            found.append(Context(content, self._tokens[row], float(self._tokens[row])))
-            left -= self._tokens[row]
+            tokens = self._tokens[row]
+            found.append(Context(self._content(row), tokens, float(tokens)))
+            left -= tokens
             parent = self._parent(row)
         if left > 0:
             found.append(Context(UNKNOWN_CONTENT, left, float(left)))
         return found[::-1]
 
-    # --- what is learned
-
     def used(self, key: ChunkKey, overlap: float) -> None:
-        """A variant was given out where so much of its context was there, too."""
+        """A variant was given out where this share of its context was there, too."""
         row = self._variants.find(key)
         if row:
             self._uses[row] += 1.0
@@ -294,34 +280,30 @@ class ContentIndex:
         if not row:
             return False
         self._reports[row] += 1
-        self._remember(row)
         if measured.deviation >= 0:
             before = self._deviations[row]
             step = _EWMA_WEIGHT * (measured.deviation - before)
             self._deviations[row] = measured.deviation if before < 0 else before + step
-        if measured.context:
-            self._impacts[row] = context_impact(
-                measured.context, measured.intra_mass, self._tokens[row]
-            )
-            self._keep_masses(row, tuple(measured.context))
+        if context := tuple(measured.context):
+            self._impacts[row] = context_impact(context, measured.intra_mass, self._tokens[row])
+        self._remember(row, context)
         return True
 
-    def _keep_masses(self, row: int, context: tuple[Context, ...]) -> None:
-        self._masses[row] = context
-        self._masses.move_to_end(row)
-        if len(self._masses) > MAX_MASSES:
-            self._masses.popitem(last=False)
-
-    def _remember(self, row: int) -> None:
+    def _remember(self, row: int, context: tuple[Context, ...]) -> None:
+        """Count a row as reported on last, with the attention that was reported, if any was."""
         self._reported[row] = None
         self._reported.move_to_end(row)
         if len(self._reported) > MAX_LEARNED:
             self._reported.popitem(last=False)
+        if context:
+            self._masses[row] = context
+            self._masses.move_to_end(row)
+            if len(self._masses) > MAX_MASSES:
+                self._masses.popitem(last=False)
 
     def learned(self) -> list[Learned]:
-        """Return what reports told, of the variants reported on last, the latest last.
-
-        What an earlier run learned of chunks that were not read yet comes first.
+        """Return what is known from reports, of the variants reported on last, the latest last;
+        first what an earlier run learned of chunks that were not read yet.
         """
         found = list(self._recalled.values())
         found += [
@@ -347,9 +329,7 @@ class ContentIndex:
         self._impacts[row], self._deviations[row] = known.impact, known.deviation
         self._overlaps[row], self._uses[row] = known.overlap, known.uses
         self._reports[row] = known.reports
-        self._remember(row)
-        if known.context:
-            self._keep_masses(row, known.context)
+        self._remember(row, known.context)
 
     @property
     def content_count(self) -> int:
@@ -363,13 +343,8 @@ class ContentIndex:
         return self._variants.find(key) != NO_ROW
 
 
-def _name(key: ChunkKey, content: bytes) -> ChunkKey:
-    """Return what a content is called in the namespace of *key*."""
-    return ChunkKey(key[:DIGEST_BYTES] + content)
-
-
 class AskedChunk(NamedTuple):
-    """A chunk of a prompt. ``key`` is empty where what is before it is not known."""
+    """A chunk of a prompt. *key* is empty where what is before it is not known."""
 
     key: ChunkKey
     content: bytes
@@ -377,7 +352,7 @@ class AskedChunk(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A chunk that can be read: *source* is the place of its tier among those asked for."""
+    """A chunk that can be read: *source* is the place of its tier in the request."""
 
     facts: VariantInfo
     source: int
@@ -407,17 +382,14 @@ class Contents:
         self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
         """Chunks that others put and that came into memory: their frames say what they hold."""
 
-    def covers(self, tier: str) -> bool:
-        """Frames are looked at in memory only."""
-        return tier == _MEMORY
-
-    def stored(self, tier: str, info: ChunkInfo, put_info: PutInfo | None) -> None:
-        """Know a chunk by its content, or note that its frame is to be looked at."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
+        """Know a chunk by its content, or note that its frame in memory is to be read."""
         if put_info is not None:
+            (info,) = infos
             tokens = info.layout.tokens
             self._take_in(Named(info.key, info.parent, put_info.content, tokens, put_info.position))
-        elif tier == _MEMORY and info.key not in self.content_index:
-            self.unread.append(info.key)
+        elif tier == _MEMORY:
+            self.unread += [info.key for info in infos if info.key not in self.content_index]
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """Forget a chunk that is nowhere any more."""
@@ -451,60 +423,42 @@ class Contents:
             now_s = self._state.clock()
             found = []
             for chunk in chunks:
-                exact = self._itself(chunk, least, tiers, now_s)
-                others: list[Candidate] = []
-                if exact is None and approximate:
-                    others = self._others(space, chunk, least, tiers, now_s)
-                priority = b""
-                if others:
-                    priority = self._priorities.levels(space + chunk.content)
-                found.append(Matches(exact is not None, [exact] if exact else others, priority))
+                exact = self._candidate(chunk.key, None, least, tiers, now_s)
+                if exact is not None and exact.facts.tokens == chunk.tokens:
+                    found.append(Matches(True, [exact], b""))
+                    continue
+                variants = self.content_index.variants(space, chunk.content) if approximate else []
+                placed = (
+                    self._candidate(one.key, one, least, tiers, now_s)
+                    for one in variants
+                    if one.tokens == chunk.tokens
+                )
+                others = [one for one in placed if one is not None]
+                priority = self._priorities.levels(space + chunk.content) if others else b""
+                found.append(Matches(False, others, priority))
             return found
 
-    def _itself(
-        self, chunk: AskedChunk, least: Fidelity, tiers: Sequence[str | None], now_s: float
-    ) -> Candidate | None:
-        if not chunk.key:
-            return None
-        placed = self._placed(chunk.key, least, tiers, now_s)
-        if placed is None:
-            return None
-        source, size, fidelity, row = placed
-        if self._state.index.tokens(row) != chunk.tokens:
-            return None
-        known = self.content_index.facts(chunk.key)
-        if known is None:
-            parent = self._state.index.info(self._state.index.holders(row)[0], row).parent
-            known = VariantInfo(chunk.key, parent, chunk.tokens, 0, 0.0, -1.0, 0, ())
-        return Candidate(known, source, size, fidelity)
-
-    def _others(
+    def _candidate(
         self,
-        space: Namespace,
-        chunk: AskedChunk,
+        key: ChunkKey,
+        facts: VariantInfo | None,
         least: Fidelity,
         tiers: Sequence[str | None],
         now_s: float,
-    ) -> list[Candidate]:
-        found = []
-        for facts in self.content_index.variants(space, chunk.content):
-            placed = self._placed(facts.key, least, tiers, now_s)
-            if placed is not None and facts.tokens == chunk.tokens:
-                found.append(Candidate(facts, *placed[:3]))
-        return found
-
-    def _placed(
-        self, key: ChunkKey, least: Fidelity, tiers: Sequence[str | None], now_s: float
-    ) -> tuple[int, int, Fidelity, int] | None:
-        """Return the first of *tiers* that has the chunk, its bytes there, and its row."""
-        row = self._state.index.row(key)
+    ) -> Candidate | None:
+        """Return the chunk on the first of *tiers* that has it; None where none does."""
+        index = self._state.index
+        row = index.row(key) if key else 0
         if not row or self._state.metadata.hints.is_expired(row, now_s):
             return None
-        holders = self._state.index.holders(row, least)
+        holders = index.holders(row, least)
         for source, tier in enumerate(tiers):
             if tier in holders:
-                info = self._state.index.info(tier, row)
-                return source, info.size_bytes, info.fidelity, row
+                info = index.info(tier, row)
+                facts = facts or self.content_index.facts(key)
+                if facts is None:  # its frame is not read yet
+                    facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
+                return Candidate(facts, source, info.size_bytes, info.fidelity)
         return None
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
@@ -514,20 +468,17 @@ class Contents:
         """
         with self._state.lock:
             known = list(dict.fromkeys(key for key in keys if self._state.index.row(key)))
-            if not known:
-                return None
-            return self._state.holds.leases.grant(
-                terms.session_id, known, self._state.clock() + terms.ttl_s
-            )
+            until = self._state.clock() + terms.ttl_s
+            return self._state.holds.leases.grant(terms.session_id, known, until) if known else None
 
     def chose(self, chosen: Sequence[tuple[ChunkKey, float]]) -> None:
-        """Variants were given out, each with how much of its context was there, too."""
+        """Variants were given out, each where this share of its context was there, too."""
         with self._state.lock:
             for key, overlap in chosen:
                 self.content_index.used(key, overlap)
             keys = [key for key, _ in chosen]
             rows = [row for key in keys if (row := self._state.index.row(key))]
-            # The policies are told that they were used, the history not: it counts prompts.
+            # For the policies, not the history, which counts prompts.
             event = Asked(np.array(rows, np.intp), keys, self._state.clock(), is_again=True)
             self._state.access_log.note(event)
         self._state.news.set()
@@ -539,16 +490,16 @@ class Contents:
         return [0 if one is None else one.tokens for one in found]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
-        """Take in what engines measured of variants; those that are gone by now are passed over.
+        """Take in what engines measured of variants that are here still.
 
         Scores: (tokens), -1 for those that were not measured.
         """
         with self._state.lock:
-            contents, priorities = self.content_index, self._priorities
             self.report_count += 1
             for key, measured, scores in reports:
-                if contents.report(key, measured) and scores is not None:
-                    priorities.note(key[:DIGEST_BYTES] + contents.content(key), scores)
+                if self.content_index.report(key, measured) and scores is not None:
+                    content = self.content_index.content(key)
+                    self._priorities.note(key[:DIGEST_BYTES] + content, scores)
 
     def learned(self) -> list[Learned]:
         """Return what engines reported of variants, of those reported on last."""
@@ -561,7 +512,7 @@ class Contents:
             self.content_index.recall(rows)
 
     def name(self, chunk: Named) -> None:
-        """A frame was read that says what its chunk is; no word of one that is gone."""
+        """A frame was read that names its chunk; one that is gone is passed over."""
         with self._state.lock:
             if self._state.index.row(chunk.key):
                 self._take_in(chunk)
@@ -584,6 +535,5 @@ class Contents:
     def counts(self) -> tuple[int, int, int, int]:
         """Return how many contents and variants there are, contents left out, priorities' bytes."""
         with self._state.lock:
-            contents = self.content_index
-            size = self._priorities.size_bytes
+            contents, size = self.content_index, self._priorities.size_bytes
             return contents.content_count, len(contents), contents.left_out, size

@@ -1,4 +1,4 @@
-"""The ContentReader: learns from frames what chunks say that were not put here since the start."""
+"""The ContentReader: learns the content of chunks that were not put here since the start."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.tiering.tier_slot import TierSlot
 
 STEP_S = 0.05
-"""How long a step reads at most, so that whoever calls it can do other things, too."""
+"""How long a step reads at most, so that its caller can do other things, too."""
 
 
 class ContentReader:
     """Reads headers of chunks whose content is not known: those that the last of *slots* kept
     over a restart, the latest first, and those that other nodes put and that came into memory.
 
-    Indexes say nothing of contents, frames do; each is read from the first of *slots* that has
-    it. For one thread. *clock* returns seconds; at most *limit* chunks are read of a restart's.
+    Only frames have the content; each is read from the first of *slots* that has it. For one
+    thread. *clock* returns seconds; at most *limit* chunks are read of a restart's.
     """
 
     def __init__(
@@ -43,11 +43,9 @@ class ContentReader:
         """Read some headers; False once there are none left."""
         until = self._clock() + STEP_S
         while self._clock() < until:
-            key = self._contents.next_unread()
+            key = self._contents.next_unread() or (self._left.pop() if self._left else None)
             if key is None:
-                if not self._left:
-                    return False
-                key = self._left.pop()
+                return False
             self._read(key)
         return True
 

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvstore.codecs.base import boundless_codecs
 from kvstore.proto.blend import ACCURACY_TAG, GateView, accuracy_tag
@@ -17,7 +17,7 @@ from kvstore.server.settings.values import MAX_RATIO, GateTerms
 from kvstore.server.telemetry.metrics import Counters
 
 MAX_GATES = 1024
-"""Models and tags that are told apart; of one more, one that is closed is forgotten, if any is."""
+"""Models and tags with a gate; of one more, one that is closed is forgotten, if any is."""
 
 TRIALS = 64
 """Full prefills that are compared before a gate opens."""
@@ -27,7 +27,7 @@ LEAST_TRIAL_TOKENS = 16
 
 RAISE = 1.5
 SETTLED_SHADOWS = 4
-"""Comparisons at one ratio before anything follows from them."""
+"""Comparisons at one ratio before they raise it."""
 
 EAGER_REQUESTS = 8
 """After every change or bad comparison n more requests pass, and one is compared with the chance
@@ -42,11 +42,14 @@ UNKNOWN = -1.0
 GateName: TypeAlias = tuple[bytes, str]
 """Namespace, so tenant and model, and tag."""
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """One comparison: KL(full || blended) a token in nats, the share of tokens whose most likely
-    one agrees, of those with a clear one, over how many tokens, and the share that was recomputed.
+    """One comparison: KL(full || blended) a token in nats, the share of tokens with the same most
+    likely one, of those with a clear one, the tokens, and the share that was recomputed.
     """
 
     divergence: float
@@ -78,13 +81,6 @@ class Permit(NamedTuple):
     is_shadow: bool
 
 
-class RequestCounts(NamedTuple):
-    """Requests, trials left out, that a gate let through, and those for which it was closed."""
-
-    let_through: int
-    kept_out: int
-
-
 class Gates:
     """All gates, by name. Thread-safe. *draw* returns numbers from 0 to below 1.
 
@@ -105,18 +101,14 @@ class Gates:
         self._gates: OrderedDict[GateName, GateState] = OrderedDict()
         self._models: OrderedDict[bytes, str] = OrderedDict()
         """What models are called, by namespace."""
-        self._requests: OrderedDict[GateName, RequestCounts] = OrderedDict()
+        self._requests: OrderedDict[GateName, tuple[int, int]] = OrderedDict()
+        """Requests, trials left out, that were let through, and those for which it was closed."""
         self.changes = 0
         """How often a gate opened, closed or changed its ratio."""
         self.closed = 0
         """How often one that was open closed."""
         # Guards the five above; held for dictionary operations only.
         self._lock = threading.Lock()
-
-    def state(self, name: GateName) -> GateState:
-        """Return a gate; one that nobody knows is closed."""
-        with self._lock:
-            return self._state(name)
 
     def _state(self, name: GateName) -> GateState:
         known = self._gates.get(name)
@@ -140,22 +132,14 @@ class Gates:
                 is_shadow = self._draw() < max(self.terms.shadow_share, eager)
                 permit = Permit(gate, may_pass=True, is_shadow=is_shadow)
             self._count(name, permit)
-            self._name_model(name, model)
+            _put_latest(self._models, name[0], model)
         self._counters.add("blend_let_through" if permit.may_pass else "blend_kept_out")
         return permit
 
     def _count(self, name: GateName, permit: Permit) -> None:
-        through, out = self._requests.pop(name, RequestCounts(0, 0))
-        counts = RequestCounts(through + permit.may_pass, out + (not permit.may_pass))
-        self._requests[name] = counts
-        if len(self._requests) > MAX_GATES:
-            self._requests.popitem(last=False)
-
-    def _name_model(self, name: GateName, model: str) -> None:
-        self._models.pop(name[0], None)
-        self._models[name[0]] = model
-        if len(self._models) > MAX_GATES:
-            self._models.popitem(last=False)
+        through, out = self._requests.get(name, (0, 0))
+        counts = through + permit.may_pass, out + (not permit.may_pass)
+        _put_latest(self._requests, name, counts)
 
     def record(
         self, name: GateName, shadow: Shadow | None, speedup: float = UNKNOWN, model: str = ""
@@ -164,7 +148,9 @@ class Gates:
         with self._lock:
             changes, closed = self.changes, self.closed
             gate = self._state(name)
-            is_counted = shadow is not None and self._counts(gate, shadow)
+            is_counted = False
+            if shadow is not None and shadow.ratio >= gate.ratio - 1e-3:
+                is_counted = gate.is_open or shadow.tokens >= LEAST_TRIAL_TOKENS
             if speedup >= 0:
                 before = gate.speedup if gate.speedup >= 0 else speedup
                 gate = replace(gate, speedup=before + _EWMA_WEIGHT * (speedup - before))
@@ -172,51 +158,43 @@ class Gates:
                 gate = self._watched(gate, shadow) if gate.is_open else self._tried(gate, shadow)
             if is_counted or name in self._gates:
                 self._keep(name, gate)
-            self._name_model(name, model)
+            _put_latest(self._models, name[0], model)
             changes, closed = self.changes - changes, self.closed - closed
         self._counters.add("blend_shadows", shadow is not None)
         self._counters.add("blend_gate_changes", changes)
         self._counters.add("blend_gates_closed", closed)
         return gate
 
-    def _counts(self, gate: GateState, shadow: Shadow) -> bool:
-        is_long = gate.is_open or shadow.tokens >= LEAST_TRIAL_TOKENS
-        return is_long and shadow.ratio >= gate.ratio - 1e-3
-
-    def _mixed(self, gate: GateState, shadow: Shadow) -> GateState:
-        """Return the gate with one more comparison in its means."""
+    def _watched(self, gate: GateState, shadow: Shadow) -> GateState:
+        """Return an open gate with one more comparison in its means."""
         terms = self.terms
         agreement, divergence = gate.agreement, gate.divergence
         if not gate.shadows:  # begun in the middle of the bounds, so that no single one decides
             agreement, divergence = (1 + terms.min_agreement) / 2, terms.max_divergence / 2
         weight = _EWMA_WEIGHT * min(1.0, shadow.tokens / FULL_WEIGHT_TOKENS)
-        return replace(
+        gate = replace(
             gate,
             agreement=agreement + weight * (shadow.agreement - agreement),
             divergence=divergence + weight * (shadow.divergence - divergence),
             shadows=gate.shadows + 1,
+            asked=gate.asked if self._is_good(shadow.agreement, shadow.divergence) else 0,
         )
-
-    def _watched(self, gate: GateState, shadow: Shadow) -> GateState:
-        gate = self._mixed(gate, shadow)
-        if not self._is_good(shadow.agreement, shadow.divergence):
-            gate = replace(gate, asked=0)
         if gate.shadows < SETTLED_SHADOWS or self._is_good(gate.agreement, gate.divergence):
             return gate
         return self._raised(gate)
 
     def _tried(self, gate: GateState, shadow: Shadow) -> GateState:
         """Take in a trial: plain means, as all of them are at one ratio."""
-        count = gate.shadows
-        agreement, divergence = (gate.agreement, gate.divergence) if count else (0.0, 0.0)
+        count = gate.shadows + 1
+        agreement, divergence = (gate.agreement, gate.divergence) if count > 1 else (0.0, 0.0)
         gate = replace(
             gate,
-            agreement=agreement + (shadow.agreement - agreement) / (count + 1),
-            divergence=divergence + (shadow.divergence - divergence) / (count + 1),
-            shadows=count + 1,
-            why=f"calibrating: {count + 1} of {TRIALS} trials",
+            agreement=agreement + (shadow.agreement - agreement) / count,
+            divergence=divergence + (shadow.divergence - divergence) / count,
+            shadows=count,
+            why=f"calibrating: {count} of {TRIALS} trials",
         )
-        if gate.shadows < TRIALS:
+        if count < TRIALS:
             return gate
         if not self._is_good(gate.agreement, gate.divergence):
             return self._raised(gate)
@@ -225,32 +203,28 @@ class Gates:
 
     def _raised(self, gate: GateState) -> GateState:
         """Recompute more, or close when that were too much."""
-        found = f"agreement {gate.agreement:.3f}, divergence {gate.divergence:.3g}"
+        found = (
+            f"{gate.ratio:.3g}: agreement {gate.agreement:.3f}, divergence {gate.divergence:.3g}"
+        )
         ratio = gate.ratio * RAISE
         self.changes += 1
+        gate = replace(gate, shadows=0, asked=0)
         if 0 < ratio <= MAX_RATIO:
-            why = f"raised from {gate.ratio:.3g}: {found}"
-            return replace(gate, ratio=ratio, shadows=0, asked=0, why=why)
+            return replace(gate, ratio=ratio, why=f"raised from {found}")
         self.closed += gate.is_open
-        why = f"closed at {gate.ratio:.3g}: {found}"
-        ratio = min(gate.ratio, self.terms.ratio)
-        return replace(
-            gate, is_open=False, ratio=ratio, shadows=0, asked=0, why=why, is_calibrated=False
-        )
+        ratio, why = min(gate.ratio, self.terms.ratio), f"closed at {found}"
+        return replace(gate, is_open=False, is_calibrated=False, ratio=ratio, why=why)
 
     def _is_good(self, agreement: float, divergence: float) -> bool:
-        terms = self.terms
-        return agreement >= terms.min_agreement and divergence <= terms.max_divergence
+        bounds = self.terms
+        return agreement >= bounds.min_agreement and divergence <= bounds.max_divergence
 
     def _keep(self, name: GateName, gate: GateState) -> None:
         self._gates[name] = gate
         self._gates.move_to_end(name)
         if len(self._gates) > MAX_GATES:
-            names = iter(self._gates)
-            shut = (one for one in names if not self._gates[one].is_open and one != name)
+            shut = (one for one in self._gates if not self._gates[one].is_open and one != name)
             del self._gates[next(shut, next(iter(self._gates)))]
-
-    # --- what is shown
 
     def view(self, name: GateName) -> GateView:
         """Return one gate as clients and operators see it."""
@@ -283,8 +257,6 @@ class Gates:
         with self._lock:
             return sum(gate.is_open for gate in self._gates.values())
 
-    # --- over a restart
-
     def save(self) -> list[tuple[GateName, str, GateState]]:
         """Return the gates that are open, with their models' names."""
         with self._lock:
@@ -298,9 +270,17 @@ class Gates:
         """Open gates that an earlier run had open, watched as if just opened; return how many."""
         with self._lock:
             for name, model, gate in saved[:MAX_GATES]:
-                self._name_model(name, model)
+                _put_latest(self._models, name[0], model)
                 self._keep(name, replace(gate, asked=0, shadows=0))
             return len(self._gates)
 
     def __len__(self) -> int:
         return len(self._gates)
+
+
+def _put_latest(table: OrderedDict[Key, Value], key: Key, value: Value) -> None:
+    """Put *key* last; of more than MAX_GATES the first goes."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > MAX_GATES:
+        table.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Blending: what stands in for the segments of a prompt, and what engines say it was worth."""
+"""Blending: stored chunks for the segments of a prompt, and engines' reports of their worth."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kvstore.server.blending.content_index import (
 )
 from kvstore.server.blending.gates import Gates, Shadow
 from kvstore.server.blending.scores import NO_IMPACT, Scores, fix_overhead, prefix_overlap
-from kvstore.server.index.results import LeaseTerms
+from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -65,15 +65,6 @@ class AskedSegment:
     approximate: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceTerms:
-    """The gate's ratio, how many variants of a chunk, and the engine's speed if it said."""
-
-    least_ratio: float
-    limit: int
-    prefill: PrefillModel | None
-
-
 class _Scored(NamedTuple):
     candidate: Candidate
     overlap: float
@@ -82,17 +73,25 @@ class _Scored(NamedTuple):
 
 
 class VariantChoice:
-    """One answer to a Resolve. Segments are to come in the order of the prompt.
+    """One answer to a Resolve, its segments in the order of the prompt.
 
-    *places* says where each content is first in the prompt, by chunk.
+    *places*: where each content is first in the prompt, by chunk. *limit*: variants of a chunk.
+    *least_ratio* is the gate's, *prefill* the engine's speed, if it is known.
     """
 
     def __init__(
-        self, sources: Sequence[TierSlot], places: Mapping[bytes, int], terms: ChoiceTerms
+        self,
+        sources: Sequence[TierSlot],
+        places: Mapping[bytes, int],
+        least_ratio: float,
+        limit: int,
+        prefill: PrefillModel | None,
     ) -> None:
         self._sources = sources
         self._places = places
-        self._terms = terms
+        self._least_ratio = least_ratio
+        self._limit = limit
+        self._prefill = prefill
         self._chunks_before = 0
         self._chosen = ChunkKey(b"")
 
@@ -102,27 +101,19 @@ class VariantChoice:
         With the engine's speed, no variants where loading and repairing them takes as long as
         computing.
         """
-        picked: list[list[_Scored]] = []
-        for one in found:
-            scored = self._scored(one)[: self._terms.limit]
-            self._chosen = scored[0].candidate.facts.key if scored else ChunkKey(b"")
-            self._chunks_before += 1
-            picked.append(scored)
+        picked = [self._scored(one) for one in found]
         stand_ins = [
             (chunk.tokens, scored[0])
             for chunk, one, scored in zip(asked.chunks, found, picked, strict=True)
             if scored and not one.is_exact
         ]
         ratio = self._ratio(stand_ins)
-        named = True
-        recompute_ms = UNKNOWN
-        if self._terms.prefill is not None:
-            recompute_ms = 1e3 * self._terms.prefill.seconds(asked.stop - asked.start, asked.start)
-            named = self._is_worth_it(stand_ins, ratio, asked.start, self._terms.prefill)
-        if not named:
-            picked = [
-                scored if one.is_exact else [] for one, scored in zip(found, picked, strict=True)
-            ]
+        recompute_ms, prefill = UNKNOWN, self._prefill
+        if prefill is not None:
+            recompute_ms = 1e3 * prefill.seconds(asked.stop - asked.start, asked.start)
+            if not self._is_worth_it(stand_ins, ratio, asked.start, prefill):
+                pairs = zip(found, picked, strict=True)
+                picked = [scored if one.is_exact else [] for one, scored in pairs]
         load_ms = self._load_ms([scored[0].candidate for scored in picked if scored])
         chunks, start = [], asked.start
         for chunk, one, scored in zip(asked.chunks, found, picked, strict=True):
@@ -131,7 +122,7 @@ class VariantChoice:
         return ResolvedSegment(tuple(chunks), ratio, load_ms, recompute_ms)
 
     def _scored(self, found: Matches) -> list[_Scored]:
-        """Return the candidates, the one of which least has to be recomputed first.
+        """Return the best candidates for the next chunk: first what has least to be recomputed.
 
         Behind all others those that began their prompts, which carry its attention sink. Of equal
         ones that which goes on from the chunk chosen before, then the fastest to load.
@@ -151,7 +142,10 @@ class VariantChoice:
             is_first = facts.parent == ROOT
             return is_first, round(one.overhead, 4), facts.parent != came_from, one.load_ms
 
-        return sorted(scored, key=order)
+        scored = sorted(scored, key=order)[: self._limit]
+        self._chosen = scored[0].candidate.facts.key if scored else ChunkKey(b"")
+        self._chunks_before += 1
+        return scored
 
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
         """Return the share to recompute: the gate's; where attention was measured, by CFO, no less.
@@ -159,7 +153,7 @@ class VariantChoice:
         The gate's ratio is what was found good enough for chunks of any context, so it sets
         equation 12's factor: what depends least on a context that is gone has just that.
         """
-        least = self._terms.least_ratio
+        least = self._least_ratio
         tokens = sum(count for count, _ in stand_ins)
         if not tokens:
             return least
@@ -195,22 +189,21 @@ class VariantChoice:
         variants = []
         for candidate, overlap, overhead, load_ms in scored:
             facts = candidate.facts
-            variants.append(
-                Variant(
-                    digest=ChainDigest(facts.key[DIGEST_BYTES:]),
-                    parent=facts.parent,
-                    position=start if found.is_exact else facts.position,
-                    tier=self._sources[candidate.source].name,
-                    load_ms=load_ms,
-                    size_bytes=candidate.size_bytes,
-                    fidelity=candidate.fidelity,
-                    context_impact=UNKNOWN if found.is_exact else facts.impact,
-                    overlap=overlap,
-                    fix_overhead=overhead,
-                    deviation=facts.deviation,
-                    reports=facts.reports,
-                )
+            variant = Variant(
+                digest=ChainDigest(facts.key[DIGEST_BYTES:]),
+                parent=facts.parent,
+                position=start if found.is_exact else facts.position,
+                tier=self._sources[candidate.source].name,
+                load_ms=load_ms,
+                size_bytes=candidate.size_bytes,
+                fidelity=candidate.fidelity,
+                context_impact=UNKNOWN if found.is_exact else facts.impact,
+                overlap=overlap,
+                fix_overhead=overhead,
+                deviation=facts.deviation,
+                reports=facts.reports,
             )
+            variants.append(variant)
         is_exact = found.is_exact and bool(variants)
         return ResolvedChunk(is_exact, tuple(variants), found.priority if variants else b"")
 
@@ -221,7 +214,7 @@ CountReady: TypeAlias = Callable[[Session, Sequence[ChunkKey], float, Fidelity],
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a Resolve asks. ``deadline`` is a point on the server's clock."""
+    """A Resolve, checked. ``deadline`` is a point on the server's clock."""
 
     segments: tuple[AskedSegment, ...]
     tag: str
@@ -234,8 +227,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a ReportReuse says, checked. ``chunks``: variants, what was measured of each, and the
-    scores of their tokens, (tokens), -1 for those that were not measured.
+    """A ReportReuse, checked. ``chunks``: variants, what was measured of each, and the scores of
+    their tokens, (tokens), -1 for those that were not measured.
     """
 
     tag: str
@@ -270,26 +263,24 @@ class Blending:
         self._lease_ttl_ms = lease_ttl_ms
         self.tier_names = tuple(slot.name for slot in moves.tiers.sources)
 
-    # --- resolve
-
     def resolve(self, session: Session, question: Question) -> Resolution:
-        """Say what there is of each segment, and lease it. Raises QuotaExceededError.
+        """Return what there is of each segment, and lease it. Raises QuotaExceededError.
 
         A chunk that is here as the very prompt has it is exact. Of others the variants follow,
         if the request opts in, its gate is open, and loading and repairing them is faster than
         computing; the first is the one of which least has to be recomputed.
         """
         _check_kinds(session)
-        is_open, is_shadow, gate = False, False, self.gates.view((session.namespace, question.tag))
+        name, model = (session.namespace, question.tag), session.representation.model_id
+        is_open, is_shadow, gate = False, False, self.gates.view(name)
         if any(one.approximate for one in question.segments):
-            name, model = (session.namespace, question.tag), session.representation.model_id
             permit = self.gates.admit(name, trial=question.is_trial, model=model)
             is_open, is_shadow = permit.may_pass, permit.is_shadow
         prefix = self._exact_prefix(session, question)
-        count = sum(len(one.chunks) for one in question.segments)
-        limit = min(question.max_variants, max(1, MAX_NAMED // max(1, count)))
-        terms = ChoiceTerms(gate.ratio, limit, question.prefill)
-        choice = VariantChoice(self._sources, _places(question.segments), terms)
+        contents = [chunk.content for one in question.segments for chunk in one.chunks]
+        limit = min(question.max_variants, max(1, MAX_NAMED // max(1, len(contents))))
+        places = {content: place for place, content in reversed(list(enumerate(contents)))}
+        choice = VariantChoice(self._sources, places, gate.ratio, limit, question.prefill)
         segments = [
             choice.segment(
                 one, self._found(session, question, one, approximate=one.approximate and is_open)
@@ -325,18 +316,14 @@ class Blending:
     ) -> list[Matches]:
         tiers = [None if slot.breaker.is_open else slot.name for slot in self._sources]
         found: list[Matches] = []
+        space, least = session.namespace, question.least
         for start in range(0, len(asked.chunks), CHUNKS_AT_ONCE):
-            found += self.contents.matches(
-                session.namespace,
-                asked.chunks[start : start + CHUNKS_AT_ONCE],
-                question.least,
-                tiers,
-                approximate=approximate,
-            )
+            some = asked.chunks[start : start + CHUNKS_AT_ONCE]
+            found += self.contents.matches(space, some, least, tiers, approximate=approximate)
         return found
 
     def _leased(self, session: Session, resolution: Resolution) -> Resolution:
-        """Lease what is named; what has gone meanwhile is named no more."""
+        """Lease what is named, and leave out what has gone meanwhile."""
         space = session.namespace
         every = [chunk for one in resolution.segments for chunk in one.chunks]
         keys = [ChunkKey(space + variant.digest) for chunk in every for variant in chunk.variants]
@@ -347,51 +334,39 @@ class Blending:
             replace(one, chunks=tuple(_kept(chunk, held, space) for chunk in one.chunks))
             for one in resolution.segments
         )
-        self._count(segments)
+        chunks = [chunk for one in segments for chunk in one.chunks]
         best = [
             (ChunkKey(space + chunk.variants[0].digest), chunk.variants[0].overlap)
-            for one in segments
-            for chunk in one.chunks
+            for chunk in chunks
             if chunk.variants and not chunk.is_exact
         ]
         if best:
             self.contents.chose(best)
-        if lease is None:
-            return replace(resolution, segments=segments)
-        return replace(
-            resolution,
-            segments=segments,
-            lease_id=lease.lease_id,
-            lease_ttl_ms=self._lease_ttl_ms,
-        )
-
-    def _count(self, segments: Sequence[ResolvedSegment]) -> None:
-        chunks = [chunk for one in segments for chunk in one.chunks]
-        exact = sum(chunk.is_exact for chunk in chunks)
         named = sum(bool(chunk.variants) for chunk in chunks)
         self._counters.add("blend_resolves")
-        self._counters.add("blend_exact_chunks", exact)
-        self._counters.add("blend_variant_chunks", named - exact)
+        self._counters.add("blend_exact_chunks", sum(chunk.is_exact for chunk in chunks))
+        self._counters.add("blend_variant_chunks", len(best))
         self._counters.add("blend_missing_chunks", len(chunks) - named)
-
-    # --- reports
+        if lease is None:
+            return replace(resolution, segments=segments)
+        ttl_ms, lease_id = self._lease_ttl_ms, lease.lease_id
+        return replace(resolution, segments=segments, lease_id=lease_id, lease_ttl_ms=ttl_ms)
 
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Return the tokens of each of *keys*; 0 for what is no variant here."""
         return self.contents.variant_tokens(keys)
 
     def report(self, session: Session, report: Report) -> GateView:
-        """Take in what an engine says; return the gate as it is then.
+        """Take in what an engine reports; return the gate as it is then.
 
-        With ACCURACY_TAG nothing is said, but asked: which codecs' gates are open.
+        With ACCURACY_TAG nothing is reported: return which codecs' gates are open.
         """
         if report.tag == ACCURACY_TAG:
             return self.gates.of_codecs(session.namespace)
         self.contents.reported(report.chunks)
         self._counters.add("blend_reports")
         shadow = None
-        if report.shadow is not None:
-            one = report.shadow
+        if (one := report.shadow) is not None:
             shadow = Shadow(one.divergence, one.agreement, one.tokens, report.ratio)
         name, model = (session.namespace, report.tag), session.representation.model_id
         self.gates.record(name, shadow, report.speedup, model)
@@ -404,12 +379,6 @@ def _check_kinds(session: Session) -> None:
     for kind in sorted(kinds.intersection(_PREFIX_ONLY)):
         fix = "its KV fits one prefix only; use Lookup"
         raise InvalidRequestError("representation", f"{kind.name} layers", fix)
-
-
-def _places(segments: Sequence[AskedSegment]) -> dict[bytes, int]:
-    """Return where each content of the prompt is first, by chunk."""
-    contents = [chunk.content for one in segments for chunk in one.chunks]
-    return {content: place for place, content in reversed(list(enumerate(contents)))}
 
 
 def _kept(chunk: ResolvedChunk, held: set[ChunkKey], space: bytes) -> ResolvedChunk:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +19,10 @@ from numpy.typing import NDArray
 from kvstore.proto.types import MAX_CHUNK_TOKENS
 
 UNKNOWN_IMPACT = 1.0
-"""The impact of a chunk of which nobody has reported: more than any measured one."""
+"""The impact of a chunk without reports: more than any measured one."""
 
 NO_IMPACT = 0.5
 """That of a chunk that attends to nothing before it: the least that equation 11 gives."""
-
-ALPHA = 1.0
-"""Equation 12's factor, for ranking. The paper tunes it; here the gate's ratio is what is tuned."""
 
 
 class Context(NamedTuple):
@@ -58,35 +56,27 @@ def prefix_overlap(context: Sequence[Context], places: Mapping[bytes, int], befo
     whole = sum(one.mass for one in context)
     if not whole:
         return 0.0
-    common = [
-        (places[one.content], one.mass)
-        for one in context
-        if places.get(one.content, before) < before
-    ]
-    share = min(1.0, sum(mass for _, mass in common) / whole)
-    return share * (1.0 - order_penalty([place for place, _ in common]))
+    common = [one for one in context if places.get(one.content, before) < before]
+    share = min(1.0, sum(one.mass for one in common) / whole)
+    return share * (1.0 - order_penalty([places[one.content] for one in common]))
 
 
 def order_penalty(places: Sequence[int]) -> float:
-    """Return gamma of equation 7: the share of pairs that stand in another order than before."""
-    count = len(places)
-    if count < 2:
-        return 0.0
-    discordant = sum(
-        places[first] > places[second]
-        for first in range(count)
-        for second in range(first + 1, count)
-    )
-    return discordant / (count * (count - 1) / 2)
+    """Return gamma of equation 7: the share of pairs that are in another order than before."""
+    pairs = [first > second for first, second in combinations(places, 2)]
+    return sum(pairs) / len(pairs) if pairs else 0.0
 
 
 def fix_overhead(impact: float, overlap: float) -> float:
-    """Return CFO of equation 12: the share of the chunk's tokens to recompute, 0 to 1."""
-    return min(1.0, max(0.0, ALPHA * impact * (1.0 - overlap)))
+    """Return CFO of equation 12: the share of the chunk's tokens to recompute, 0 to 1.
+
+    The paper tunes its factor; here that is 1, and the gate's ratio is tuned.
+    """
+    return min(1.0, max(0.0, impact * (1.0 - overlap)))
 
 
 MAX_PRIORITY_BYTES = 16 << 20
-"""Of all contents; those that nobody reported on for longest are forgotten."""
+"""Of all contents; those reported on longest ago are forgotten."""
 
 OVERHEAD_BYTES = 256
 """What a content takes beside its bytes, so that very short ones are bounded, too."""
@@ -108,7 +98,7 @@ class TokenPriorities:
     def __init__(self, limit_bytes: int = MAX_PRIORITY_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._levels: OrderedDict[bytes, Levels] = OrderedDict()
-        self._bytes = 0
+        self.size_bytes = 0
 
     def note(self, name: bytes, scores: Scores) -> None:
         """Take in the scores of one report; -1 for tokens that were not measured.
@@ -127,41 +117,25 @@ class TokenPriorities:
             return
         else:
             mixed = known.copy()
-            order = np.argsort(scores[measured], kind="stable")
-            places = np.flatnonzero(measured)
-            fresh = np.sort(known[places])
-            wanted = np.empty_like(fresh)
-            wanted[order] = fresh
-            mixed[places] = _mean(known[places], wanted)
+            before = known[measured]
+            wanted = np.empty_like(before)
+            wanted[np.argsort(scores[measured], kind="stable")] = np.sort(before)
+            mixed[measured] = _mean(before, wanted)
         self._keep(name, mixed)
 
     def _keep(self, name: bytes, levels: Levels) -> None:
         if name not in self._levels:
-            self._bytes += len(levels) + OVERHEAD_BYTES
+            self.size_bytes += len(levels) + OVERHEAD_BYTES
         self._levels[name] = levels
         self._levels.move_to_end(name)
-        while self._bytes > self._limit_bytes and self._levels:
+        while self.size_bytes > self._limit_bytes and self._levels:
             _, oldest = self._levels.popitem(last=False)
-            self._bytes -= len(oldest) + OVERHEAD_BYTES
+            self.size_bytes -= len(oldest) + OVERHEAD_BYTES
 
     def levels(self, name: bytes) -> bytes:
         """Return a byte for each token of a content; empty when nothing is known of it."""
         known = self._levels.get(name)
         return b"" if known is None else known.tobytes()
-
-    def forget(self, name: bytes) -> None:
-        """A content is gone."""
-        gone = self._levels.pop(name, None)
-        if gone is not None:
-            self._bytes -= len(gone) + OVERHEAD_BYTES
-
-    @property
-    def size_bytes(self) -> int:
-        """What they take."""
-        return self._bytes
-
-    def __len__(self) -> int:
-        return len(self._levels)
 
 
 def ranks(scores: Scores) -> Levels:

@@ -1,7 +1,7 @@
 """The PeerServer: what this server does for others of the fleet, within bounds.
 
 Others get what is in CPU memory and nothing else: no load is begun for them, no copy made, and
-no policy hears of it, as whoever reads a chunk often keeps it itself.
+no policy counts it, as a server that reads a chunk often keeps it itself.
 """
 
 from __future__ import annotations
@@ -9,37 +9,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kvstore.proto import bulk
 from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.values import GET_BYTES
 from kvstore.server.store.layered_reads import LayerPart
 from kvstore.server.tiering.moves import Moves
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLimits:
-    """For all peers together: ``requests`` at once, ``under_way_bytes`` of frames being sent."""
-
-    requests: int = 8
-    under_way_bytes: int = 8 * GET_BYTES
-    max_batch_chunks: int = 4096
-
-    @classmethod
-    def of(cls, config: Settings) -> PeerLimits:
-        """Return what other servers may have of this one."""
-        limits = config.limits
-        return cls(limits.peer_requests, limits.peer_bytes, limits.max_batch_chunks)
-
-
 class PeerServer:
-    """Answers finds and gets of peers from CPU memory. Thread-safe."""
+    """Answers finds and gets of peers from CPU memory, within *limits* for all of them together.
 
-    def __init__(self, moves: Moves, limits: PeerLimits) -> None:
+    Thread-safe.
+    """
+
+    def __init__(self, moves: Moves, limits: Limits) -> None:
         self._catalog = moves.catalog
         self._cpu = moves.tiers.cpu_tier
         self._counters = moves.counters
@@ -57,8 +44,8 @@ class PeerServer:
         limits = self._limits
         with self._lock:
             sums = (
-                ("peer_requests", self._requests + 1, limits.requests),
-                ("peer_bytes", self._under_way_bytes + size_bytes, limits.under_way_bytes),
+                ("peer_requests", self._requests + 1, limits.peer_requests),
+                ("peer_bytes", self._under_way_bytes + size_bytes, limits.peer_bytes),
             )
             past = [(name, limit) for name, value, limit in sums if value > limit]
             if not past:

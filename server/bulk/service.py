@@ -9,8 +9,9 @@ import math
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.proto import bulk
@@ -27,10 +28,11 @@ from kvstore.proto.row_mask import SkippedRows
 from kvstore.server.api.get_stream import frame_part, range_parts
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
-from kvstore.server.bulk.peer_server import PeerLimits, PeerServer
-from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver
+from kvstore.server.bulk.peer_server import PeerServer
+from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver, Sending
 from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.settings.limits import Limits
 from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
 from kvstore.server.store.reads import RangeRead
 from kvstore.server.store.store import Store
@@ -47,7 +49,7 @@ REFUSED_BYTES = 64 << 20
 YIELD_S = 0.001
 """Before a part for another server, while this one's own clients are sent frames."""
 METHODS: dict[type[bulk.Word], str] = {bulk.Get: "Get", bulk.Find: "Lookup", bulk.Put: "Put"}
-"""What of the service each word that asks is of, in the audit log."""
+"""The service's method for each word of a request, in the audit log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +64,12 @@ class Caller:
     of this one.
     """
     is_served: bool = False
+    sending: Sending | None = None
+    """A get whose reader takes nothing: it waits without a thread, under its lease."""
+    until: float = 0.0
+    """When that has lasted too long."""
+    context: Context = field(default_factory=copy_context)
+    """Of the get: its trace goes on in whatever thread does."""
 
     @property
     def is_client(self) -> bool:
@@ -81,12 +89,12 @@ class BulkService:
         sessions: SessionTable,
         checks: Checks,
         auth: SessionAuth,
-        peer_limits: PeerLimits,
+        limits: Limits,
     ) -> None:
         self.sessions = sessions
         self.clock = checks.clock
         self.auth = auth
-        self.peer_server = PeerServer(store.moves, peer_limits)
+        self.peer_server = PeerServer(store.moves, limits)
         self.tracing: Tracing | None = None
         self._store = store
         self._checks = checks
@@ -106,24 +114,24 @@ class BulkService:
 
     # --- gets
 
-    def get(self, caller: Caller, word: bulk.Get, payload: bytes) -> None:
+    def get(self, caller: Caller, word: bulk.Get, payload: bytes) -> Sending:
         """Answer a get with frames, in order, up to the first missing or late one, or with parts.
 
-        Return once their memory is in use no more, or the deadline is over.
+        Their memory is in use no more at its end.
         """
         if bool(word.flags & bulk.PEER) != caller.session.is_peer:
             raise PermissionDeniedError("flags: servers ask as servers, clients as clients")
-        sender = PartSender(caller.wire, word)
+        sender = PartSender(caller.wire, word, self.clock)
         try:
             session = self._admitted(caller, word, "OpenPeer" if caller.session.is_peer else "Get")
             if session.is_peer:
-                self._get_of_peer(caller, sender, payload)
+                yield from self._get_of_peer(caller, sender, payload)
             else:
                 _check_get_flags(word.flags)
                 deadline = self._checks.deadline(word.deadline_ms)
                 with self._own_get():
                     parts = self._parts(session, word, payload, deadline)
-                    sender.send_all(parts, deadline, has_short_part=True)
+                    yield from sender.send_all(parts, deadline, has_short_part=True)
         except KVStoreError as error:
             if sender.is_broken:
                 raise
@@ -133,7 +141,7 @@ class BulkService:
             raise TierUnavailableError("peer", "it did not take what it asked for")
         self._done(caller, word, sender.frames_sent)
 
-    def _get_of_peer(self, caller: Caller, sender: PartSender, payload: bytes) -> None:
+    def _get_of_peer(self, caller: Caller, sender: PartSender, payload: bytes) -> Sending:
         """Send what is in memory to another server, or to its client, which is a guest here."""
         word, guest = sender.word, caller.guest
         until = self.clock() + word.deadline_ms / 1000
@@ -147,7 +155,9 @@ class BulkService:
                 raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
         with admitted:
             parts = self.peer_server.parts(word.flags, payload)
-            sender.send_all(parts, until, self._yield_to_clients, has_short_part=guest is not None)
+            yield from sender.send_all(
+                parts, until, self._yield_to_clients, has_short_part=guest is not None
+            )
 
     def _yield_to_clients(self) -> None:
         if self._own_gets:
@@ -167,7 +177,7 @@ class BulkService:
     def _parts(
         self, session: Session, word: bulk.Get, digests: bytes, deadline: float
     ) -> Generator[LayerPart, None, None]:
-        """Yield what is asked for, under a lease. Each part's memory is lent until the next.
+        """Yield what is requested, under a lease. Each part's memory is lent until the next.
 
         With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
         ``unpack_skipped`` parse.
@@ -201,7 +211,7 @@ class BulkService:
     # --- finds and puts
 
     def find(self, caller: Caller, word: bulk.Find, payload: bytes) -> None:
-        """Answer another server, which asks what is in memory."""
+        """Report to another server what is in memory."""
         if caller.guest is not None or not caller.session.is_peer:
             raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
         try:
@@ -226,7 +236,7 @@ class BulkService:
             stream = PutStream(
                 self._store, self._checks, durable=durable, deadline_ms=word.deadline_ms
             )
-            with self._traced("Put"), stream:
+            with self._traced("Put"), closing(stream):
                 receiver.receive(stream)
                 results = stream.finish()
         except KVStoreError as error:
@@ -259,7 +269,7 @@ class BulkService:
 
     def _done(self, caller: Caller, word: bulk.Word, frames: int, payload: bytes = b"") -> None:
         self.note(caller, METHODS[type(word)], "OK", frames)
-        # A reader that asked for more than came in time gets to know of it.
+        # Of a get it has how much came in time.
         caller.wire.set_timeout(bulk.SILENCE_S)
         caller.wire.send(bulk.Done(word.request, frames), payload)
 
@@ -270,7 +280,7 @@ class BulkService:
 
 
 def refuse(wire: FramedSocket, word: bulk.Word, error: KVStoreError) -> None:
-    """Say that a request failed. Raises as ``FramedSocket.send``."""
+    """Report that a request failed. Raises as ``FramedSocket.send``."""
     wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))
 
 

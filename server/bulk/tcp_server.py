@@ -16,6 +16,7 @@ import ssl
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import NamedTuple
 
 import structlog
@@ -32,6 +33,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.framing import FramedSocket, word_bytes, word_of
 from kvstore.server.api.interceptors import known_errors
 from kvstore.server.bulk.service import METHODS, BulkService, Caller, refuse
+from kvstore.server.bulk.tcp_transfers import Sending
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, join_endpoint, parse_endpoint
@@ -39,7 +41,7 @@ from kvstore.server.settings.values import is_loopback, join_endpoint, parse_end
 HELLO_S = 4.0
 """For the handshake and the first word."""
 MAX_STRANGERS = 64
-"""Connections that have not said whose they are. For one more the first of those goes that came
+"""Connections that have not attached. For one more the first of those goes that came
 from the address with the most: none keeps the others out."""
 MAX_CLIENT_STREAMS = 512
 """And half of all at most, so that other servers find room."""
@@ -49,7 +51,7 @@ GUEST_STREAMS_PER_SESSION = 128
 MAX_STREAMS = 1024
 """And an eighth of the descriptors that are left, at most."""
 HELLO_THREADS = 2
-_SWEEP_S = 1.0
+_SWEEP_S = 0.5
 
 logger = structlog.get_logger(__name__)
 
@@ -124,7 +126,7 @@ class BulkServer:
         self._for_clients.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
             if not stream.is_served:
-                stream.wire.close()
+                self._end(stream)
         self._listener.close()
         os.close(self._wakeup)
 
@@ -141,8 +143,11 @@ class BulkServer:
                 with self._lock:
                     back, self._back = self._back, []
                 for one in back:
-                    ours = one.link if isinstance(one, Stranger) else one.wire
-                    waiting.register(ours, selectors.EVENT_READ, one)
+                    if isinstance(one, Stranger):
+                        waiting.register(one.link, selectors.EVENT_READ, one)
+                    else:
+                        sends = selectors.EVENT_WRITE if one.sending else selectors.EVENT_READ
+                        waiting.register(one.wire, sends, one)
                 if self._clock() - swept_at >= _SWEEP_S:
                     swept_at = self._clock()
                     self._sweep(waiting)
@@ -164,10 +169,10 @@ class BulkServer:
     def _serve_client(self, stream: Caller) -> None:
         """Hang up when all threads are at work: who is slow to take or to send keeps them so.
 
-        The client asks over gRPC then.
+        The client goes on over gRPC then.
         """
         with self._lock:
-            is_full = self._clients_served >= self.limits.client_threads
+            is_full = self._clients_served >= self.limits.client_threads and not stream.sending
             self._clients_served += not is_full
         if is_full:
             self.service.note(stream, "Get", "QuotaExceededError", 0)
@@ -179,7 +184,7 @@ class BulkServer:
         try:
             link, address = self._listener.accept()
         except OSError:
-            # Gone again, or no descriptor is left: asked again at once it would say so for ever.
+            # Gone again, or no descriptor is left: tried again at once it would fail for ever.
             waiting.unregister(self._listener)
             return
         if len(self._strangers) >= MAX_STRANGERS:
@@ -212,7 +217,7 @@ class BulkServer:
         self._forget(gone)
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
-        """Hang up on who says nothing, and on those whose session has ended; listen again."""
+        """Hang up on silent strangers, stalled gets and ended sessions; listen again."""
         if self._listener.fileno() not in waiting.get_map():
             waiting.register(self._listener, selectors.EVENT_READ)
         now = self._clock()
@@ -220,9 +225,17 @@ class BulkServer:
             if isinstance(key.data, Stranger) and now >= key.data.until:
                 waiting.unregister(key.fileobj)
                 self._forget(key.data)
-            elif isinstance(key.data, Caller) and self.service.is_over(key.data):
+            elif isinstance(key.data, Caller) and self._is_over(key.data, now):
                 waiting.unregister(key.fileobj)
-                self._drop(key.data)
+                if key.data.sending is None:
+                    self._drop(key.data)
+                else:  # which may wait for a tier
+                    pool = self._for_clients if key.data.is_client else self._workers
+                    pool.submit(self._end, key.data)
+
+    def _is_over(self, stream: Caller, now: float) -> bool:
+        is_stalled = stream.sending is not None and now >= stream.until
+        return is_stalled or self.service.is_over(stream)
 
     # --- threads that answer
 
@@ -283,16 +296,20 @@ class BulkServer:
             self._streams.add(stream)
 
     def _serve(self, stream: Caller) -> None:
-        """Answer one request; who does not ask as agreed is hung up on."""
-        stream.is_served, is_answered = True, False
+        """Answer one request, or go on with a get; hang up after one that is wrong."""
+        stream.is_served, stays = True, False
         method = METHODS[bulk.Get]
         try:
-            stream.wire.set_timeout(bulk.SILENCE_S, self._clock() + bulk.SILENCE_S)
-            word, size_bytes = stream.wire.receive()
-            method = METHODS.get(type(word), method)
-            with known_errors(f"stream {method}"):
-                self._answer(stream, word, stream.wire.take(size_bytes))
-            is_answered = True
+            if stream.sending is None:
+                stream.wire.set_timeout(bulk.SILENCE_S, self._clock() + bulk.SILENCE_S)
+                word, size_bytes = stream.wire.receive()
+                method = METHODS.get(type(word), method)
+                with known_errors(f"stream {method}"):
+                    self._answer(stream, word, stream.wire.take(size_bytes))
+            if stream.sending is not None:
+                with known_errors(f"stream {method}"):
+                    self._send(stream, stream.sending)
+            stays = True
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
                 name = type(error).__name__
@@ -301,21 +318,40 @@ class BulkServer:
         finally:
             with self._lock:
                 self._clients_served -= stream.is_client
-            if self._closed or not is_answered:
-                self._drop(stream)
+            if self._closed or not stays:
+                self._end(stream)
         stream.is_served = False
-        if is_answered:
+        if stays:
             self._wait_again(stream)
 
     def _answer(self, stream: Caller, word: bulk.Word, payload: bytes) -> None:
+        """Answer a request; what a get sends is iterated by ``_send``."""
         if isinstance(word, bulk.Get):
-            self.service.get(stream, word, payload)
+            stream.context = copy_context()
+            stream.sending = self.service.get(stream, word, payload)
         elif isinstance(word, bulk.Put):
             self.service.put(stream, word)
         elif isinstance(word, bulk.Find):
             self.service.find(stream, word, payload)
         elif not isinstance(word, bulk.Cancel):  # of a get that had ended meanwhile
             raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
+
+    def _send(self, stream: Caller, sending: Sending) -> None:
+        """Go on with a get until it ends, or its reader takes nothing."""
+        until = stream.context.run(next, sending, None)
+        if until is None:
+            stream.sending = None
+        else:
+            stream.until = until
+
+    def _end(self, stream: Caller) -> None:
+        """End what it was sent, with its lease, and hang up."""
+        sending, stream.sending = stream.sending, None
+        try:
+            if sending is not None:
+                stream.context.run(sending.close)
+        finally:
+            self._drop(stream)
 
     def _wait_again(self, one: Caller | Stranger) -> None:
         with self._lock:
@@ -395,7 +431,7 @@ def open_bulk(
     host, port = parse_endpoint(config.bulk)
     tls = None
     if not is_loopback(host):
-        from kvstore.proto.tls import make_tls
+        from kvstore.proto.framing import make_tls
 
         tls = make_tls()
     listener, address = listen(host, port)

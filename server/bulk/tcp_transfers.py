@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
+from typing import TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError
-from kvstore.proto.framing import STEP_BYTES, FramedSocket
+from kvstore.proto.errors import DeadlineError, InvalidFrameError, InvalidRequestError, KVStoreError
+from kvstore.proto.framing import STEP_BYTES, FramedSocket, message_of
 from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import Hints
 from kvstore.server.api.put_stream import PutStream
@@ -25,15 +26,26 @@ FIRST_PART_BYTES = 1 << 16
 """Of a frame for a client: it learns from that where the rest goes, which is not copied then."""
 
 
-class PartSender:
-    """Sends the parts that answer *word* over *wire*."""
+TAKES_S = 0.05
+"""A thread waits so long for a reader to take more; then the reader's connection waits without."""
 
-    def __init__(self, wire: FramedSocket, word: bulk.Get) -> None:
+Sending: TypeAlias = Generator[float, None, None]
+"""Sends as it is iterated. Yields when the reader takes nothing, and until when that may last;
+to go on, or to be closed, in any thread."""
+
+
+class PartSender:
+    """Sends the parts that answer *word* over *wire*; *clock* is the wire's."""
+
+    def __init__(self, wire: FramedSocket, word: bulk.Get, clock: Callable[[], float]) -> None:
         self.word = word
         self.frames_sent = 0
         self.is_broken = False
-        """The other end is gone or late, in the midst of a frame: nothing more can be said."""
+        """The other end is gone or late, in the midst of a frame: nothing more can be sent."""
         self._wire = wire
+        self._clock = clock
+        self._deadline = 0.0
+        self._is_cancelled = False
 
     def send_all(
         self,
@@ -42,24 +54,26 @@ class PartSender:
         pause: Callable[[], None] = lambda: None,
         *,
         has_short_part: bool,
-    ) -> None:
+    ) -> Sending:
         """Send *parts* until one does not come to its end, or the reader wants no more.
 
         *deadline* is on the clock of the wire; *pause* is called before each message. A whole frame
         begins with a short one if it *has_short_part*. Each part's memory is in use no more when
-        the next is asked for.
+        the next is taken.
         """
-        self._wire.set_timeout(bulk.SILENCE_S, deadline)
-        # Of what is asked for by layers or ranges the reader knows where it goes.
+        self._deadline = deadline
+        self._wire.set_timeout(TAKES_S, deadline)
+        # Of a get by layers or ranges the reader knows where it goes.
         is_whole = not self.word.flags & (bulk.LAYER_MAJOR | bulk.RANGES)
         first_bytes = FIRST_PART_BYTES if has_short_part and is_whole else bulk.MAX_PAYLOAD_BYTES
         with closing(parts):
             for part in parts:
-                if not self._send(part, first_bytes, pause):
+                yield from self._send(part, first_bytes, pause)
+                if self.is_broken or self._is_cancelled:
                     return
                 self.frames_sent += not part.offset
 
-    def _send(self, part: LayerPart, first_bytes: int, pause: Callable[[], None]) -> bool:
+    def _send(self, part: LayerPart, first_bytes: int, pause: Callable[[], None]) -> Sending:
         tier = bulk.tier_bytes(part.tier)
         stop = 0
         while stop < len(part.data):
@@ -69,24 +83,30 @@ class PartSender:
             word = bulk.Part(self.word.request, part.frame_bytes, at, part.chunk, tier)
             self.is_broken = True
             try:
-                is_cancelled = self._is_cancelled()
-                if not is_cancelled:
-                    self._wire.send(word, part.data[start:stop])
+                if self._wire.has_more():
+                    self._receive_cancel()
+                left = [] if self._is_cancelled else message_of(word, [part.data[start:stop]])
+                while left:
+                    try:
+                        self._wire.send_some(left)
+                    except DeadlineError:
+                        now = self._clock()
+                        if now >= self._deadline:
+                            return
+                        yield min(now + bulk.SILENCE_S, self._deadline)
             except KVStoreError:
-                return False
+                return
             self.is_broken = False
-            if is_cancelled:
-                return False
-        return True
+            if self._is_cancelled:
+                return
 
-    def _is_cancelled(self) -> bool:
-        """Whether the reader said that it wants no more. Raises as ``FramedSocket.receive``."""
-        if not self._wire.has_more():
-            return False
+    def _receive_cancel(self) -> None:
+        """Take in that the reader wants no more. Raises as ``FramedSocket.receive``."""
+        self._wire.set_timeout(bulk.SILENCE_S, self._deadline)
         word, _ = self._wire.receive()
         if not isinstance(word, bulk.Cancel) or word.request != self.word.request:
             raise InvalidRequestError("kind", type(word).__name__, "cancel a get, or wait for it")
-        return True
+        self._is_cancelled = True
 
 
 class PutReceiver:
@@ -122,7 +142,7 @@ class PutReceiver:
                 raise InvalidRequestError("kind", type(word).__name__, "a put has parts")
             frames = word.chunk + 1
             session = self._session_of(word, stream)
-            if not word.offset:  # the first of a frame, which says where it stays
+            if not word.offset:  # the first of a frame, whose header decides where it stays
                 head = np.empty(size_bytes, np.uint8)
                 self._wire.fill(head)
                 stream.take(session, word.frame_bytes, head)

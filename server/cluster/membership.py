@@ -1,8 +1,8 @@
-"""The Membership: which nodes live, as they say in the shared Redis, and how to reach them.
+"""The Membership: which nodes live, by the shared Redis, and how to reach them.
 
 Each node writes itself into a few hashes that lie on different masters of a Cluster, over and
-over; one script per hash does that, drops whom nobody heard of for too long and answers with all
-others. Time is the clock of the server that runs the script: the nodes' clocks may say anything.
+over; one script per hash does that, drops nodes that were silent for too long and answers with all
+others. Time is the clock of the server that runs the script: those of the nodes do not matter.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.tiers.redis_client import NodeDown, RedisClient
-from kvstore.tiers.redis_connection import Command
+from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 
 COPIES = 3
 """Hashes with every node's address. A node is known while half of those that answer know it."""
@@ -103,7 +102,7 @@ class NodeAddress:
 
     @classmethod
     def parse(cls, node_id: bytes, row: bytes) -> NodeAddress | None:
-        """Return the node that a *row* of the hash is of, None when it is not a right one."""
+        """Return the node of a *row* of the hash; None for a row that is not valid."""
         match = _ROW.fullmatch(row.decode(errors="replace"))
         if match is None:
             return None
@@ -115,7 +114,7 @@ class NodeAddress:
 
 
 class MembershipState(Enum):
-    """How a node stands in the roster."""
+    """Of a node in the directory."""
 
     unknown = "not in the directory yet"
     known = "in the directory"
@@ -126,31 +125,30 @@ class MembershipState(Enum):
 class Membership:
     """This node's place among the others. One thread calls ``beat``; any may read.
 
-    A node that nobody heard of for *ttl_ms* is no longer listed.
+    A node that was silent for *ttl_ms* is no longer listed.
     """
 
     def __init__(self, link: RedisClient, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
         self._link = link
-        self._me = me
+        self._incarnation = me.incarnation
         self._names = [b"%b{%b}:nodes" % (prefix.encode(), tag) for tag in _TAGS]
         places = f"{me.grpc_address} {me.bulk_address or '-'}"
         head = [me.node_id.encode(), b"%d" % me.incarnation]
         self._row = (head[0], b"%d" % ttl_ms, head[1], places.encode(), b"%d" % MAX_NODES)
         self._leave = tuple(head)
-        self.standing = MembershipState.unknown
+        self.state = MembershipState.unknown
         self.rival: NodeAddress | None = None
-        """Who has this node's id, as far as that was said."""
+        """Who has this node's id, if that is known."""
         self.living: Sequence[NodeAddress] = ()
         """The other nodes; replaced as a whole."""
 
     def beat(self) -> bool:
-        """Say that this node lives and learn who else does.
+        """Write that this node lives and read which others do.
 
         Return whether a server had forgotten it, and so may have lost entries. Raises
         TierUnavailableError.
         """
-        command: Command = (b"EVAL", _BEAT, 1)
-        calls = [(name, (*command, name, *self._row)) for name in self._names]
+        calls: list[Call] = [(name, (b"EVAL", _BEAT, 1, name, *self._row)) for name in self._names]
         try:
             replies = self._link.ask(calls, reply_bytes=MAX_ANSWER_BYTES)
         except OutOfMemoryError:
@@ -158,35 +156,35 @@ class Membership:
         answers = [reply for reply in replies if not isinstance(reply, NodeDown)]
         if not answers:
             raise next(reply.error for reply in replies if isinstance(reply, NodeDown))
-        states = [self._take_in(reply) for reply in answers]
-        self.living = list(dict.fromkeys(node for state in states for node in state.living))
-        return self._settle([state.word for state in states], [s.rival for s in states])
+        parsed = [self._parsed(reply) for reply in answers]
+        self.living = list(dict.fromkeys(node for *_, living in parsed for node in living))
+        rival = next((rival for _, rival, _ in parsed if rival), None)
+        return self._settle([state for state, *_ in parsed], rival)
 
-    def _take_in(self, reply: Any) -> _Answer:
+    def _parsed(self, reply: Any) -> tuple[bytes, NodeAddress | None, list[NodeAddress]]:
+        """Return of one hash: this node's state there, who has its id, and which others live."""
         match reply:
-            case [bytes(word), bytes(mine), [*cells]] if all(isinstance(c, bytes) for c in cells):
+            case [bytes(state), bytes(mine), [*cells]] if all(isinstance(c, bytes) for c in cells):
                 pairs = zip(cells[::2], cells[1::2], strict=False)
                 nodes = [NodeAddress.parse(*pair) for pair in pairs][:MAX_NODES]
-                rival = NodeAddress.parse(self._row[0], mine) if word == b"taken" else None
-                living = [n for n in nodes if n and n.incarnation != self._me.incarnation]
-                return _Answer(word, rival, living)
+                rival = NodeAddress.parse(self._row[0], mine) if state == b"taken" else None
+                return state, rival, [n for n in nodes if n and n.incarnation != self._incarnation]
             case _:
                 raise TierUnavailableError(
                     "redis", f"{self._link.url}: a stranger's answer; see what lies at its hashes"
                 )
 
-    def _settle(self, words: list[bytes], rivals: list[NodeAddress | None]) -> bool:
-        """Judge by most of the answers: a hash that lost its rows lets anybody in."""
-        was_known = self.standing is MembershipState.known
-        for word, standing in ((b"taken", MembershipState.taken), (b"full", MembershipState.full)):
-            if 2 * words.count(word) > len(words) - (not was_known):
-                self.standing = standing
-                self.rival = next((rival for rival in rivals if rival), None)
-                if len(set(words)) > 1:
+    def _settle(self, states: list[bytes], rival: NodeAddress | None) -> bool:
+        """Decide by most of the answers: a hash that lost its rows lets anybody in."""
+        was_known = self.state is MembershipState.known
+        for state in (MembershipState.taken, MembershipState.full):
+            if 2 * states.count(state.name.encode()) > len(states) - (not was_known):
+                self.state, self.rival = state, rival
+                if len(set(states)) > 1:
                     self.leave()
                 return False
-        self.standing, self.rival = MembershipState.known, None
-        return b"new" in words
+        self.state, self.rival = MembershipState.known, None
+        return b"new" in states
 
     def leave(self) -> None:
         """Take this node out, so that others know at once. Raises TierUnavailableError."""
@@ -194,15 +192,6 @@ class Membership:
 
 
 def is_full(link: RedisClient) -> TierUnavailableError:
-    """Return the error of a Redis that takes no more."""
+    """Return the error of a Redis without room."""
     fix = "raise its maxmemory, or let it evict (maxmemory-policy allkeys-lru)"
     return TierUnavailableError("redis", f"{link.url}: Redis is full; {fix}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What one hash says: ``word`` of this node, who has its id, and who else lives."""
-
-    word: bytes
-    rival: NodeAddress | None
-    living: list[NodeAddress]

@@ -1,13 +1,16 @@
-"""A StreamLink: one TCP connection to another server, over which its memory is asked and read."""
+"""Connections to another server: gRPC opens a session there, its memory is read over TCP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from kvstore.proto import bulk
+import grpc
+
+from kvstore.proto import bulk, kvstore_pb2_grpc
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import pack_wanted, unpack_found
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
@@ -16,8 +19,10 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
+from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.framing import FramedSocket, connect_wire
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.settings.values import is_loopback, parse_endpoint
 
 STEP_BYTES = 1 << 19
 """What is received before it is summed: larger steps have left the cache by then."""
@@ -27,14 +32,15 @@ MAX_GET_MS = 600_000
 """What servers take for a deadline."""
 _LATE_S = 0.02
 """For an answer that has come when its time is up: others may have been waited for before."""
+_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 @dataclass(frozen=True, slots=True)
-class PeerTerms:
-    """What the other server said when it opened a session for this one.
+class PeerSession:
+    """A session that another server opened for this one.
 
     ``address`` is where its streams are, tcp://host:port; with a ``certificate``, in DER, they are
-    encrypted.
+    encrypted. ``boot_id`` is of the server's present start.
     """
 
     address: str
@@ -44,66 +50,152 @@ class PeerTerms:
     heartbeat_ms: int
     max_frame_bytes: int
     max_batch_chunks: int
+    boot_id: int = 0
+
+
+Dial = Callable[[str, str, float], PeerSession]
+"""A peer's address, this node's id and the seconds that it may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAccess:
+    """``token_file`` has an API key of role peer. With ``ca`` only peers that it signed are
+    trusted, under ``name`` whatever their address where there is one; ``cert`` and ``key`` are our
+    own, for peers that require one. ``insecure`` lets the key travel to other hosts in plain text.
+    """
+
+    token_file: Path | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    insecure: bool = False
+    name: str = ""
+
+    def dial(self, address: str, node_id: str, within_s: float) -> PeerSession:
+        """Open a session at the peer at *address*, host:port.
+
+        Raises TierUnavailableError when it does not, InvalidRequestError for credentials that
+        cannot be used.
+        """
+        metadata = self._metadata(address)
+        channel = self._channel(address)
+        try:
+            reply: pb.OpenPeerResponse = kvstore_pb2_grpc.KVStoreStub(channel).OpenPeer(
+                pb.OpenPeerRequest(node_id=node_id), timeout=within_s, metadata=metadata
+            )
+        except grpc.RpcError as error:
+            raise TierUnavailableError(
+                "peer", f"{address}: {error.code().name}: {(error.details() or '')[:200]}"
+            ) from None
+        finally:
+            channel.close()
+        bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
+        if not bulk_address.startswith("tcp://"):
+            raise TierUnavailableError("peer", f"{address}: has no bulk channel")
+        return PeerSession(
+            bulk_address,
+            reply.bulk_certificate,
+            reply.session_id,
+            reply.attach_token,
+            max(1, reply.heartbeat_ms),
+            min(reply.max_frame_bytes, MAX_FRAME_BYTES),
+            max(1, reply.max_batch_chunks),
+            reply.server.boot_id,
+        )
+
+    def check(self, address: str) -> None:
+        """Raise InvalidRequestError when the key may not be shown at *address*."""
+        self._metadata(address)
+
+    def _metadata(self, address: str) -> tuple[tuple[str, str], ...] | None:
+        if self.token_file is None:
+            return None
+        if self.ca is None and not self.insecure and not is_loopback(parse_endpoint(address)[0]):
+            fix = "the key would travel in plain text: give --peer-ca, or --insecure"
+            raise InvalidRequestError("peer_key", address, fix)
+        token = _read("peer_key", self.token_file).strip().decode("ascii", "replace")
+        if not token.isascii() or not token.isprintable():
+            raise InvalidRequestError("peer_key", str(self.token_file), "holds no API key")
+        return (("authorization", f"Bearer {token}"),)
+
+    def _channel(self, address: str) -> grpc.Channel:
+        if self.ca is None:
+            return grpc.insecure_channel(address, options=_OPTIONS)
+        parts = (("peer_ca", self.ca), ("tls_key", self.key), ("tls_cert", self.cert))
+        credentials = grpc.ssl_channel_credentials(
+            *(None if path is None else _read(name, path) for name, path in parts)
+        )
+        named = [("grpc.ssl_target_name_override", self.name)] if self.name else []
+        return grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        fix = f"{error.strerror}; name a file that this user can read"
+        raise InvalidRequestError(field, str(path), fix) from None
 
 
 class StreamLink:
-    """One request at a time. Not thread-safe; *clock* returns monotonic seconds.
+    """One TCP connection to a peer, one request at a time. Not thread-safe.
 
-    ``reach`` connects. A read that does not come to its end leaves the link closed.
+    A read that does not come to its end leaves the link closed. *clock* returns monotonic seconds.
     """
 
-    def __init__(self, terms: PeerTerms, clock: Callable[[], float]) -> None:
-        self.terms = terms
+    def __init__(self, session: PeerSession, clock: Callable[[], float]) -> None:
+        self.session = session
         self._clock = clock
         self._wire: FramedSocket | None = None
         self._requests = 0
-        self._is_asking = False
-        self._asked: list[ChunkInfo] = []
+        self._is_pending = False
+        """Whether the last request has not had its whole answer."""
+        self._wanted: list[ChunkInfo] = []
         """By the last request, in the order in which they come."""
         self._at = 0
         """Which of them was read last."""
 
-    def reach(self, within_s: float) -> None:
-        """Connect, and say whose connection it is.
+    def connect(self, within_s: float) -> None:
+        """Connect, and attach to the session.
 
         Raises TierUnavailableError, DeadlineError, the peer's own errors.
         """
-        terms = self.terms
+        session = self.session
         if within_s <= 0:
-            raise DeadlineError(f"{terms.address}: there is no time to connect")
+            raise DeadlineError(f"{session.address}: there is no time to connect")
         deadline = self._clock() + within_s
-        wire = self._wire = connect_wire(terms.address, terms.certificate, deadline, self._clock)
-        self._is_asking = True
+        wire = connect_wire(session.address, session.certificate, deadline, self._clock)
+        self._wire, self._is_pending = wire, True
         try:
             wire.set_timeout(max(0.001, deadline - self._clock()), deadline)
-            wire.send(bulk.Attach(0, terms.session_id, terms.token))
+            wire.send(bulk.Attach(0, session.session_id, session.token))
             word, size_bytes = wire.receive()
             if isinstance(word, bulk.Failed):
                 raise bulk.unpack_failure(wire.take(size_bytes))
             if not isinstance(word, bulk.Attached):
                 raise InvalidRequestError("kind", type(word).__name__, "no answer to attach")
-            self._is_asking = False
+            self._is_pending = False
         finally:
-            self._settle()
+            self._close_if_pending()
 
     def begin_find(self, keys: Sequence[ChunkKey], deadline: float) -> None:
-        """Ask which of *keys*, of one namespace, are in the peer's memory; ``end_find`` waits.
+        """Request which of *keys*, of one namespace, are in the peer's memory; ``end_find`` waits.
 
         *deadline* is a point on the clock. Raises DeadlineError, LeaseExpiredError when the peer
         hung up since the last request.
         """
         left_s = max(_LATE_S, deadline - self._clock())
         wire = self._begin(left_s)
-        self._asked = []
-        word = bulk.Find(self._requests, self.terms.session_id, max(1, int(1000 * left_s)))
+        self._wanted = []
+        word = bulk.Find(self._requests, self.session.session_id, max(1, int(1000 * left_s)))
         try:
-            self._say(wire, word, pack_wanted(keys))
+            self._send(wire, word, bulk.pack_wanted(keys))
         except KVStoreError:
             self.close()
             raise
 
     def end_find(self, keys: Sequence[ChunkKey], deadline: float) -> list[ChunkInfo | None]:
-        """Return what the peer knows of the *keys* of ``begin_find``.
+        """Return what the peer has of the *keys* of ``begin_find``.
 
         Raises as ``begin_find``, the peer's own errors, and InvalidFrameError or
         InvalidRequestError for what is no answer to that.
@@ -112,12 +204,12 @@ class StreamLink:
         assert wire is not None
         wire.set_timeout(max(_LATE_S, deadline - now), max(deadline, now) + _LATE_S)
         try:
-            part, _, found = self._answer(wire, 0)
+            part, _, found = self._receive(wire, 0)
             if part is not None:
                 raise InvalidFrameError("kind", type(part).__name__, "not an answer to a find")
-            return unpack_found(keys, found)
+            return bulk.unpack_found(keys, found)
         finally:
-            self._settle()
+            self._close_if_pending()
 
     def read(
         self,
@@ -130,31 +222,31 @@ class StreamLink:
         """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes have come.
 
         Nothing is yielded when the peer does not have it in memory. The bytes are not verified.
-        The whole frames *following* are asked for in the same request, and are to be read next,
+        The whole frames *following* are part of the same request, and are to be read next,
         in that order, while ``coming`` names one. Raises DeadlineError when nothing comes for
         *silence_s*, or not all of it in MOST_SILENCES such times; LeaseExpiredError when the peer
         hung up since the last request, its own errors, and InvalidFrameError or
         InvalidRequestError for parts that are not of this.
         """
-        if self._wire is not None and self._goes_on_with(info, out):
-            self._wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
+        is_next = self.coming == info.key and len(out) == info.size_bytes
+        if self._wire is not None and is_next and self._wanted[self._at + 1].size_bytes == len(out):
             wire = self._wire
+            wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
+            self._at += 1
         else:
             wire = self._begin(silence_s)
-            self._asked = [info, *following]
-            self._at = -1
-        self._at += 1
+            self._wanted, self._at = [info, *following], 0
         arrived = 0
         is_whole = False
         try:
             if not self._at:
-                self._ask(wire, bulk.Range(0, offset, offset + len(out)), silence_s)
-            is_last = self._at == len(self._asked) - 1
-            while self._is_asking and (is_last or arrived < len(out)):
-                word, size_bytes, _ = self._answer(wire, arrived)
-                if word is None:
+                self._request(wire, bulk.Range(0, offset, offset + len(out)), silence_s)
+            is_last = self._at == len(self._wanted) - 1
+            while self._is_pending and (is_last or arrived < len(out)):
+                part, size_bytes, _ = self._receive(wire, arrived)
+                if part is None:
                     continue
-                self._check(word, size_bytes, offset + arrived, offset + len(out))
+                self._check(part, size_bytes, offset + arrived, offset + len(out))
                 for start in range(0, size_bytes, STEP_BYTES):
                     stop = min(start + STEP_BYTES, size_bytes)
                     wire.fill(out[arrived + start : arrived + stop])
@@ -165,45 +257,39 @@ class StreamLink:
             is_whole = True
         finally:
             if not is_whole or self.coming is None:
-                self._settle()
+                self._close_if_pending()
 
     @property
     def coming(self) -> ChunkKey | None:
         """The next frame of a request that goes on; None: none does."""
-        is_more = self._is_asking and self._at + 1 < len(self._asked)
-        return self._asked[self._at + 1].key if is_more else None
-
-    def _goes_on_with(self, info: ChunkInfo, out: Bytes) -> bool:
-        if self.coming != info.key:
-            return False
-        return len(out) == info.size_bytes == self._asked[self._at + 1].size_bytes
+        is_more = self._is_pending and self._at + 1 < len(self._wanted)
+        return self._wanted[self._at + 1].key if is_more else None
 
     def _begin(self, silence_s: float) -> FramedSocket:
-        if self._is_asking or self._wire is None:
+        if self._is_pending or self._wire is None:
             raise InvalidRequestError("request", self._requests, "connect anew")
         self._requests += 1
-        self._is_asking = True
+        self._is_pending = True
         self._wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
         return self._wire
 
-    def _ask(self, wire: FramedSocket, first: bulk.Range, silence_s: float) -> None:
-        most_s = len(self._asked) * MOST_SILENCES * silence_s
+    def _request(self, wire: FramedSocket, first: bulk.Range, silence_s: float) -> None:
+        most_s = len(self._wanted) * MOST_SILENCES * silence_s
         deadline_ms = min(max(1, int(1000 * most_s)), MAX_GET_MS)
-        sizes = [one.size_bytes for one in self._asked]
-        spans = [first, *(bulk.Range(at, 0, sizes[at]) for at in range(1, len(sizes)))]
+        rest = [bulk.Range(at, 0, one.size_bytes) for at, one in enumerate(self._wanted)][1:]
         flags = bulk.PEER | bulk.RANGES
-        ask = bulk.Get(self._requests, self.terms.session_id, 0, deadline_ms, flags)
-        keys = [one.key for one in self._asked]
-        self._say(wire, ask, bulk.pack_ranges(pack_wanted(keys), spans))
+        word = bulk.Get(self._requests, self.session.session_id, 0, deadline_ms, flags)
+        keys = bulk.pack_wanted([one.key for one in self._wanted])
+        self._send(wire, word, bulk.pack_ranges(keys, [first, *rest]))
 
-    def _say(self, wire: FramedSocket, word: bulk.Word, payload: bytes) -> None:
+    def _send(self, wire: FramedSocket, word: bulk.Word, payload: bytes) -> None:
         try:
             wire.send(word, payload)
         except TierUnavailableError as error:
             raise LeaseExpiredError(str(error)) from None
 
-    def _answer(self, wire: FramedSocket, arrived: int) -> tuple[bulk.Part | None, int, bytes]:
-        """Return the next part and its size; None for the end, and what was said with it."""
+    def _receive(self, wire: FramedSocket, arrived: int) -> tuple[bulk.Part | None, int, bytes]:
+        """Return the next part and its size; None for the end, and the payload of that."""
         try:
             word, size_bytes = wire.receive()
         except TierUnavailableError as error:
@@ -214,33 +300,31 @@ class StreamLink:
             raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
         if isinstance(word, bulk.Part):
             return word, size_bytes, b""
-        said = wire.take(size_bytes)
-        if isinstance(word, bulk.Failed):
-            self._is_asking = False
-            raise bulk.unpack_failure(said)
-        if not isinstance(word, bulk.Done):
+        payload = wire.take(size_bytes)
+        if not isinstance(word, bulk.Failed | bulk.Done):
             raise InvalidFrameError("kind", type(word).__name__, "not an answer to what was asked")
-        self._is_asking = False
-        return None, 0, said
+        self._is_pending = False
+        if isinstance(word, bulk.Failed):
+            raise bulk.unpack_failure(payload)
+        return None, 0, payload
 
     def _check(self, part: bulk.Part, size_bytes: int, at: int, end: int) -> None:
         """Raise InvalidFrameError unless *part* is what follows of the frame at byte *at*."""
-        wanted = self._asked[self._at].size_bytes
+        wanted = self._wanted[self._at].size_bytes
         if part.frame_bytes != wanted:
             raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{wanted}")
         is_next = (part.chunk, part.offset) == (self._at, at)
         if not is_next or not size_bytes or at + size_bytes > end:
             raise InvalidFrameError("offset", (part.chunk, part.offset), f"{at} was to follow")
 
-    def _settle(self) -> None:
-        """Hang up unless the last request has had its answer."""
-        if self._is_asking:
+    def _close_if_pending(self) -> None:
+        if self._is_pending:
             self.close()
 
     @property
     def is_open(self) -> bool:
         """Whether it may be used again as it is: connected, and nothing is being answered."""
-        return self._wire is not None and not self._is_asking
+        return self._wire is not None and not self._is_pending
 
     def hang_up(self) -> None:
         """Wake who waits in a read of it, from another thread; ``close`` is still due."""
@@ -250,7 +334,7 @@ class StreamLink:
 
     def close(self) -> None:
         """Hang up. Idempotent."""
-        self._is_asking = False
+        self._is_pending = False
         if self._wire is not None:
             self._wire.close()
             self._wire = None

@@ -17,9 +17,9 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
 
 CHECK_S = 5.0
-"""Between two questions for chunks that nobody put again, while nothing was missing."""
+"""Between two checks of chunks that nobody put again, while nothing was missing."""
 MAX_AGAIN = 4096
-"""Chunks that were put again and wait to be asked for; more are asked for in their turn."""
+"""Chunks that were put again and wait to be checked; more are checked in their turn."""
 MAX_COPIES = 16
 """Copies that are made at a time, between which others' go ahead."""
 
@@ -30,8 +30,8 @@ class Refill:
     def __init__(self, moves: Moves, slot: TierSlot) -> None:
         self._moves = moves
         self._slot = slot
-        # What is asked for next, and whether it was missing before: the catalog then names no copy
-        # on the slot any more, so that a walk would not come by it.
+        # What is checked next, and whether it was missing before: the catalog then names no copy
+        # on the slot any more, so that a walk would not find it.
         self._again: dict[ChunkKey, bool] = {}
         self._row = 0
         self._next_s = moves.clock() + CHECK_S
@@ -43,59 +43,55 @@ class Refill:
             self._again.setdefault(key, False)
 
     def tick(self) -> None:
-        """Queue the next questions, if there are any. Called a few times a second."""
+        """Queue the next check, if one is due. Called a few times a second."""
         now = self._moves.clock()
         walks = now >= self._next_s and len(self._again) < MAX_AGAIN // 2
-        may_ask = now >= self._rests_until_s and not self._slot.breaker.is_open
-        if (walks or self._again) and may_ask:
+        may_check = now >= self._rests_until_s and not self._slot.breaker.is_open
+        if (walks or self._again) and may_check:
             self._next_s = now + CHECK_S if walks else self._next_s
             work = partial(self._check, walks=walks)
             self._moves.work_queue.submit(f"store-{self._slot.name}", b"refill", work)
 
     def _check(self, *, walks: bool) -> bool:
-        """Ask for some chunks, and copy some of those that are missing. Return whether any were."""
+        """Check some chunks, and copy some of those that are missing. Return whether any were."""
         again, self._again = self._again, {}
-        asked, row = dict(again), self._row
+        due, row = dict(again), self._row
         if walks:
             held, row = self._moves.catalog.queries.held_from(row)
             for one in held:
                 if one.tier == self._slot.name:
-                    asked.setdefault(one.key, False)
+                    due.setdefault(one.key, False)
         try:
-            missing = self._missing(asked)
+            missing = self._missing(due)
         except KVStoreError:  # no answer; the walk goes on from where it was
             self._queue(again)
-            self._rest()
+            self._rests_until_s = self._moves.clock() + CHECK_S
             raise
         self._row = row
         for at, key in enumerate(missing):
             if at < MAX_COPIES and self._copy(key):
                 continue
-            self._queue({left: asked[left] for left in missing[at:]})
+            self._queue({left: due[left] for left in missing[at:]})
             break
         if missing:  # whatever took these took others, too
             self._next_s = self._moves.clock()
         return bool(missing)
 
-    def _queue(self, asked: Mapping[ChunkKey, bool]) -> None:
-        """Have these asked for again, as far as there is room."""
-        for key, was_missing in asked.items():
+    def _queue(self, due: Mapping[ChunkKey, bool]) -> None:
+        """Have these checked again, as far as there is room."""
+        for key, was_missing in due.items():
             if key in self._again or len(self._again) < MAX_AGAIN:
                 self._again[key] = was_missing or self._again.get(key, False)
 
-    def _rest(self) -> None:
-        """Ask for nothing for a while."""
-        self._rests_until_s = self._moves.clock() + CHECK_S
+    def _missing(self, due: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
+        """Return what the slot has lost of *due*, and this server has elsewhere.
 
-    def _missing(self, asked: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
-        """Return what the slot has lost of *asked*, and this server has elsewhere.
-
-        What never was on the slot is not lost. *asked* says what was missing before.
+        What never was on the slot is not lost, unless it was missing before.
         """
         moves = self._moves
         here = {slot.name for slot in moves.tiers.sources if not slot.tier.shared}
-        holders = {key: set(moves.catalog.holders(key)) for key in asked}
-        elsewhere = [key for key in asked if holders[key] & here]
+        holders = {key: set(moves.catalog.holders(key)) for key in due}
+        elsewhere = [key for key in due if holders[key] & here]
         known = [key for key in elsewhere if self._slot.name in holders[key]]
         found: dict[ChunkKey, ChunkInfo | None] = {}
 
@@ -105,7 +101,7 @@ class Refill:
 
         if known:
             self._slot.guarded(work, "find")
-        return [k for k in elsewhere if found.get(k) is None and (k in found or asked[k])]
+        return [k for k in elsewhere if found.get(k) is None and (k in found or due[k])]
 
     def _copy(self, key: ChunkKey) -> bool:
         """Copy it if that is worth it. False where the slot does not take it now."""
@@ -120,7 +116,7 @@ class Refill:
         except KVStoreError:
             moves.placement.cancelled(name, key)
             self._queue({key: True})
-            self._rest()
+            self._rests_until_s = moves.clock() + CHECK_S
             return False
         return True
 

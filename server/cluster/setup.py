@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from kvstore.proto.errors import InvalidRequestError
@@ -15,16 +15,9 @@ from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.base import Tier
 
 if TYPE_CHECKING:
-    from kvstore.server.cluster.directory import Directory, NodeAddress
+    from kvstore.server.cluster.directory import Directory
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.store.store import Store
-
-
-class Me(NamedTuple):
-    """This node, as its peers may tell it from others: ``boot_id`` is of its present start."""
-
-    port: int
-    boot_id: int
 
 
 def with_peers(
@@ -33,25 +26,18 @@ def with_peers(
     """Return *tiers*, with the PeerTier before those that all share, if there are to be peers."""
     if not config.peers:
         return tiers
-    from kvstore.server.cluster.peer_dial import PeerAccess
+    from kvstore.server.cluster.peer_connections import PeerAccess
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.cluster.peers import Peers, PeersTerms
 
+    name, addresses, limits = config.peer_name or "", config.peer_addresses, config.limits
     access = PeerAccess(
-        config.peer_key,
-        config.peer_ca,
-        config.tls_cert,
-        config.tls_key,
-        config.insecure,
-        config.peer_name or "",
+        config.peer_key, config.peer_ca, config.tls_cert, config.tls_key, config.insecure, name
     )
-    for address in config.peer_addresses:
+    for address in addresses:
         access.check(address)
     terms = PeersTerms(
-        config.peer_addresses,
-        config.limits.peer_timeout_ms,
-        config.limits.breaker_failures,
-        config.limits.breaker_retry_ms,
+        addresses, limits.peer_timeout_ms, limits.breaker_failures, limits.breaker_retry_ms
     )
     tier = PeerTier(Peers(terms, access.dial, counters, clock), counters, clock)
     first_shared = next((at for at, one in enumerate(tiers) if one.shared), len(tiers))
@@ -59,9 +45,9 @@ def with_peers(
 
 
 def ready_peers(
-    config: Settings, store: Store, directory: Directory | None, me: Me
+    config: Settings, store: Store, directory: Directory | None, grpc_port: int, boot_id: int
 ) -> Callable[[], None]:
-    """Return what begins to reach for peers, who hear of this node as *me*.
+    """Return what begins to dial peers; *boot_id* tells this node from them.
 
     Raises InvalidRequestError when they are to come from a directory that is off.
     """
@@ -72,9 +58,12 @@ def ready_peers(
     if slot is None:
         return lambda: None
     peers = cast("PeerTier", slot.tier).peers
-    peers.directory = directory if config.asks_directory else None
-    name = config.node_id or f"{socket.gethostname()[:100]}:{me.port}"
-    return lambda: peers.start(name, me.boot_id)
+    peers.holders = directory.holders if directory and config.asks_directory else None
+    return lambda: peers.start(_node_id(config, grpc_port), boot_id)
+
+
+def _node_id(config: Settings, grpc_port: int) -> str:
+    return config.node_id or f"{socket.gethostname()[:100]}:{grpc_port}"
 
 
 def open_directory(
@@ -92,27 +81,16 @@ def open_directory(
     if not config.directory or config.redis_url is None:
         return None
     from kvstore.server.cluster.directory import Directory, DirectoryTerms
+    from kvstore.server.cluster.membership import NodeAddress
     from kvstore.tiers.redis_client import RedisClient
 
-    url = config.redis_access(config.redis_url)
-    link = RedisClient("redis", url, config.redis_timeout_ms, config.limits.redis_connections)
-    me = _address(config, incarnation, grpc_port, bulk_address)
-    breaker = Breaker(
-        "node directory", config.limits.breaker_failures, config.limits.breaker_retry_ms, clock
-    )
-    terms = DirectoryTerms(
-        config.redis_prefix, config.limits.directory_ttl_ms, config.limits.directory_chunks
-    )
-    return Directory(link, me, terms, counters, breaker, clock)
-
-
-def _address(config: Settings, incarnation: int, grpc_port: int, bulk_address: str) -> NodeAddress:
-    from kvstore.server.cluster.directory import NodeAddress
-
+    limits = config.limits
     host = config.advertise or config.listen_address[0]
     host = f"[{host}]" if ":" in host else host
-    bulk = ""
-    if bulk_address.startswith("tcp:"):
-        bulk = f"tcp://{host}:{urlsplit(bulk_address).port}"
-    name = config.node_id or f"{socket.gethostname()[:100]}:{grpc_port}"
-    return NodeAddress(name, incarnation, bulk, f"{host}:{grpc_port}")
+    bulk = f"tcp://{host}:{urlsplit(bulk_address).port}" if bulk_address.startswith("tcp:") else ""
+    me = NodeAddress(_node_id(config, grpc_port), incarnation, bulk, f"{host}:{grpc_port}")
+    url = config.redis_access(config.redis_url)
+    link = RedisClient("redis", url, config.redis_timeout_ms, limits.redis_connections)
+    breaker = Breaker("node directory", limits.breaker_failures, limits.breaker_retry_ms, clock)
+    terms = DirectoryTerms(config.redis_prefix, limits.directory_ttl_ms, limits.directory_chunks)
+    return Directory(link, me, terms, counters, breaker, clock)

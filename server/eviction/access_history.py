@@ -1,4 +1,4 @@
-"""What is remembered of chunks, on a tier or evicted, and the classes it puts them in."""
+"""What is remembered of chunks, on a tier or evicted, and the classes they are in."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import DensityTable
 
 MAX_CLASSES = 1024
-"""Numbers there are; chunks that would need another are of their coarser class."""
+"""Numbers of classes; a chunk that would need another is of its coarser class."""
 
 MAX_GROUPS = 8
-"""Groups told apart; the others are one."""
+"""Groups of their own; the others are one."""
 
 HINTS = 3
-"""What an engine may say of the reuse of a chunk: 0 nothing, 1 discard, 2 keep."""
+"""Hints of the reuse of a chunk: 0 none, 1 discard, 2 keep."""
 
 _FREQUENCIES = 3
 _TURNS = 5
@@ -45,12 +45,12 @@ class ChunkClasses:
 
     A class is: how often the chunk was asked for (1, 2, more), the turn of its conversation (0,
     1, 2, 3 to 5, more), how long the prompt was (below 1 k, below 16 k tokens, more), and what
-    is the chunk's *own*: its group, what was hinted of its reuse, and whether it is the end of
-    a prompt that fills no chunk. The coarser class has frequency, hint and end only.
+    is the chunk's *own*: its group, the hint of its reuse, and whether it is the end of a prompt
+    that fills no chunk: ``(group x HINTS + hint) x 2 + end``. The coarser class has frequency,
+    hint and end only.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
-        """Classes of chunks of *chunk_tokens* tokens."""
         coarser = _FREQUENCIES * HINTS * 2
         self.count = coarser
         """Numbers given; those of the coarser classes come first, without any chunk."""
@@ -59,7 +59,6 @@ class ChunkClasses:
         self.coarse[:coarser] = np.arange(coarser)
         self._listed = array("H", [_UNKNOWN]) * (OWNS * _CONTEXTS)
         self._numbers = np.frombuffer(self._listed, np.uint16)
-        """The same, as numpy sees it."""
         self._ends = [_SHORT_TOKENS / chunk_tokens, _LONG_TOKENS / chunk_tokens]
         self._groups: dict[int, int] = {}
 
@@ -73,7 +72,7 @@ class ChunkClasses:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """The groups told apart, in the order of their numbers."""
+        """The groups that have numbers of their own, in their order."""
         return tuple(self._groups)
 
     def context(self, turn: int, chunks: int) -> int:
@@ -81,7 +80,7 @@ class ChunkClasses:
         return _CODE_OF_TURN[turn] + bisect_right(self._ends, chunks) * _FREQUENCIES
 
     def contexts(self, turns: NDArray[np.uint8], chunks: NDArray[np.uint16]) -> NDArray[np.intp]:
-        """Return ``context`` of each of several."""
+        """Return the ``context`` of each."""
         lengths = np.searchsorted(self._ends, chunks, side="right")
         return (_TURN_OF[turns] * _LENGTHS + lengths) * _FREQUENCIES
 
@@ -112,11 +111,10 @@ class ChunkClasses:
         return number
 
     def codes(self) -> NDArray[np.intp]:
-        """Return what each number stands for, as ``number`` takes it; -1 for coarser classes."""
+        """Return by number what ``number`` takes for it; -1 for coarser classes."""
         found = np.full(self.count, -1, np.intp)
         codes = np.flatnonzero(self._numbers != _UNKNOWN)
-        numbers = self._numbers[codes]
-        found[numbers] = codes
+        found[self._numbers[codes]] = codes
         found[: _FREQUENCIES * HINTS * 2] = -1
         return found
 
@@ -137,28 +135,6 @@ class ChunkClasses:
         self.count += 1
         self.coarse[number] = coarser
         return number
-
-
-def pack_own(group: int, reuse: int) -> int:
-    """Return what is a whole chunk's own; one more for an end that fills no chunk."""
-    return (group * HINTS + reuse) * 2
-
-
-def with_hint(own: NDArray[np.uint8], reuse: int) -> NDArray[np.uint8]:
-    """Return what is the chunks' own after *reuse* was said of them."""
-    of_group = own - own % np.uint8(HINTS * 2)
-    hinted: NDArray[np.uint8] = of_group + own % np.uint8(2) + np.uint8(2 * reuse)
-    return hinted
-
-
-def hint_of(own: int) -> int:
-    """Return what was said of the reuse of the chunk."""
-    return own // 2 % HINTS
-
-
-def is_partial(own: int) -> bool:
-    """Whether the chunk is an end that fills no chunk."""
-    return own % 2 == 1
 
 
 class SteadyClock:
@@ -224,7 +200,7 @@ _MOST_CHUNKS = 65_535
 
 @dataclass(frozen=True, slots=True)
 class InsertInfo:
-    """What whoever stores a chunk says of it.
+    """What is known of a chunk when it is stored.
 
     ``tokens_full`` is False for an end of a prompt that fills no chunk; ``flops`` are what its
     prefill costs, 0 for unknown; ``group`` any number for a tenant or category, 0 for none;
@@ -248,16 +224,16 @@ class InsertInfo:
 
 
 NO_INFO = InsertInfo()
-"""Nothing is said of the chunk."""
+"""Nothing is known of the chunk."""
 
 
 class AccessHistory:
     """Columns by row of what is remembered of a chunk, and the table that learns from it.
 
-    A row is a chunk's from its first ``seen`` to ``forget``, evicted or not: what is here no more
-    still teaches what was worth keeping. Whoever gives out the rows bounds how many there are.
-    It is told of an event before the policies are. Not thread-safe: the owner locks. Memory: 23
-    bytes a row, and the table.
+    A row is a chunk's from its first ``seen_chain`` to ``forget_all``, evicted or not: what is
+    here no more still teaches what was worth keeping. Its owner bounds the rows, and reports an
+    event here before it does to the policies. Not thread-safe: the owner locks. Memory: 23 bytes
+    a row, and the table.
     """
 
     def __init__(self, chunk_tokens: int = 256) -> None:
@@ -269,15 +245,15 @@ class AccessHistory:
         self.hits = array("B", [0])
         """How often each was asked for, 1 for the first sight, up to 255; 0 for unknown rows."""
         self.classes = array("H", [0])
-        """The number of each one's class."""
+        """By number."""
         self.flops = array("d", [0.0])
-        """What the prefill of each costs; 0 for unknown."""
+        """Of the prefill of each; 0 for unknown."""
         self.turns = array("B", [0])
         """The turn of the conversation in which each was last asked for, from 0."""
         self.chunks = array("H", [0])
         """How long the prompt was in which each was last asked for, in chunks."""
         self.own = array("B", [0])
-        """Group, hint and whether it is an end, as ``chunk_classes`` packs it."""
+        """See ChunkClasses."""
         self.kinds = ChunkClasses(chunk_tokens)
         self.table = DensityTable(self.kinds.coarse)
         self.on_hint: list[Callable[[Rows], None]] = []
@@ -313,24 +289,18 @@ class AccessHistory:
         since = self._requests - self._refreshed_at
         most = FIRST_REFRESH_REQUESTS if self._requests < _FIRST_REQUESTS else REFRESH_REQUESTS
         is_due = since >= most or time_s - self._refreshed_s >= REFRESH_S
-        if is_due and since >= LEAST_REFRESH_REQUESTS:
+        is_due = is_due and since >= LEAST_REFRESH_REQUESTS
+        if is_due:
             self._refreshed_at, self._refreshed_s = self._requests, time_s
             self._steps = self.table.refreshing(time_s, self.kinds.count)
-            next(self._steps, None)
-            self._report(since, time_s)
-        else:
-            next(self._steps, None)
-
-    def _report(self, requests: int, time_s: float) -> None:
-        """Tell the on_refresh what was asked for since the last refresh."""
-        if not self._asked_rows:
-            return
-        rows, ages_s = np.frombuffer(self._asked_rows, np.intp), np.frombuffer(self._asked_ages_s)
-        report = RefreshReport(rows, ages_s, self._chunks, requests, time_s)
-        self._asked_rows, self._asked_ages_s = array("q"), array("d")
-        self._chunks = 0
-        for watcher in self.on_refresh:
-            watcher(report)
+        next(self._steps, None)
+        if is_due and self._asked_rows:
+            rows, ages_s = np.frombuffer(self._asked_rows, np.intp), self._asked_ages_s
+            report = RefreshReport(rows, np.frombuffer(ages_s), self._chunks, since, time_s)
+            self._asked_rows, self._asked_ages_s = array("q"), array("d")
+            self._chunks = 0
+            for watcher in self.on_refresh:
+                watcher(report)
 
     def _known(self, rows: Rows) -> Rows:
         """Return those of which something is remembered, each once."""
@@ -343,10 +313,7 @@ class AccessHistory:
 
     def _ask(self, rows: Rows, chunks: int, time_s: float) -> None:
         last = rows.item(-1)
-        if len(rows) == 1:
-            self._ask_one(last, chunks, time_s)
-            return
-        is_next = len(rows) >= self.chunks[last] - 1
+        is_next = 1 < len(rows) >= self.chunks[last] - 1
         turn = min(self.turns[last] + 1, _MOST) if is_next else 0
         if len(rows) < _FEW:
             self._ask_few(rows.tolist(), turn, chunks, time_s)
@@ -360,7 +327,7 @@ class AccessHistory:
         hits = seen.hits[rows]
         hits += hits < _MOST
         seen.hits[rows] = hits
-        self._stamp(rows, turn, chunks, time_s)
+        seen.last_s[rows], seen.turns[rows], seen.chunks[rows] = time_s, turn, chunks
         context = self.kinds.context(turn, chunks)
         classes = seen.classes[rows] = self.kinds.of(seen.own[rows], hits, context)
         self.table.wait(classes, time_s)
@@ -391,38 +358,12 @@ class AccessHistory:
             self._asked_ages_s.extend([time_s - one_s for one_s in since_s])
         self.table.wait(waiting, time_s)
 
-    def _ask_one(self, row: int, chunks: int, time_s: float) -> None:
-        """Do as ``_ask`` does of a prompt of whose chunks only the first is known."""
-        since_s = self.last_s[row]
-        self.table.asked_one(self.classes[row], since_s, time_s)
-        if self.on_refresh:
-            self._asked_rows.append(row)
-            self._asked_ages_s.append(time_s - since_s)
-        count = self.hits[row]
-        if count < _MOST:
-            self.hits[row] = count = count + 1
-        kind = self.kinds.of_one(self.own[row], count, self.kinds.context(0, chunks))
-        self.classes[row], self.last_s[row] = kind, time_s
-        self.turns[row], self.chunks[row] = 0, chunks
-        self.table.wait_run(kind, kind, 1, time_s)
-
-    def _stamp(self, rows: Rows, turn: int, chunks: int, time_s: float) -> None:
-        self._seen.last_s[rows] = time_s
-        self._seen.turns[rows] = turn
-        self._seen.chunks[rows] = chunks
-
-    def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
-        """A chunk is stored that continues *parent*, which may be NO_ROW or unknown.
-
-        The first sight of it counts as an asking, in the context of its parent; of a known one
-        only the facts are taken, as it was asked for before.
-        """
-        self.seen_chain(np.array([row]), parent, facts, now_s)
-
     def seen_chain(self, rows: Rows, parent: int, facts: InsertInfo, now_s: float) -> None:
         """Chunks are stored of which each continues the one before, the first *parent*.
 
-        As ``seen`` for each, where ``tokens_full`` is of the last.
+        *parent* may be NO_ROW or unknown. The first sight of a chunk counts as an asking, in the
+        context of *parent*; of a known one only the facts are taken, as it was asked for before.
+        ``tokens_full`` is of the last.
         """
         if not len(rows):
             return
@@ -445,10 +386,10 @@ class AccessHistory:
         kinds, seen, turn = self.kinds, self._seen, self.turns[parent]
         own = 0
         if facts.group or facts.reuse:
-            own = pack_own(kinds.group(facts.group), facts.reuse)
+            own = (kinds.group(facts.group) * HINTS + facts.reuse) * 2
         chunks = min(facts.prompt_chunks or self.chunks[parent] or len(rows), _MOST_CHUNKS)
         context = kinds.context(turn, chunks)
-        kind = end = kinds.of_one(own, 1, context)
+        kind = kinds.of_one(own, 1, context)
         # Of what is unknown every column is 0.
         if own:
             seen.own[rows] = own
@@ -459,21 +400,20 @@ class AccessHistory:
         if not facts.tokens_full:
             last = int(rows[-1])
             self.own[last] = own + 1
-            end = self.classes[last] = kinds.of_one(own + 1, 1, context)
-        self.table.wait_run(kind, end, len(rows), time_s)
+            self.classes[last] = kinds.of_one(own + 1, 1, context)
+        self.table.wait(seen.classes[rows], time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
-        """An engine says of chunks that they are of no more use (1) or will be (2).
-
-        Raises InvalidRequestError.
-        """
+        """Chunks have another hint from now on. Raises InvalidRequestError."""
         if not 0 <= reuse < HINTS:
             raise InvalidRequestError("reuse", reuse, "0 unknown, 1 discard, 2 keep")
         rows, seen, kinds = self._known(rows), self._seen, self.kinds
         rows = rows[seen.own[rows] // 2 % HINTS != reuse]
         if not len(rows):
             return
-        own = seen.own[rows] = with_hint(seen.own[rows], reuse)
+        own = seen.own[rows]
+        own += np.uint8(2 * reuse) - own // 2 % HINTS * 2
+        seen.own[rows] = own
         contexts = kinds.contexts(seen.turns[rows], seen.chunks[rows])
         others = kinds.of(own, seen.hits[rows], contexts)
         self.table.moved(seen.classes[rows], others, seen.last_s[rows], self._clock.latest_s)
@@ -481,12 +421,8 @@ class AccessHistory:
         for follower in self.on_hint:
             follower(rows)
 
-    def forget(self, row: int) -> None:
-        """The row will be another chunk's, or nobody's."""
-        self.forget_all(np.array([row]))
-
     def forget_all(self, rows: Rows) -> None:
-        """As ``forget`` for each."""
+        """Each row will be another chunk's, or none's."""
         rows, seen = self._known(rows), self._seen
         if not len(rows):
             return
@@ -508,17 +444,13 @@ class AccessHistory:
         """Return what the prefill of a row costs; 0 for unknown."""
         return self.flops[row] if row < len(self.flops) else 0.0
 
-    def class_of(self, row: int) -> int:
-        """Return the number of a row's class; 0 for unknown ones."""
-        return self.classes[row] if row < len(self.classes) else 0
-
     def reuse_of(self, row: int) -> int:
-        """Return what was hinted of a row: 0 nothing, 1 discard, 2 keep."""
-        return hint_of(self.own[row]) if row < len(self.own) else 0
+        """Return the hint of a row; 0 for unknown ones."""
+        return self.own[row] // 2 % HINTS if row < len(self.own) else 0
 
     def is_partial(self, row: int) -> bool:
         """Whether the row is the end of a prompt that fills no chunk."""
-        return row < len(self.own) and is_partial(self.own[row])
+        return row < len(self.own) and self.own[row] % 2 == 1
 
     def columns(self) -> Columns:
         """Return all columns, writable, as they are: let go of them before the next event."""
@@ -533,7 +465,7 @@ class AccessHistory:
         )
 
     def reach(self, row: int) -> None:
-        """Let there be a place for *row*. The last place is always nobody's."""
+        """Let there be a place for *row*. The last place is always empty."""
         if row + 1 < len(self.hits):
             return
         count = row + 1 - len(self.hits) + spare_rows(row)

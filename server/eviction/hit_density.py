@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
-from kvstore.server.eviction.leaf_tree import FEW, LeafFirstEviction
+from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues, QueueCursor
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, EDGES_S
@@ -31,11 +31,11 @@ WINDOW_CHUNKS = 1 << 18
 """Of what was asked for before these, half is forgotten."""
 
 CAP_S = 500e-6
-"""How long one decision may take, before those after it are made as LRU makes them."""
+"""How long one decision may take, before those after it are made in LRU order."""
 
 Rank = tuple[float, int, int]
-"""What an end of a queue promises, when it was used, and which end of which class it is: twice
-the class, and one more for the last."""
+"""What an end of a queue promises, when it was used, and which end it is: twice the class, and
+one more for the last."""
 
 _EDGES_S: list[float] = EDGES_S.tolist()
 _ENDS_S = np.append(EDGES_S, np.inf)
@@ -45,11 +45,11 @@ _NOBODY: Rank = (0.0, 0, 0)
 
 
 class LruSafeguard:
-    """Counts the hits of a policy and those that LRU would have had, and says who is ahead.
+    """Counts the hits of a policy and those that LRU would have had, and which of them is ahead.
 
     LRU holds the chunks that were asked for last. So a chunk would have been hit if it had waited
     no longer than the one that is just among them: its stack distance (Mattson, Gecsei, Slutz
-    and Traiger, IBM Systems Journal 9(2), 1970), with the counts of those who wait for a stack.
+    and Traiger, IBM Systems Journal 9(2), 1970), with the counts of those that wait for a stack.
     While the policy is behind by more than the budget it is to do as LRU does, which costs no
     more hits, until the budget has grown by what was asked for since.
     """
@@ -91,15 +91,15 @@ class ClassRanking:
 
     A promise is the table's value of the class at the age, times the worth of the row. It stays
     as it is until another row comes to that end, the row's age comes to the next bin, or the
-    table is worked out anew; so a decision ranks those few ends again and not all: O(log) of the
-    classes for each. After a refresh of the table all are ranked at once. What is ranked is the
-    same as if all were ranked for every decision. 200 bytes an end. Not thread-safe.
+    table is refreshed; so a decision ranks those few ends again, O(log) of the classes for each,
+    and after a refresh all. The order is that of ranking all for every decision. 200 bytes an
+    end. Not thread-safe.
     """
 
     def __init__(
         self, history: AccessHistory, queues: ClassQueues, used: array[int], worth: array[float]
     ) -> None:
-        self._history = history
+        self.history = history
         self.queues = queues
         self.used = used
         self._worth = worth
@@ -107,12 +107,12 @@ class ClassRanking:
         """By end: what counts of the two heaps; the rest of them is stale."""
         self._ranks: list[Rank] = []
         self._due: list[tuple[float, Rank]] = []
-        """When the next bin begins for whom; a little early rather than late."""
+        """When the next bin begins for each: a little early, as sums are rounded."""
         self._version = -1
 
     def bring_up(self, time_s: float) -> None:
         """Rank what has changed until now. *time_s* is on the AccessHistory's clock."""
-        table, changed = self._history.table, self.queues.changed
+        table, changed = self.history.table, self.queues.changed
         most = _STALE_SHARE * len(self._current) + _STALE_LEAST
         if self._version != table.version or max(len(self._ranks), len(self._due)) > most:
             self._version = table.version
@@ -125,12 +125,11 @@ class ClassRanking:
             if self._current[rank[2]] is rank:
                 self._current[rank[2]] = _NOBODY
                 changed.add(rank[2])
-        self.rank_changed(time_s)
+        self._rank_changed(time_s)
 
-    def rank_changed(self, time_s: float) -> None:
-        """Rank the ends that changed, where the last ``bring_up`` was of this time."""
+    def _rank_changed(self, time_s: float) -> None:
         current, used, worth = self._current, self.used, self._worth
-        queues, history = self.queues, self._history
+        queues, history = self.queues, self.history
         missing = 2 * history.kinds.count - len(current)
         if missing > 0:
             current += [_NOBODY] * missing
@@ -152,11 +151,11 @@ class ClassRanking:
             heappush(ranks, rank)
             if age < _LAST_AGE:
                 due_s = since_s + _EDGES_S[age]
-                heappush(dues, (due_s - 1e-12 * abs(due_s), rank))  # as ``_early``
+                heappush(dues, (due_s - 1e-12 * abs(due_s), rank))
         queues.changed.clear()
 
     def _rank_all(self, time_s: float) -> None:
-        history = self._history
+        history = self.history
         kinds, first, last = self.queues.ends(history.kinds.count)
         has_last = last != NO_ROW
         rows = np.concatenate((first, last[has_last]))
@@ -175,7 +174,7 @@ class ClassRanking:
         for rank in self._ranks:
             self._current[rank[2]] = rank
         self._due = [
-            (_early(at_s), rank)
+            (at_s - 1e-12 * abs(at_s), rank)
             for at_s, rank in zip(due_s.tolist(), self._ranks, strict=True)
             if at_s < np.inf
         ]
@@ -193,33 +192,24 @@ class ClassRanking:
         return None
 
     def take(self) -> Rank:
-        """Return what ``least`` just did, which counts no more until ``bring_up``."""
+        """Take out what ``least`` just returned, which counts no more until ``bring_up``."""
         rank = heappop(self._ranks)
         self._current[rank[2]] = _NOBODY
         self.queues.changed.add(rank[2])
         return rank
 
-    def class_of(self, row: int) -> int:
-        """Return the class whose queue a row belongs in."""
-        return self._history.classes[row]
-
     def promise(self, row: int, time_s: float) -> float:
         """Return what a chunk promises at a time of the AccessHistory's clock."""
-        history = self._history
+        history = self.history
         age = bisect_left(_EDGES_S, time_s - history.last_s[row])
         return history.table.values.item(history.classes[row], age) * self._worth[row]
 
 
-def _early(time_s: float) -> float:
-    """Return a time that is not after *time_s*, however that was rounded."""
-    return time_s - 1e-12 * abs(time_s)
-
-
 class VictimCursor:
-    """Whom to evict, one after the other, as far as it is asked for. Changes nothing.
+    """Whom to evict, one after the other, as far as it is read. Changes nothing.
 
-    The ends of all queues are ranked already; what lies behind one that was taken is ranked when
-    the next is asked for, as most often it is the taken one's parent that goes next.
+    The ends of all queues are ranked already; what lies behind one that was taken is ranked with
+    the next call, as most often it is the taken one's parent that goes next.
     """
 
     def __init__(
@@ -251,7 +241,7 @@ class VictimCursor:
             self._ranks.bring_up(time_s)
 
     def take(self) -> int:
-        """Return whom to evict next, who is not named again; NO_ROW where nobody is left."""
+        """Return what to evict next, which is not named again; NO_ROW where nothing is left."""
         for end in self._due:
             self._rank(end)
         self._due = ()
@@ -278,20 +268,17 @@ class VictimCursor:
         return None if least is None else self._ranks.take()
 
     def take_after(self, row: int) -> int:
-        """Return whom to evict when *row* is gone, whose parent may be a candidate then."""
+        """Return what to evict when *row* is gone, whose parent may be a candidate then."""
         parent = self._exposed_by(row, self._left)
         if parent:
-            self._bring_in(parent)
+            kind = self._ranks.history.classes[parent]
+            queue = self._open(kind)
+            insort(queue.exposed, (self._used[parent], parent))
+            if self._first(queue) == parent:
+                self._rank(2 * kind)
+            if self._last(queue) == parent:
+                self._rank(2 * kind + 1)
         return self.take()
-
-    def _bring_in(self, row: int) -> None:
-        kind = self._ranks.class_of(row)
-        queue = self._open(kind)
-        insort(queue.exposed, (self._used[row], row))
-        if self._first(queue) == row:
-            self._rank(2 * kind)
-        if self._last(queue) == row:
-            self._rank(2 * kind + 1)
 
     def fall_back(self) -> None:
         """Name the rest by their last use only."""
@@ -337,14 +324,14 @@ class VictimCursor:
             heapq.heappush(self._ahead, (promise, self._used[row], end))
 
 
-class HitDensityEviction(LeafFirstEviction):
+class HitDensityEviction(LruEviction):
     """Evict the leaf whose hits per second of residency, by class and age, are fewest a byte.
 
-    The table of the AccessHistory says what a chunk of a class promises at an age; what it promises
-    here is that times its worth by byte: tokens. Leaves of
-    a class are queued by their last use, and the first of each queue is a candidate: O(classes)
-    for the first victim, O(log) of them for each that follows. Where two promise the same, the
-    one used longest ago goes, so what knows nothing yet is leaf-LRU.
+    The table of the AccessHistory has what a chunk of a class promises at an age; here that is
+    times its worth by byte: tokens. Leaves of a class are queued by their last use, and both ends
+    of each queue are candidates: O(classes) for the first victim, O(log) of them for each that
+    follows. Where two promise the same, the one used longest ago goes, so what knows nothing yet
+    is leaf-LRU.
 
     Ours, after LHD (Beckmann et al., NSDI 2018), with the tree, the queues and what is
     remembered of evicted chunks added. A decision that takes longer than 500 us on *clock* (none
@@ -356,43 +343,27 @@ class HitDensityEviction(LeafFirstEviction):
         history: AccessHistory,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(kinds=MAX_CLASSES)
         self._history = history
         self._clock = clock
-        self._used = array("Q", [0])
-        """When each chunk was last used, as the number of the use."""
-        self._worth = array("f", [0.0])
+        self._worth: array[float] = self._column("f")
         """By byte, up to a factor that is the same for all."""
-        self._queues = ClassQueues(self._used, MAX_CLASSES)
         self._ranks = ClassRanking(history, self._queues, self._used, self._worth)
-        self._see()
-        self._tick = 0
         self.fallbacks = 0
         self._guard = LruSafeguard()
         self._is_full = False
         history.on_hint.append(self._requeue)
         history.on_refresh.append(self._compare)
 
-    def _see(self) -> None:
-        """Look at the columns as numpy does; they cannot grow until this is given up."""
-        self._used_seen = np.frombuffer(self._used, np.uint64)
-        self._worth_seen = np.frombuffer(self._worth, np.float32)
-
     @override
     def _extend(self, count: int) -> None:
-        del self._used_seen, self._worth_seen
-        for column in (self._used, self._worth):
-            column.frombytes(bytes(count * column.itemsize))
-        self._see()
-        self._queues.extend(count)
         self._history.reach(len(self._used) - 1)
 
     # --- events
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._tick += 1
-        self._used[row] = self._tick
+        super()._came(row, size_bytes, now_s)
         self._worth[row] = self._worth_of(row, max(size_bytes, 1))
 
     def _worth_of(self, row: int, size_bytes: int) -> float:
@@ -403,22 +374,11 @@ class HitDensityEviction(LeafFirstEviction):
 
     @override
     def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._came_chain(rows, size_bytes, now_s)
         size_bytes = max(size_bytes, 1)
-        worth = 1.0 / size_bytes
-        if len(rows) < FEW:
-            used, worths = self._used, self._worth
-            for tick, row in enumerate(rows.tolist(), self._tick + 1):
-                used[row] = tick
-                worths[row] = worth
-        else:
-            self._stamp(rows)
-            self._worth_seen[rows] = worth
-        self._tick += len(rows)
+        np.frombuffer(self._worth, np.float32)[rows] = 1.0 / size_bytes
         last = int(rows[-1])
         self._worth[last] = self._worth_of(last, size_bytes)
-
-    def _stamp(self, rows: Rows) -> None:
-        self._used_seen[rows] = np.arange(self._tick + 1, self._tick + 1 + len(rows))
 
     @override
     def touch(self, rows: Rows, now_s: float) -> None:
@@ -437,48 +397,17 @@ class HitDensityEviction(LeafFirstEviction):
         self._used[row] = self._tick
 
     @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        kind = self._history.classes[row]
-        if is_new:
-            self._queues.append(row, kind)
-        else:
-            self._queues.place(row, kind)
-
-    @override
-    def _drop_leaf(self, row: int) -> None:
-        self._queues.remove(row)
+    def _kind(self, row: int) -> int:
+        return self._history.classes[row]
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
         self._guard.hits += len(rows)
-        # From the last to the first: what begins a chain is to go after what ends it.
-        rows = rows[::-1]
-        queues, kinds = self._queues, self._history.classes
-        if len(rows) < FEW:
-            names = rows.tolist()
-            leaves = [row for row in names if not self._children[row]]
-        else:
-            leaves = rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist()
-        for row in leaves:
-            queues.remove(row)
-            queues.append(row, kinds[row])
-        if len(rows) < FEW:
-            for tick, row in enumerate(names, self._tick + 1):
-                self._used[row] = tick
-        else:
-            self._stamp(rows)
-        self._tick += len(rows)
-
-    def _requeue(self, rows: Rows) -> None:
-        """The classes of *rows* changed."""
-        for row in rows[rows < len(self._here)].tolist():
-            if self._is_leaf(row):
-                self._queues.remove(row)
-                self._queues.place(row, self._history.classes[row])
+        super()._use(rows, now_s)
 
     def _compare(self, report: RefreshReport) -> None:
         """Hold what was hit since the last refresh against what LRU would have hit."""
-        mine = self._used_seen.take(report.rows, mode="clip") > 0
+        mine = np.frombuffer(self._used, np.uint64).take(report.rows, mode="clip") > 0
         self._guard.judge(report, mine)
         if self._is_full:
             count = len(self) / self._guard.share

@@ -1,12 +1,12 @@
-"""The tree of the chunks on a tier: who continues whom, and who is a leaf."""
+"""The tree of the chunks on a tier: which continues which, and which are leaves."""
 
 from __future__ import annotations
 
 import heapq
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -19,8 +19,9 @@ FEW = 24
 
 
 def closes_circle(row: int, parent: int, parents: array[int], children: array[int]) -> bool:
-    """Whether *row* is among the ancestors of *parent*, as a client that lies about parents can
-    make it. A circle has no leaf and would never be evicted.
+    """Whether *row* is among the ancestors of *parent*, as a client with wrong parents can make it.
+
+    A circle has no leaf and would never be evicted.
     """
     if parent != row and not children[row]:
         return False  # nothing continues it, so nothing leads back to it
@@ -31,12 +32,11 @@ def closes_circle(row: int, parent: int, parents: array[int], children: array[in
 
 
 class LeafCursor:
-    """Leaves in an order, least rank first, and the parents that they expose put in between."""
+    """Leaves, which come by *rank*, least first, and the parents that they expose in between."""
 
     __slots__ = ("_exposed", "_leaves", "_next", "_next_rank", "_rank")
 
     def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
-        """*leaves* come by *rank*. Rows whose rank is the same come in any order."""
         self._leaves, self._rank = leaves, rank
         self._exposed: list[tuple[float, int]] = []
         self._next = next(leaves, NO_ROW)
@@ -71,31 +71,31 @@ class LeafFirstEviction(EvictionPolicy):
     continuations are on the tier) are candidates, as in SGLang's RadixAttention (Zheng et al.,
     arXiv 2312.07104, section 3.1), over chunks instead of tokens.
 
-    A subclass keeps the leaves in an order of its own. It is told of every event by the hooks
-    below, each once: ``_came``, then ``_add_leaf`` if nothing continues the chunk; ``_use``;
-    ``_drop_leaf`` if it is a leaf, then ``_gone``. ``_name`` is what most need for ``victims``.
-    Nine bytes a row.
+    A subclass keeps the leaves in an order of its own. Every event calls its hooks, each once:
+    ``_came``, then ``_add_leaf`` if nothing continues the chunk; ``_use``; ``_drop_leaf`` if it
+    is a leaf, then ``_gone``. ``_name`` is what most need for ``victims``. Nine bytes a row.
     """
 
     def __init__(self) -> None:
-        self._here = array("B", [0])
+        self._columns: list[array[Any]] = []
+        """By row: what grows when a row comes."""
+        self._here: array[int] = self._column("B")
         """1 for the rows whose chunk is here."""
-        self._parents = array("I", [NO_ROW])
-        self._children = array("I", [0])
+        self._parents: array[int] = self._column("I")
+        self._children: array[int] = self._column("I")
         """Chunks here that continue the row's, be it here or not."""
         self._count = 0
-        self._look()
 
-    def _look(self) -> None:
-        """Look at the columns as numpy does; they cannot grow until this is given up."""
-        self._here_seen = np.frombuffer(self._here, np.uint8)
-        self._parents_seen = np.frombuffer(self._parents, np.uint32)
-        self._children_seen = np.frombuffer(self._children, np.uint32)
+    def _column(self, typecode: str) -> array[Any]:
+        """Return a new column of zeros, which grows with the others."""
+        column = array(typecode, [0])
+        self._columns.append(column)
+        return column
 
     # --- hooks
 
     def _extend(self, count: int) -> None:
-        """Make own columns *count* rows longer, with zeros."""
+        """Make what is kept beside the columns *count* rows longer."""
 
     @abstractmethod
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
@@ -124,14 +124,12 @@ class LeafFirstEviction(EvictionPolicy):
     # --- events
 
     def _reach(self, row: int) -> None:
-        """Let there be a place for *row*. The last place is always nobody's."""
+        """Let there be a place for *row*. The last place is always empty."""
         if row + 1 < len(self._here):
             return
         count = row + 1 - len(self._here) + spare_rows(row)
-        del self._here_seen, self._parents_seen, self._children_seen
-        for column in (self._here, self._parents, self._children):
+        for column in self._columns:
             column.frombytes(bytes(count * column.itemsize))
-        self._look()
         self._extend(count)
 
     @override
@@ -178,10 +176,11 @@ class LeafFirstEviction(EvictionPolicy):
                 before = row
             children[before] = 0
         else:
-            self._here_seen[rows] = 1
-            self._parents_seen[rows[0]] = parent
-            self._parents_seen[rows[1:]] = rows[:-1]
-            self._children_seen[rows[:-1]] = 1
+            np.frombuffer(self._here, np.uint8)[rows] = 1
+            parents_seen = np.frombuffer(self._parents, np.uint32)
+            parents_seen[rows[0]] = parent
+            parents_seen[rows[1:]] = rows[:-1]
+            np.frombuffer(self._children, np.uint32)[rows[:-1]] = 1
         self._count += len(rows)
         self._came_chain(rows, size_bytes, now_s)
         self._add_leaf(listed[-1], is_new=True)
@@ -194,10 +193,8 @@ class LeafFirstEviction(EvictionPolicy):
             here, children = self._here.__getitem__, self._children.__getitem__
             return any(map(here, listed)) or any(map(children, listed))
         # A fifth of what any() takes.
-        known = np.count_nonzero(self._here_seen[rows]) + np.count_nonzero(
-            self._children_seen[rows]
-        )
-        return bool(known)
+        is_here = np.count_nonzero(np.frombuffer(self._here, np.uint8)[rows])
+        return bool(is_here or np.count_nonzero(np.frombuffer(self._children, np.uint32)[rows]))
 
     def _is_leaf(self, row: int) -> bool:
         return self._here[row] != 0 and not self._children[row]
@@ -206,7 +203,7 @@ class LeafFirstEviction(EvictionPolicy):
     def touch(self, rows: Rows, now_s: float) -> None:
         if not len(rows):
             return
-        here = self._here_seen.take(rows, mode="clip")
+        here = np.frombuffer(self._here, np.uint8).take(rows, mode="clip")
         if 0 in here.tobytes():
             rows = rows[here > 0]
         if len(rows):
@@ -214,37 +211,21 @@ class LeafFirstEviction(EvictionPolicy):
 
     @override
     def remove(self, row: int) -> None:
-        self.remove_all((row,))
-
-    @override
-    def remove_all(self, rows: Sequence[int]) -> None:
-        here, parents, children = self._here, self._parents, self._children
-        known, unnamed, count = len(here), NO_ROW, 0
-        tells_gone = type(self)._gone is not LeafFirstEviction._gone
-        for row, after in zip_longest(rows, rows[1:], fillvalue=NO_ROW):
-            if row != unnamed:
-                if row >= known or not here[row]:
-                    continue
-                if not children[row]:
-                    self._drop_leaf(row)
-            else:
-                unnamed = NO_ROW
-            here[row] = 0
-            count += 1
-            parent = parents[row]
-            if tells_gone:
-                self._gone(row)
-            if not parent:
-                continue
-            parents[row] = NO_ROW
-            left = children[parent] = children[parent] - 1
-            if not left and here[parent]:
-                # A parent that is the next to go need not be named a leaf in between.
-                if after == parent:
-                    unnamed = parent
-                else:
-                    self._add_leaf(parent, is_new=False)
-        self._count -= count
+        here, children = self._here, self._children
+        if row >= len(here) or not here[row]:
+            return
+        if not children[row]:
+            self._drop_leaf(row)
+        here[row] = 0
+        self._count -= 1
+        self._gone(row)
+        parent = self._parents[row]
+        if not parent:
+            return
+        self._parents[row] = NO_ROW
+        children[parent] -= 1
+        if here[parent] and not children[parent]:
+            self._add_leaf(parent, is_new=False)
 
     # --- questions
 
@@ -262,7 +243,7 @@ class LeafFirstEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield victims: *leaves*, which come by rank, least first, and whom they expose.
+        """Yield victims: *leaves*, which come by rank, least first, and those they expose.
 
         A parent is a candidate once every child of it was named, by its own rank.
         """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from typing_extensions import override
 
-from kvstore.server.eviction.leaf_tree import LeafFirstEviction
+from kvstore.server.eviction.leaf_tree import FEW, LeafFirstEviction
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
 
@@ -16,22 +16,29 @@ from kvstore.server.eviction.queues import ClassQueues
 class LruEviction(LeafFirstEviction):
     """Evict the leaf that was used longest ago.
 
-    This is the leaf-LRU of SGLang's RadixAttention (Zheng et al., arXiv 2312.07104, section
-    3.1), over chunks instead of tokens. All leaves are in one queue, so that every event costs
-    O(1), or O(log n) of the leaves that came into it late. 31 bytes a row, in columns.
+    Leaves are queued by their last use, all in one queue, or for a subclass by what ``_kind``
+    returns, below *kinds*. Every event costs O(1), or O(log n) of the leaves that came into their
+    queue late. 31 bytes a row, in columns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: int = 1) -> None:
         super().__init__()
-        self._used = array("Q", [0])
+        self._used: array[int] = self._column("Q")
         """When each chunk was last used, as the number of the use."""
-        self._leaves = ClassQueues(self._used)
+        self._queues = ClassQueues(self._used, kinds)
+        self._columns += self._queues.columns
         self._tick = 0
 
-    @override
-    def _extend(self, count: int) -> None:
-        self._used.frombytes(bytes(count * self._used.itemsize))
-        self._leaves.extend(count)
+    def _kind(self, row: int) -> int:
+        """Return the queue that a leaf belongs in."""
+        return 0
+
+    def _requeue(self, rows: Rows) -> None:
+        """The kinds of *rows* changed, which may be unknown here."""
+        for row in rows[rows < len(self._here)].tolist():
+            if self._is_leaf(row):
+                self._queues.remove(row)
+                self._queues.place(row, self._kind(row))
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
@@ -40,33 +47,43 @@ class LruEviction(LeafFirstEviction):
 
     @override
     def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        np.frombuffer(self._used, np.uint64)[rows] = ticks
+        self._stamp(rows)
+
+    def _stamp(self, rows: Rows) -> None:
+        """Number the uses of *rows*, the first first."""
+        if len(rows) < FEW:
+            used = self._used
+            for tick, row in enumerate(rows.tolist(), self._tick + 1):
+                used[row] = tick
+        else:
+            ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows))
+            np.frombuffer(self._used, np.uint64)[rows] = ticks
         self._tick += len(rows)
 
     @override
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
         if is_new:
-            self._leaves.append(row, 0)
+            self._queues.append(row, self._kind(row))
         else:
-            self._leaves.place(row, 0)
+            self._queues.place(row, self._kind(row))
 
     @override
     def _drop_leaf(self, row: int) -> None:
-        self._leaves.remove(row)
+        self._queues.remove(row)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
         # From the last to the first: what begins a chain is to go after what ends it.
         rows = rows[::-1]
-        leaves = rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist()
+        if len(rows) < FEW:
+            leaves = [row for row in rows.tolist() if not self._children[row]]
+        else:
+            leaves = rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist()
         for row in leaves:
-            self._leaves.remove(row)
-            self._leaves.append(row, 0)
-        ticks = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        np.frombuffer(self._used, np.uint64)[rows] = ticks
-        self._tick += len(rows)
+            self._queues.remove(row)
+            self._queues.append(row, self._kind(row))
+        self._stamp(rows)
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        return self._name(self._leaves.walk(), self._used.__getitem__, keep)
+        return self._name(self._queues.walk(), self._used.__getitem__, keep)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import insort
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import filterfalse
+from itertools import filterfalse, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +14,13 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafCursor, LeafFirstEviction
-from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.eviction.queues import ClassQueues, RowHeap
+from kvstore.server.eviction.leaf_tree import LeafCursor
+from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.policy import Rows
+from kvstore.server.eviction.queues import RowHeap
 
 LEAST_DENSITY, MOST_DENSITY = 1 / 64, 64.0
-"""Bounds of a density: numbers of engines are not to be believed beyond them."""
+"""Bounds of a density: numbers of engines are not trusted beyond them."""
 
 _MOST_FLOPS = 1e30
 _HALVED_AFTER = 4096
@@ -56,203 +55,142 @@ class FlopDensity:
         return min(max(density, LEAST_DENSITY), MOST_DENSITY)
 
 
+WINDOW_FACTOR = 5
+"""Requests to record, for each before the first eviction."""
+
+RECORDED_CHUNKS = 1 << 15
+"""Of the requests recorded the last are kept, with this many chunks."""
+
+SCORED_REQUESTS = 500
+"""Of the recorded, the last so many count."""
+
+ALPHAS = tuple(step / 10 for step in range(21))
+"""What is tried."""
+
+HYSTERESIS = 0.01
+"""How much more than the first alpha another has to save, as a share."""
+
+SLICE_CHUNKS = 16
+"""Chunks of the replay that are done at each request."""
+
 _GROUP = 16
 """Chunks for which room is made at once in a replay."""
 
-ShadowMaker = Callable[[Sequence[int], float], EvictionPolicy]
-"""Makes a policy for rows 1 to n, of which it is given the classes by row, and an alpha."""
-
-
-@dataclass(frozen=True)
-class TunerTerms:
-    """What is recorded, tried and scored, and how much of the replay is done at a request."""
-
-    window_factor: int = 5
-    """Requests to record, for each before the first eviction."""
-    scored_requests: int = 500
-    """Of the recorded, the last so many count."""
-    alphas: tuple[float, ...] = tuple(step / 10 for step in range(21))
-    hysteresis: float = 0.01
-    """How much more than the first alpha another has to save, as a share."""
-    ring_chunks: int = 1 << 15
-    """Of the requests recorded the last are kept, with this many chunks."""
-    slice_chunks: int = 16
-    """Chunks of the replay that are done at each request."""
-
-    def __post_init__(self) -> None:
-        for name in ("window_factor", "scored_requests", "ring_chunks", "slice_chunks"):
-            if getattr(self, name) < 1:
-                raise InvalidRequestError(name, getattr(self, name), "at least 1")
-        if not self.alphas or not all(0.0 <= alpha < math.inf for alpha in self.alphas):
-            raise InvalidRequestError("alphas", self.alphas, "at least one, none negative")
-        if not 0.0 <= self.hysteresis < math.inf:
-            raise InvalidRequestError("hysteresis", self.hysteresis, "a share, not negative")
-
-
-class _Ring:
-    """The last chunks of requests, at most so many. 14 bytes each."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._rows, self._sizes = array("I"), array("Q")
-        self._kinds, self._begins = array("B"), array("B")
-        self._next = 0
-        self._is_new = True
-
-    def begin(self) -> None:
-        """Let what follows be another request."""
-        self._is_new = True
-
-    def append(self, row: int, size_bytes: int, kind: int) -> None:
-        """Put another chunk behind the request, in the place of the oldest if there is no more."""
-        chunk = (row, size_bytes, kind, self._is_new)
-        columns = (self._rows, self._sizes, self._kinds, self._begins)
-        for column, value in zip(columns, chunk, strict=True):
-            if len(column) < self._limit:
-                column.append(value)
-            else:
-                column[self._next] = value
-        self._next = (self._next + 1) % self._limit
-        self._is_new = False
-
-    def unrolled(self) -> tuple[array[int], array[int], array[int], array[int]]:
-        """Return rows, sizes and classes, the oldest first, and where each request begins."""
-        at = self._next if len(self._rows) == self._limit else 0
-        columns = (self._rows, self._sizes, self._kinds, self._begins)
-        rows, sizes, kinds, begins = (column[at:] + column[:at] for column in columns)
-        starts = array("I", [place for place, flag in enumerate(begins) if flag or not place])
-        return rows, sizes, kinds, starts
-
-    def __len__(self) -> int:
-        return len(self._rows)
+_CHUNK = np.dtype([("row", "u4"), ("size", "u8"), ("kind", "u1"), ("begins", "?")])
+"""A chunk recorded: its class of efficiency is its kind, and it may begin a request."""
 
 
 class _Recorded(NamedTuple):
-    """Requests to replay: chunks by number from 1, and where each request begins."""
+    """Requests to replay: their chunks, by numbers from 1, and where each request begins."""
 
-    numbers: array[int]
-    sizes: array[int]
-    starts: array[int]
-    kinds: array[int]
+    numbers: list[int]
+    sizes: list[int]
+    starts: list[int]
+    kinds: list[int]
     """By number."""
 
 
 class AlphaTuner:
     """Sets alpha once, as Marconi does (Pan et al., MLSys 2025).
 
-    At the first eviction a window is set: ``window_factor`` times the requests so far. When
-    there were that many, what was recorded is replayed against an empty tier of the same size,
-    once for each alpha, and the one that saves the most FLOPs in the last ``scored_requests``
-    is taken; the first alpha, unless another saves more by ``hysteresis``.
+    At the first eviction a window is set: WINDOW_FACTOR times the requests so far. When there
+    were that many, what was recorded is replayed against an empty tier of the same size, once
+    for each of ALPHAS, and the one that saves the most FLOPs in the last SCORED_REQUESTS is
+    taken; the first alpha, unless another saves more by HYSTERESIS.
 
     Ours departs in two ways, both of which bound it: only the last requests of the window are
-    kept, and the replay goes on by ``slice_chunks`` at each request, never at an eviction.
-    Memory: 14 bytes a chunk recorded, and one shadow of the policy.
+    kept, and the replay goes on by SLICE_CHUNKS at each request, never at an eviction. Memory:
+    14 bytes a chunk recorded, and one shadow of the policy.
     """
 
-    def __init__(
-        self, make_shadow: ShadowMaker, flops_per_byte: Sequence[float], terms: TunerTerms
-    ) -> None:
-        """*flops_per_byte*: what a byte of each class saves, in any unit."""
-        self._make_shadow = make_shadow
-        self._flops_per_byte = flops_per_byte
-        self._terms = terms
-        self._ring = _Ring(terms.ring_chunks)
-        self._last = NO_ROW
-        """The last chunk of the request that is being recorded."""
+    def __init__(self) -> None:
+        self._recorded = np.zeros(RECORDED_CHUNKS, _CHUNK)
+        """The last ones; the next takes the place of the oldest."""
+        self._next = 0
+        self._last = -1
+        """The last chunk of the request that is being recorded; -1 where the next begins one."""
         self._requests = self._window = self._capacity_bytes = 0
-        self._search: Generator[None, None, float] | None = None
+        self._search: Iterator[None] | None = None
         self.alpha: float | None = None
         """What was found; None until then."""
 
-    @property
-    def _is_recording(self) -> bool:
-        return self._search is None and self.alpha is None
-
-    @property
-    def recorded_chunks(self) -> int:
-        """Chunks recorded, each time it was in a request."""
-        return len(self._ring)
-
     def asked(self, chunks: Sequence[tuple[int, int, int]]) -> None:
-        """A request found these chunks, as (row, size in bytes, class); do a slice of work."""
+        """A request found these chunks, as (row, size in bytes, class): record or replay some."""
         self._requests += 1
-        if self._is_recording and self._window and self._requests > self._window:
+        if self._search is None and 0 < self._window < self._requests:
             self._search = self._find()
-        if self._is_recording:
-            self._ring.begin()
-            for chunk in chunks:
-                self._ring.append(*chunk)
-            self._last = chunks[-1][0] if chunks else NO_ROW
-        elif self._search is not None:
-            self._advance(self._search)
+        if self._search is not None:
+            for _ in islice(self._search, SLICE_CHUNKS):
+                pass
+            return
+        self._last = -1
+        for chunk in chunks:
+            self.stored(self._last, *chunk)
 
     def stored(self, parent: int, row: int, size_bytes: int, kind: int) -> None:
         """A chunk came; it is of the request before if it continues what that has."""
-        if self._is_recording:
-            if parent != self._last:
-                self._ring.begin()
-            self._ring.append(row, size_bytes, kind)
-            self._last = row
+        if self._search is not None:
+            return
+        begins = parent != self._last or self._last < 0
+        place = self._next % len(self._recorded)
+        self._recorded[place] = row, size_bytes, kind, begins
+        self._next += 1
+        self._last = row
 
     def evicting(self, here_bytes: int) -> None:
         """A chunk goes from a tier that has *here_bytes* with it; only the first time counts."""
         if self._requests and not self._window:
-            self._window = self._terms.window_factor * self._requests
+            self._window = WINDOW_FACTOR * self._requests
             self._capacity_bytes = here_bytes
 
-    def _advance(self, search: Generator[None, None, float]) -> None:
-        for _ in range(self._terms.slice_chunks):
-            try:
-                next(search)
-            except StopIteration as end:
-                self.alpha = end.value
-                self._search = None
-                self._ring = _Ring(1)
-                return
-
-    def _find(self) -> Generator[None, None, float]:
-        """Return the best alpha, having yielded once for every chunk of every replay."""
-        rows, sizes, row_kinds, starts = self._ring.unrolled()
-        known, places = np.unique(np.frombuffer(rows, np.uint32), return_inverse=True)
-        numbers = array("I", (places + 1).astype(np.uint32).tobytes())
-        kinds = array("B", bytes(len(known) + 1))
-        np.frombuffer(kinds, np.uint8)[numbers] = row_kinds
-        recorded = _Recorded(numbers, sizes, starts, kinds)
-        first, *others = self._terms.alphas
+    def _find(self) -> Iterator[None]:
+        """Set the best alpha; yield once for every chunk of every replay before that."""
+        chunks = self._recorded[: self._next]
+        if self._next > len(chunks):
+            chunks = np.roll(chunks, -self._next)
+        starts = [0, *(1 + np.flatnonzero(chunks["begins"][1:])).tolist()]
+        known, places = np.unique(chunks["row"], return_inverse=True)
+        kinds = np.zeros(len(known) + 1, np.intp)
+        kinds[places + 1] = chunks["kind"]
+        recorded = _Recorded((places + 1).tolist(), chunks["size"].tolist(), starts, kinds.tolist())
+        first, *others = ALPHAS
         best = first
         saved = least = yield from self._replay(recorded, first)
         for alpha in others:
             saves = yield from self._replay(recorded, alpha)
-            if saves > saved and saves > least * (1.0 + self._terms.hysteresis):
+            if saves > saved and saves > least * (1.0 + HYSTERESIS):
                 best, saved = alpha, saves
-        return best
+        self.alpha = best
+        self._recorded = chunks[:0].copy()
 
     def _replay(self, recorded: _Recorded, alpha: float) -> Generator[None, None, float]:
         """Return the FLOPs saved in the requests that count, in units of a class and byte."""
-        rows, sizes, starts, kinds = recorded
-        policy = self._make_shadow(kinds, alpha)
-        here = array("Q", bytes(8 * len(kinds)))
+        kinds, starts = recorded.kinds, recorded.starts
+        policy = _make_shadow(kinds, alpha)
+        here = [0] * len(kinds)
         """The size of each chunk that is here."""
         free_bytes, saved = self._capacity_bytes, 0.0
-        for number, start in enumerate(starts):
-            end = starts[number + 1] if number + 1 < len(starts) else len(rows)
-            chain = rows[start:end]
-            found = next((at for at, row in enumerate(chain) if not here[row]), len(chain))
-            if len(starts) - number <= self._terms.scored_requests:
-                saved += sum(here[row] * self._flops_per_byte[kinds[row]] for row in chain[:found])
-            policy.touch(np.array(chain[:found], np.intp), 0.0)
+        for number, (start, end) in enumerate(pairwise([*starts, len(recorded.numbers)])):
+            rows, sizes = recorded.numbers[start:end], recorded.sizes[start:end]
+            found = next((at for at, row in enumerate(rows) if not here[row]), len(rows))
+            if number >= len(starts) - SCORED_REQUESTS:
+                saved += sum(here[row] * EFFICIENCIES[kinds[row]] for row in rows[:found])
+            policy.touch(np.array(rows[:found], np.intp), 0.0)
             for _ in range(found):
                 yield
-            above, own = chain[found - 1] if found else NO_ROW, set(chain)
-            for at in range(found, len(chain), _GROUP):
-                group = chain[at : at + _GROUP]
-                group_sizes = sizes[start + at : start + at + len(group)]
-                missing_bytes = sum(
-                    size for row, size in zip(group, group_sizes, strict=True) if not here[row]
-                )
-                free_bytes += self._make_room(policy, here, own, missing_bytes - free_bytes)
-                for row, size_bytes in zip(group, group_sizes, strict=True):
+            above, own = rows[found - 1] if found else NO_ROW, set(rows)
+            for at in range(found, len(rows), _GROUP):
+                group = list(zip(rows[at : at + _GROUP], sizes[at : at + _GROUP], strict=True))
+                need_bytes = sum(size for row, size in group if not here[row]) - free_bytes
+                while need_bytes > 0:
+                    victim = next(policy.victims(own.__contains__, 0.0), NO_ROW)
+                    if not victim:
+                        break
+                    policy.remove(victim)
+                    free_bytes += here[victim]
+                    need_bytes -= here[victim]
+                    here[victim] = 0
+                for row, size_bytes in group:
                     if not here[row] and free_bytes >= size_bytes:
                         policy.insert(row, above, size_bytes, 0.0)
                         here[row] = size_bytes
@@ -263,31 +201,13 @@ class AlphaTuner:
                     break
         return saved
 
-    def _make_room(
-        self, policy: EvictionPolicy, here: array[int], kept: set[int], need_bytes: int
-    ) -> int:
-        """Evict until *need_bytes* are free, or nothing may go; return how many that freed."""
-        freed_bytes = 0
-        while freed_bytes < need_bytes:
-            victim = next(policy.victims(kept.__contains__, 0.0), NO_ROW)
-            if not victim:
-                break
-            policy.remove(victim)
-            freed_bytes += here[victim]
-            here[victim] = 0
-        return freed_bytes
-
 
 _STEPS = 8
 """Classes of efficiency a doubling."""
 
 _MIDDLE = int(math.log2(MOST_DENSITY)) * _STEPS
 EFFICIENCIES: list[float] = [2.0 ** ((kind - _MIDDLE) / _STEPS) for kind in range(2 * _MIDDLE + 1)]
-"""FLOPs a byte of each class, as multiples of the mean."""
-
-assert EFFICIENCIES[0] == LEAST_DENSITY, "the classes reach as far as densities do"
-
-DEFAULT_TERMS = TunerTerms()
+"""FLOPs a byte of each class, as multiples of the mean: from LEAST_DENSITY to MOST_DENSITY."""
 
 
 def efficiency_class(density: float) -> int:
@@ -348,57 +268,45 @@ class _Candidates:
         return self._used[row]
 
 
-class ScoredEviction(LeafFirstEviction):
+class ScoredEviction(LruEviction):
     """Evict the leaf of the least score, for an alpha that is given: see MarconiEviction."""
 
     def __init__(self, kind_of: Callable[[int, int], int], alpha: float) -> None:
         """*kind_of* returns the class of efficiency of a row that takes so many bytes."""
-        super().__init__()
+        super().__init__(kinds=len(EFFICIENCIES))
         if not 0.0 <= alpha < math.inf:
             raise InvalidRequestError("alpha", alpha, "a number, not negative")
         self.alpha = alpha
         self._kind_of = kind_of
-        self._used = array("Q", [0])
-        self._sizes = array("Q", [0])
-        self._kinds = array("B", [0])
-        self._queues = ClassQueues(self._used, len(EFFICIENCIES))
+        self._sizes: array[int] = self._column("Q")
+        self._kinds: array[int] = self._column("B")
         self._newest = RowHeap(_Newest(self._used))
-        self._lengths = array("I", bytes(4 * len(EFFICIENCIES)))
-        self._occupied: list[int] = []
-        """Classes with at least one leaf, in order."""
-        self._tick = 0
+        self._columns.append(self._newest.places)
 
     @override
-    def _extend(self, count: int) -> None:
-        for column in (self._used, self._sizes, self._kinds):
-            column.frombytes(bytes(count * column.itemsize))
-        self._queues.extend(count)
-        self._newest.extend(count)
+    def _kind(self, row: int) -> int:
+        return self._kinds[row]
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._tick += 1
-        self._used[row] = self._tick
+        super()._came(row, size_bytes, now_s)
         self._sizes[row] = size_bytes
         self._kinds[row] = self._kind_of(row, size_bytes)
 
     @override
+    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        for row in rows.tolist():
+            self._came(row, size_bytes, now_s)
+
+    @override
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        kind = self._kinds[row]
-        self._queues.place(row, kind)
+        super()._add_leaf(row, is_new=is_new)
         self._newest.push(row)
-        if not self._lengths[kind]:
-            insort(self._occupied, kind)
-        self._lengths[kind] += 1
 
     @override
     def _drop_leaf(self, row: int) -> None:
-        kind = self._kinds[row]
-        self._queues.remove(row)
+        super()._drop_leaf(row)
         self._newest.remove(row)
-        self._lengths[kind] -= 1
-        if not self._lengths[kind]:
-            self._occupied.remove(kind)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
@@ -408,9 +316,7 @@ class ScoredEviction(LeafFirstEviction):
         leaves = [row for row in dict.fromkeys(rows.tolist()) if row in self._newest]
         for row in leaves:
             self._drop_leaf(row)
-        used = np.frombuffer(self._used, np.uint64)
-        used[rows] = np.arange(self._tick + 1, self._tick + 1 + len(rows), dtype=np.uint64)
-        self._tick += len(rows)
+        self._stamp(rows)
         for row in leaves:
             self._add_leaf(row, is_new=False)
 
@@ -420,7 +326,8 @@ class ScoredEviction(LeafFirstEviction):
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        queues = {kind: filterfalse(keep, self._queues.walk(kind)) for kind in self._occupied}
+        kinds, *_ = self._queues.ends(len(EFFICIENCIES))
+        queues = {kind: filterfalse(keep, self._queues.walk(kind)) for kind in kinds.tolist()}
         left = _Candidates(queues, filterfalse(keep, self._newest.sorted()), self._used)
         orphaned: dict[int, int] = {}
         while left.heads:
@@ -464,10 +371,8 @@ class MarconiEviction(ScoredEviction):
     bytes a row, and what the tuner records.
     """
 
-    def __init__(
-        self, history: AccessHistory, alpha: float | None = None, terms: TunerTerms = DEFAULT_TERMS
-    ) -> None:
-        """Tune alpha by *terms* if it is None. Raises InvalidRequestError."""
+    def __init__(self, history: AccessHistory, alpha: float | None = None) -> None:
+        """Tune alpha if it is None. Raises InvalidRequestError."""
         density = FlopDensity(history)
 
         def kind_of(row: int, size_bytes: int) -> int:
@@ -475,9 +380,7 @@ class MarconiEviction(ScoredEviction):
 
         super().__init__(kind_of, 0.0 if alpha is None else alpha)
         self._bytes = 0
-        self._tuner: AlphaTuner | None = None
-        if alpha is None:
-            self._tuner = AlphaTuner(_make_shadow, EFFICIENCIES, terms)
+        self._tuner = AlphaTuner() if alpha is None else None
 
     @override
     def _came(self, row: int, size_bytes: int, now_s: float) -> None:

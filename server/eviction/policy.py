@@ -1,9 +1,9 @@
-"""The eviction interface: told what happens on one tier, asked whom to give up."""
+"""The eviction interface: what happened on one tier goes in, what to evict comes out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,13 @@ Rows = NDArray[np.intp]
 
 
 class EvictionPolicy(ABC):
-    """Whom to evict from one tier.
+    """What to evict from one tier.
 
     A policy sees chunks as their rows in the ChunkIndex, their sizes and the times of events,
     never a tier or a clock; what is remembered of a row beyond that is in the AccessHistory it was
     made with. Its caller holds a lock, and keeps the row of a chunk's parent for as long as the
-    chunk is known. ``victims`` only answers: nothing changes until ``remove`` is called.
-
-    ``now_s`` is in seconds on a clock of the caller's; a policy bears one that jumps, either way.
+    chunk is known. ``victims`` changes nothing. ``now_s`` is in seconds on a clock of the caller's
+    that may jump, either way.
     """
 
     @abstractmethod
@@ -31,10 +30,7 @@ class EvictionPolicy(ABC):
         """
 
     def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
-        """Insert chunks of one size of which each continues the one before, first after *parent*.
-
-        The same as one ``insert`` after the other; for policies that can do it at once.
-        """
+        """Insert chunks of one size, each of which continues the one before, from *parent* on."""
         for row in rows.tolist():
             self.insert(row, parent, size_bytes, now_s)
             parent = row
@@ -47,14 +43,9 @@ class EvictionPolicy(ABC):
     def remove(self, row: int) -> None:
         """Forget a chunk. Unknown rows are ignored."""
 
-    def remove_all(self, rows: Sequence[int]) -> None:
-        """Forget chunks, in this order. The same as one ``remove`` after the other."""
-        for row in rows:
-            self.remove(row)
-
     @abstractmethod
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """Yield whom to evict, in order, until nothing is left that may go.
+        """Yield what to evict, in order, until nothing is left that may go.
 
         *keep* says which chunks cannot go now (leased, pinned, on their way out). A chunk comes
         after all that continue it. Nothing may change before the iterator is dropped.

@@ -31,15 +31,15 @@ class RowHeap:
     def __init__(self, order: RowOrder, places: array[int] | None = None) -> None:
         self._order = order
         self._rows = array("I")
-        self._places = array("I", [0]) if places is None else places
+        self.places = array("I", [0]) if places is None else places
         """One more than where each row lies; 0 for rows that are not in the heap."""
 
     def extend(self, count: int) -> None:
         """Let there be *count* rows more."""
-        self._places.frombytes(bytes(count * self._places.itemsize))
+        self.places.frombytes(bytes(count * self.places.itemsize))
 
     def __contains__(self, row: int) -> bool:
-        return self._places[row] != 0
+        return self.places[row] != 0
 
     def push(self, row: int) -> None:
         """Put in a row that is not there."""
@@ -48,14 +48,14 @@ class RowHeap:
 
     def remove(self, row: int) -> None:
         """Take out a row that is there."""
-        at = self._places[row] - 1
-        self._places[row] = 0
+        at = self.places[row] - 1
+        self.places[row] = 0
         last = self._rows.pop()
         if last != row:
             self._sink(at, last)
 
     def _rise(self, at: int, row: int) -> None:
-        rows, places, order = self._rows, self._places, self._order
+        rows, places, order = self._rows, self.places, self._order
         rank = order[row]
         while at:
             above = (at - 1) >> 1
@@ -69,7 +69,7 @@ class RowHeap:
         places[row] = at + 1
 
     def _sink(self, at: int, row: int) -> None:
-        rows, places, order = self._rows, self._places, self._order
+        rows, places, order = self._rows, self.places, self._order
         rank, end = order[row], len(rows)
         while (below := 2 * at + 1) < end:
             other = rows[below]
@@ -119,38 +119,33 @@ class ClassQueues:
     def __init__(self, order: array[int], limit: int = 1) -> None:
         """Queues for the classes below *limit*."""
         self._order = order
-        self._newer = array("I", [NO_ROW])
-        self._older = array("I", [NO_ROW])
+        self.newer = array("I", [NO_ROW])
+        """The row behind each that is not late; NO_ROW behind the last."""
+        self.older = array("I", [NO_ROW])
+        """The row before each that is not late; NO_ROW before the first."""
         self._classes = array("H", [0])
+        self._places = array("I", [0])
+        self.columns = (self.newer, self.older, self._classes, self._places)
+        """By row: the owner makes them longer."""
         self._oldest = array("I", bytes(4 * limit))
         self.newest = array("I", bytes(4 * limit))
-        """What ``tail`` returns, by class: for who only reads."""
-        self._places = array("I", [0])
+        """The last row of each queue but for late ones; NO_ROW where there is none."""
         # Views, as these two never grow.
         self._oldest_seen = np.frombuffer(self._oldest, np.uint32)
         self._newest_seen = np.frombuffer(self.newest, np.uint32)
         self._late: dict[int, RowHeap] = {}
         """Heaps with at least one row."""
         self.changed: set[int] = set()
-        """Ends that may be another row, twice the class and one more for the last; whoever heeds
-        it clears it."""
-
-    def extend(self, count: int) -> None:
-        """Let there be *count* rows more."""
-        for column in (self._newer, self._older, self._classes, self._places):
-            column.frombytes(bytes(count * column.itemsize))
-
-    def class_of(self, row: int) -> int:
-        """Return the class a queued row is queued under."""
-        return self._classes[row]
+        """Ends that may be another row, twice the class and one more for the last; its reader
+        clears it."""
 
     def append(self, row: int, kind: int) -> None:
         """Put a row that is in no queue at the end of one: none in it has a greater order."""
         self._classes[row] = kind
         newest = self.newest[kind]
-        self._older[row], self._newer[row] = newest, NO_ROW
+        self.older[row], self.newer[row] = newest, NO_ROW
         if newest:
-            self._newer[newest] = row
+            self.newer[newest] = row
         else:
             self._oldest[kind] = row
             self.changed.add(2 * kind)
@@ -159,42 +154,34 @@ class ClassQueues:
 
     def place(self, row: int, kind: int) -> None:
         """Put a row that is in no queue where it belongs in one."""
-        if self._place_near(row, kind):
+        order = self._order
+        rank = order[row]
+        behind, before = self._oldest[kind], self.newest[kind]
+        if not before or rank > order[before]:
+            self.append(row, kind)
             return
         self._classes[row] = kind
+        for _ in range(_STEPS):
+            if rank < order[behind]:
+                self._link(row, self.older[behind], behind)
+                return
+            behind = self.newer[behind]
+            before = self.older[before]
+            if rank > order[before]:
+                self._link(row, before, self.newer[before])
+                return
         late = self._late.get(kind)
         if late is None:
             late = self._late[kind] = RowHeap(self._order, self._places)
         late.push(row)
         self.changed.add(2 * kind)
 
-    def _place_near(self, row: int, kind: int) -> bool:
-        """Do as ``place`` where that is near an end of the queue, and else nothing; say which."""
-        order = self._order
-        rank = order[row]
-        behind, before = self._oldest[kind], self.newest[kind]
-        if not before or rank > order[before]:
-            self.append(row, kind)
-            return True
-        for _ in range(_STEPS):
-            if rank < order[behind]:
-                self._classes[row] = kind
-                self._link(row, self._older[behind], behind)
-                return True
-            behind = self._newer[behind]
-            before = self._older[before]
-            if rank > order[before]:
-                self._classes[row] = kind
-                self._link(row, before, self._newer[before])
-                return True
-        return False
-
     def _link(self, row: int, older: int, newer: int) -> None:
         """Link a row in between; its class is set, and *newer* is no NO_ROW."""
-        self._older[row], self._newer[row] = older, newer
-        self._older[newer] = row
+        self.older[row], self.newer[row] = older, newer
+        self.older[newer] = row
         if older:
-            self._newer[older] = row
+            self.newer[older] = row
         else:
             self._oldest[self._classes[row]] = row
             self.changed.add(2 * self._classes[row])
@@ -209,14 +196,14 @@ class ClassQueues:
             if not late:
                 del self._late[kind]
             return
-        older, newer = self._older[row], self._newer[row]
+        older, newer = self.older[row], self.newer[row]
         if older:
-            self._newer[older] = newer
+            self.newer[older] = newer
         else:
             self._oldest[kind] = newer
             self.changed.add(2 * kind)
         if newer:
-            self._older[newer] = older
+            self.older[newer] = older
         else:
             self.newest[kind] = older
             self.changed.add(2 * kind + 1)
@@ -230,10 +217,6 @@ class ClassQueues:
             if not row or self._order[first] < self._order[row]:
                 return first
         return row
-
-    def tail(self, kind: int) -> int:
-        """Return the last row of a queue but for late ones; NO_ROW where there is none."""
-        return self.newest[kind]
 
     def ends(self, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
         """Return the classes below *count* that have rows, and the first and last row of each.
@@ -252,25 +235,17 @@ class ClassQueues:
 
     def walk(self, kind: int = 0) -> Iterator[int]:
         """Yield the rows of a queue in order. Nothing may change before this is dropped."""
+        return self.walk_late(kind) or self._linked(kind)
+
+    def walk_late(self, kind: int) -> Iterator[int] | None:
+        """Do as ``walk`` where the queue has late rows; None where following ``newer`` will do."""
         late = self._late.get(kind)
         if late is None:
-            return self._linked(kind)
+            return None
         return heapq.merge(self._linked(kind), late.sorted(), key=self._order.__getitem__)
 
-    def after(self, row: int) -> int:
-        """Return the row behind a queued one that is not late; NO_ROW behind the last."""
-        return self._newer[row]
-
-    def before(self, row: int) -> int:
-        """Return the row before a queued one that is not late; NO_ROW before the first."""
-        return self._older[row]
-
-    def has_late(self, kind: int) -> bool:
-        """Whether a queue has rows that are not linked, which only ``walk`` and ``head`` name."""
-        return kind in self._late
-
     def _linked(self, kind: int) -> Iterator[int]:
-        newer = self._newer
+        newer = self.newer
         row = self._oldest[kind]
         while row:
             yield row
@@ -278,15 +253,15 @@ class ClassQueues:
 
 
 class QueueCursor:
-    """What is left of a class: its queue from both ends on, and who was exposed since."""
+    """What is left of a class: its queue from both ends on, and what was exposed since."""
 
     __slots__ = ("_queues", "_walk", "exposed", "first", "last")
 
     def __init__(self, queues: ClassQueues, kind: int) -> None:
         self._queues = queues
-        self._walk = queues.walk(kind) if queues.has_late(kind) else None
+        self._walk = queues.walk_late(kind)
         self.first = queues.head(kind) if self._walk is None else next(self._walk, NO_ROW)
-        self.last = queues.tail(kind)
+        self.last = queues.newest[kind]
         self.exposed: list[tuple[int, int]] = []
         """In the order of use."""
 
@@ -294,9 +269,9 @@ class QueueCursor:
         """Let the first be one that was not taken."""
         while self.first in taken:
             walk = self._walk
-            self.first = self._queues.after(self.first) if walk is None else next(walk, NO_ROW)
+            self.first = self._queues.newer[self.first] if walk is None else next(walk, NO_ROW)
 
     def skip_back(self, taken: set[int]) -> None:
         """Let the last be one that was not taken."""
         while self.last in taken:
-            self.last = self._queues.before(self.last)
+            self.last = self._queues.older[self.last]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,12 @@ from kvstore.server.eviction.leaf_tree import closes_circle
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 
 MAX_PARTITIONS = 15
-"""And one for everybody else, number 0. Each costs the columns of its policy by row."""
+"""And one for all others, number 0. Each costs the columns of its policy by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a partition may take of a tier, and what nobody else may take from it.
+    """What a partition may take of a tier, and what no other may take from it.
 
     ``limit_bytes`` and ``limit_chunks`` 0 mean that it has no limit.
     """
@@ -61,7 +62,7 @@ class PartitionTable:
         self._categories = {name: number for number, name in enumerate(categories, first)}
 
     def number(self, tenant: str, category: str = "") -> int:
-        """Return the partition of chunks of *tenant* and *category*; 0 is everybody else's."""
+        """Return the partition of chunks of *tenant* and *category*; 0 is that of all others."""
         return self._tenants.get(tenant, 0) or self._categories.get(category, 0)
 
     def quotas(
@@ -74,14 +75,14 @@ class PartitionTable:
 
 
 class PartitionedEviction(EvictionPolicy):
-    """A policy for each partition; whoever is most over its share gives up a chunk first.
+    """A policy for each partition; the one that is most over its share evicts first.
 
     Shares are max-min fair: a partition's is what it is guaranteed, or an equal part of the tier
     if that is more, up to its quota; partition 0 has what the others leave. Quotas are for
     isolation and fairness, and cost hit rate (vLLM's and LMCache's per-salt quotas do the same
     with one LRU each). *make* returns a policy, *partition_of* a row's partition when it is
-    inserted, *quotas* are by partition. 29 bytes a row, and
-    for each partition what its policy takes.
+    inserted, *quotas* are by partition. 22 bytes a row, and for each partition what its policy
+    takes.
 
     Chunks of one chain may be in several partitions: such links are kept here, so that none is
     named before what continues it.
@@ -104,21 +105,21 @@ class PartitionedEviction(EvictionPolicy):
         self._sizes = array("Q", [0])
         self._parents = array("I", [NO_ROW])
         self._children = array("I", [0])
-        # The continuations of a chunk that its own partition may not know of: a list for each,
-        # from the first to the next.
-        self._first = array("I", [NO_ROW])
-        self._next = array("I", [NO_ROW])
-        self._previous = array("I", [NO_ROW])
+        self._is_link = array("B", [0])
+        """1 for a chunk that the partition of its parent may not know of."""
+        self._links = array("I", [0])
+        """Such continuations of each chunk."""
         self._link_count = 0
 
     def _reach(self, row: int) -> None:
         if row < len(self._places):
             return
         count = row + 1 - len(self._places) + spare_rows(row)
-        links = (self._first, self._next, self._previous)
-        for column in (self._sizes, self._parents, self._children, *links):
+        for column in (
+            *(self._places, self._sizes, self._parents),
+            *(self._children, self._is_link, self._links),
+        ):
             column.frombytes(bytes(count * column.itemsize))
-        self._places.frombytes(bytes(count))
 
     @override
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
@@ -140,38 +141,10 @@ class PartitionedEviction(EvictionPolicy):
         if parent:
             self._children[parent] += 1
             if self._places[parent] != number + 1:
-                self._link(parent, row)
+                self._is_link[row] = 1
+                self._links[parent] += 1
+                self._link_count += 1
         self.parts[number].insert(row, parent, size_bytes, now_s)
-
-    def _link(self, parent: int, row: int) -> None:
-        after = self._first[parent]
-        self._first[parent] = row
-        self._next[row], self._previous[row] = after, NO_ROW
-        if after:
-            self._previous[after] = row
-        self._link_count += 1
-
-    def _unlink(self, parent: int, row: int) -> None:
-        before, after = self._previous[row], self._next[row]
-        if before:
-            self._next[before] = after
-        elif self._first[parent] == row:
-            self._first[parent] = after
-        else:
-            return  # it was of its parent's partition
-        if after:
-            self._previous[after] = before
-        self._previous[row] = self._next[row] = NO_ROW
-        self._link_count -= 1
-
-    def _waits(self, row: int, named: set[int]) -> bool:
-        """Whether a chunk of another partition continues it that was not named."""
-        child = self._first[row]
-        while child:
-            if child not in named:
-                return True
-            child = self._next[child]
-        return False
 
     @override
     def touch(self, rows: Rows, now_s: float) -> None:
@@ -191,7 +164,10 @@ class PartitionedEviction(EvictionPolicy):
         parent, self._parents[row] = self._parents[row], NO_ROW
         if parent:
             self._children[parent] -= 1
-            self._unlink(parent, row)
+            if self._is_link[row]:
+                self._is_link[row] = 0
+                self._links[parent] -= 1
+                self._link_count -= 1
         self.parts[number].remove(row)
 
     # --- shares
@@ -207,7 +183,7 @@ class PartitionedEviction(EvictionPolicy):
         quota = self.quotas[number]
         limit, most = quota.limit_bytes, quota.limit_chunks
         owed = max(0, self._used[number] + need_bytes - limit) if limit else 0
-        # A chunk too many is a byte at least, and whoever frees a byte frees a chunk.
+        # A chunk too many is a byte at least, and to free a byte is to free a chunk.
         over = len(self.parts[number]) + need_chunks * (need_bytes > 0) - most if most else 0
         return max(owed, over)
 
@@ -244,7 +220,7 @@ class PartitionedEviction(EvictionPolicy):
         return self._named(range(len(self.parts)), floors, keep, now_s)
 
     def victims_for(self, number: int, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """``victims`` to make room for partition *number*: nobody else below its guarantee."""
+        """``victims`` to make room for partition *number*: no other falls below its guarantee."""
         floors = [quota.guaranteed_bytes for quota in self.quotas]
         floors[number] = 0
         return self._named(range(len(self.parts)), floors, keep, now_s)
@@ -261,10 +237,12 @@ class PartitionedEviction(EvictionPolicy):
         now_s: float,
     ) -> Iterator[int]:
         named: set[int] = set()
+        links: Counter[int] = Counter()
+        """Of those named, by what they continue."""
         used, shares = list(self._used), self._shares()
 
         def stays(row: int) -> bool:
-            return self._waits(row, named) or (row not in named and keep(row))
+            return self._links[row] > links[row] or (row not in named and keep(row))
 
         # What waited for a chunk of another partition gets its turn in the next round.
         is_news = True
@@ -280,6 +258,7 @@ class PartitionedEviction(EvictionPolicy):
                     del open_parts[number]
                     continue
                 named.add(row)
+                links[self._parents[row]] += self._is_link[row]
                 used[number] -= self._sizes[row]
                 is_news = self._link_count > 0
                 yield row
@@ -296,7 +275,7 @@ MAX_SAMPLED_CHUNKS = 1_024
 """Sampled chunks that are remembered; the sample is halved before there are more."""
 
 LEAST_SAMPLED = 256
-"""Sampled chunks that have to be asked for before the curve says anything."""
+"""Sampled chunks that have to be asked for before there is a curve."""
 
 WINDOW_CHUNKS = 1 << 16
 """Sampled chunks asked for until what came before counts half."""
@@ -309,14 +288,6 @@ _NEVER = np.iinfo(np.int64).max
 Ids = NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One size: *scale* times the tier's. *hit_ratio* is of chunks; None while it is unknown."""
-
-    scale: float
-    hit_ratio: float | None
-
-
 def identities(keys: Sequence[ChunkKey]) -> Ids:
     """Return 64 bits of each key, of its namespace and its chain digest: spread evenly by these."""
     words = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
@@ -326,12 +297,12 @@ def identities(keys: Sequence[ChunkKey]) -> Ids:
 class MissRatioCurve:
     """The live curve of hit ratio against size of one tier, were its policy leaf-LRU.
 
-    Every lookup is told, with the chunks that are missing too, as those are put next. Chunks
+    It sees every lookup, with the chunks that are missing too, as those are put next. Chunks
     whose identity is below a threshold are sampled (SHARDS: Waldspurger et al., FAST 2015,
-    section 3), and a request's are told by how many others were used since: under LRU that
+    section 3), and of a request's it counts how many others were used since: under LRU that
     answers for all sizes at once (Mattson et al., 1970). The end of a prompt is used before
     what begins it, which is leaf-LRU, and chunks count as hit up to the first that is not.
-    Where more or fewer chunks than the rate says are in the sample, the difference is taken for
+    Where more or fewer chunks than by the rate are in the sample, the difference is taken for
     hits, as it is the most popular chunks that make it (SHARDS-adj, their section 3.4).
 
     A lookup costs one comparison of its keys, and some array operations when it has sampled
@@ -346,7 +317,7 @@ class MissRatioCurve:
         self._limit_nodes = limit_nodes
         self._halvings = 0
         self._slots: dict[int, int] = {}
-        """Where the last use of each sampled chunk stands."""
+        """Where the last use of each sampled chunk is."""
         self._used = np.zeros(2 * limit_nodes, np.int64)
         self._tick = 0
         self._expected = 0.0
@@ -389,7 +360,8 @@ class MissRatioCurve:
         self._seen += len(ids)
         fresh = np.flatnonzero(at < 0)
         if count + len(fresh) > len(used):
-            self._forget(max(0, min(count, int(nodes * SCALES[-1]))))
+            newest = sorted(slots, key=lambda one: used[slots[one]])
+            self._keep(newest[count - min(count, int(nodes * SCALES[-1]), self._limit_nodes) :])
             at = np.array([slots.get(one, -1) for one in ids], np.intp)
             fresh = np.flatnonzero(at < 0)
         for place in fresh.tolist():
@@ -397,13 +369,6 @@ class MissRatioCurve:
         # From the last to the first: what begins a prompt is used after what ends it.
         used[at] = np.arange(self._tick + len(ids), self._tick, -1)
         self._tick += len(ids)
-
-    def _forget(self, kept: int) -> None:
-        """Forget all but the *kept* chunks that were used last."""
-        kept = min(kept, self._limit_nodes)
-        newest = sorted(self._slots, key=lambda one: self._used[self._slots[one]])
-        newest = newest[len(newest) - kept :]
-        self._keep(newest)
 
     def _keep(self, ids: list[int]) -> None:
         used = self._used[[self._slots[one] for one in ids]]
@@ -423,13 +388,12 @@ class MissRatioCurve:
         self._sampled *= share
         self._hits *= share
 
-    def points(self) -> list[CurvePoint]:
-        """Return the hit ratio at each of ``SCALES``, unknown until enough was asked for."""
+    def points(self) -> dict[float, float]:
+        """Return the hit ratio of chunks by ``SCALES``; nothing until enough was asked for."""
         if self._seen < LEAST_SAMPLED or self._expected <= 0:
-            return [CurvePoint(scale, None) for scale in SCALES]
+            return {}
         ratios = (self._hits + self._expected - self._sampled) / self._expected
-        clipped = np.clip(ratios, 0.0, 1.0).tolist()
-        return [CurvePoint(*point) for point in zip(SCALES, clipped, strict=True)]
+        return dict(zip(SCALES, np.clip(ratios, 0.0, 1.0).tolist(), strict=True))
 
     def __len__(self) -> int:
         """Sampled chunks that are remembered."""
@@ -447,7 +411,7 @@ class PartitionUse:
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """Whom a tier evicts by, its name, and what another size of the tier would be worth.
+    """By which policy a tier evicts, and what another size of the tier would be worth.
 
     ``curve`` has the hit ratio, of chunks, by how many times the tier's size; it is empty until
     enough was asked for.
@@ -471,9 +435,8 @@ class PolicyReport:
                 for number, quota in enumerate(policy.quotas)
             ]
             policy = policy.parts[0]
-        points = curve.points() if curve is not None else []
-        known = {p.scale: p.hit_ratio for p in points if p.hit_ratio is not None}
-        return cls(name, int(getattr(policy, "fallbacks", 0)), known, partitions)
+        points = {} if curve is None else curve.points()
+        return cls(name, int(getattr(policy, "fallbacks", 0)), points, partitions)
 
     def fill(self, status: pb.TierStatus) -> None:
         """Write the report into a tier's status."""

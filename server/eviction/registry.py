@@ -18,17 +18,14 @@ _PLACES = {  # of each of proto's POLICIES
     "learned": "learned:LearnedEviction",
 }
 
-_HAVE_DEADLINES = {"hit_density", "learned"}
-
 
 def make_policy(
     name: str, history: AccessHistory, clock: Callable[[], float] | None = None
 ) -> EvictionPolicy:
     """Return a new policy, which ranks by *history*.
 
-    Decisions that may take long end in the order of LRU where *clock*, in seconds, says that
-    they do; without one they take the time they take, and are the same in every run.
-    Raises InvalidRequestError.
+    Decisions that take long by *clock*, in seconds, end in the order of LRU; without one none
+    does, and they are the same in every run. Raises InvalidRequestError.
     """
     place = _PLACES.get(name)
     if place is None:
@@ -38,7 +35,7 @@ def make_policy(
     policy: EvictionPolicy
     if name == "lru":
         policy = kind()
-    elif name in _HAVE_DEADLINES:
+    elif name in ("hit_density", "learned"):
         policy = kind(history, clock=clock)
     else:
         policy = kind(history)

@@ -12,7 +12,6 @@ from array import array
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import Rows
@@ -20,14 +19,14 @@ from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
 
 LENGTHS = 4
 LENGTH_TOKENS = 8192
-"""Prompts are told apart by how often they have so many tokens, up to three times."""
+"""Prompts differ by how often they have so many tokens, up to three times."""
 FREQUENCIES = 3
 KINDS = 2 * LENGTHS * 2 * FREQUENCIES
 FAMILIAR_CHUNKS = 2
 """A prompt of which so many chunks were known continues another; one may be a system prompt."""
 STAY_WEIGHT = 0.01
 _PRIOR_HITS, _PRIOR_CHUNKS = 1.0, 2.0
-"""What is believed of a kind before anything is known: half of it comes again."""
+"""What is assumed of a kind before anything is known: half of it comes again."""
 
 
 class ReuseTable:
@@ -37,14 +36,11 @@ class ReuseTable:
 
         hits with ages in [a, h) / (askings - hits before a)
 
-    where askings that nobody followed yet count as not followed: an estimate from below, which
-    spares writes. Kinds are below *kinds*, ages in the bins of density.py. Not thread-safe: the
-    owner locks.
+    where askings that none followed yet count as not followed: an estimate from below, which
+    spares writes. Kinds are below *kinds*, ages in the bins of a DensityTable.
     """
 
     def __init__(self, kinds: int) -> None:
-        if kinds < 1:
-            raise InvalidRequestError("kinds", kinds, "at least 1")
         self._askings = np.zeros(kinds)
         self._hits = np.zeros((kinds, AGE_BINS))
 
@@ -71,8 +67,8 @@ class ReuseForecast:
 
     A kind is how often it was asked for (1, 2, more), whether it ends its prompt, how long that
     was, and whether the prompt continued a known one. Coarser than the classes of eviction: what
-    counts here is a chance as such, not an order, and few kinds are soon known well. Told of an
-    event before *history* is, but of a new chunk after it. One byte a row. Not thread-safe.
+    counts here is a chance as such, not an order, and few kinds are soon known well. ``asked``
+    comes before that of *history*, ``seen`` after it. One byte a row. Not thread-safe.
     """
 
     def __init__(self, history: AccessHistory, chunk_tokens: int = 256) -> None:
@@ -92,15 +88,15 @@ class ReuseForecast:
 
         Rows of which *history* knows nothing are left out.
         """
-        columns = self.history
-        rows = rows[rows < len(columns.hits)]
-        hits = np.frombuffer(columns.hits, np.uint8)[rows]
+        history = self.history
+        rows = rows[rows < len(history.hits)]
+        hits = np.frombuffer(history.hits, np.uint8)[rows]
         rows, hits = rows[hits > 0], hits[hits > 0]
         if not len(rows):
             return
         self._reach(int(rows.max()))
         kinds = np.frombuffer(self._kinds, np.uint8)
-        ages_s = columns.time_s(now_s) - np.frombuffer(columns.last_s)[rows]
+        ages_s = history.time_s(now_s) - np.frombuffer(history.last_s)[rows]
         self._table.again(kinds[rows], ages_s)
         is_end = kinds[rows] // FREQUENCIES % 2
         context = (len(rows) >= FAMILIAR_CHUNKS) * LENGTHS + self._length(chunks)
@@ -124,21 +120,20 @@ class ReuseForecast:
         self._kinds[row] = (context * 2 + (not facts.tokens_full)) * FREQUENCIES
         self._table.asked(np.frombuffer(self._kinds, np.uint8)[row : row + 1])
 
-    def hits(self, row: int) -> int:
-        """Return how often a chunk was asked for, evicted or not, the first included."""
-        return self.history.hits[row] if row < len(self.history.hits) else 0
-
     def chance(self, row: int, now_s: float) -> float:
         """Return the chance that a chunk is asked for before the slow tier would give it up."""
-        if not self.hits(row) or row >= len(self._kinds):
+        if not self.history.knows(row) or row >= len(self._kinds):
             return 1.0
-        age_s = max(0.0, self.history.time_s(now_s) - self.history.last_s[row])
+        age_s = self._age_s(row, now_s)
         until_s = age_s + self._stay_s if self._stay_s else math.inf
         return self._table.chance(self._kinds[row], age_s, until_s)
 
     def gave_up(self, row: int, now_s: float) -> None:
-        """The slow tier evicted a chunk, which says how long it keeps what nobody asks for."""
-        if not self.hits(row):
+        """The slow tier evicted a chunk, which shows how long it keeps what is not asked for."""
+        if not self.history.knows(row):
             return
-        age_s = max(0.0, self.history.time_s(now_s) - self.history.last_s[row])
+        age_s = self._age_s(row, now_s)
         self._stay_s += STAY_WEIGHT * (age_s - self._stay_s) if self._stay_s else age_s
+
+    def _age_s(self, row: int, now_s: float) -> float:
+        return max(0.0, self.history.time_s(now_s) - self.history.last_s[row])

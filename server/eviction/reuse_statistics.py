@@ -36,7 +36,7 @@ class AgeSlots:
         """All that were counted came up to here."""
 
     def open(self, now_s: float) -> None:
-        """Let there be slots for those who came since the last call."""
+        """Let there be slots for those that came since the last call."""
         if now_s <= self._until_s:
             return
         starts_s = now_s - _OPENED_S[::-1]
@@ -47,7 +47,7 @@ class AgeSlots:
         self._until_s = now_s
 
     def _merge(self, now_s: float, starts_s: NDArray[np.float64]) -> None:
-        """Keep those of *starts_s* that are apart; nobody is in those behind the present ones."""
+        """Keep those of *starts_s* that are apart; those behind the present ones are empty."""
         kept = [0]
         most_s = np.inf
         # From old to young, so that a start that was kept once is kept as it ages.
@@ -72,15 +72,15 @@ class AgeSlots:
         self,
         classes: NDArray[np.uint16],
         came_s: NDArray[np.float64],
-        counts: NDArray[np.int32] | int,
+        change: int,
     ) -> None:
-        """Count members by when they came: *counts* of each, or 1; no more where that is -1."""
+        """Count members by when they came (*change* 1), or no more (-1)."""
         self._widen(int(classes.max(initial=0)) + 1)
         slots = np.searchsorted(self._starts_s, came_s, side="right") - 1
         places = slots * self._counts.shape[1]
         places += classes
         # By one index, which numpy adds at several times as fast as by two.
-        np.add.at(self._counts.reshape(-1), places, np.asarray(counts, np.int32))
+        np.add.at(self._counts.reshape(-1), places, np.int32(change))
 
     def _widen(self, classes: int) -> None:
         slots, width = self._counts.shape
@@ -136,7 +136,7 @@ WIDTHS_S = np.diff(2.0 ** (np.arange(AGE_BINS) / 3), prepend=0.0)
 """How long each bin is, in seconds; of the last, what it would be."""
 
 _STRENGTH = 100.0
-"""How many chunks of a coarser class a class is told by, before its own count."""
+"""The weight of a coarser class in a class, in chunks, beside its own count."""
 
 _FIRST_HAZARDS = np.full(AGE_BINS, 0.01)
 """What is taken for true before anything happened: the older, the less there is to hope for."""
@@ -154,11 +154,6 @@ _NOTED = 1 << 13
 Classes = NDArray[np.uint16] | Sequence[int]
 """Those of typecode ``H``, where an array has them."""
 Times = NDArray[np.float64] | Sequence[float]
-
-_Left = tuple[NDArray[np.uint16], NDArray[np.float64], float]
-"""Classes of chunks that waited, since when, and until when."""
-
-_Columns = tuple[NDArray[np.uint16], NDArray[np.float64], NDArray[np.float64]]
 
 
 def bins_of(ages_s: NDArray[np.float64]) -> NDArray[np.intp]:
@@ -233,13 +228,7 @@ class _Notes:
         self._counts.append(len(classes))
         self._times_s.append(now_s)
 
-    def note_one(self, kind: int, since_s: float, now_s: float) -> None:
-        self._classes.append(kind)
-        self._since_s.append(since_s)
-        self._counts.append(1)
-        self._times_s.append(now_s)
-
-    def take(self) -> _Columns:
+    def take(self) -> tuple[NDArray[np.uint16], NDArray[np.float64], NDArray[np.float64]]:
         """Return a column of each of the three, and begin anew."""
         classes, since_s = np.frombuffer(self._classes, np.uint16), np.frombuffer(self._since_s)
         times_s = np.repeat(np.array(self._times_s), self._counts)
@@ -248,33 +237,14 @@ class _Notes:
         return classes, since_s, times_s
 
 
-class _Runs:
-    """Chunks that began to wait and are not counted yet: of which class, how many, and when."""
-
-    def __init__(self) -> None:
-        self._kinds, self._counts, self._times_s = array("H"), array("i"), array("d")
-
-    def note(self, kind: int, count: int, now_s: float) -> None:
-        self._kinds.append(kind)
-        self._counts.append(count)
-        self._times_s.append(now_s)
-
-    def take(self) -> tuple[NDArray[np.uint16], NDArray[np.int32], NDArray[np.float64]]:
-        """Return a column of each of the three, and begin anew."""
-        kinds, counts = np.frombuffer(self._kinds, np.uint16), np.frombuffer(self._counts, np.int32)
-        times_s = np.frombuffer(self._times_s)
-        self._kinds, self._counts, self._times_s = array("H"), array("i"), array("d")
-        return kinds, counts, times_s
-
-
 class DensityTable:
     """Hits per second of residency of a class at an age, from what became of chunks like it.
 
     A chunk waits, from one asking to the next. When it is asked for, the table counts its class
     and age; those that still wait count as censored at the age they have, be they on a tier or
-    evicted. The hazard of a bin is that of the class, told by a coarser class and that by all
-    (each with the weight of *strength* chunks); its Gittins index is what ``values`` has. Our own,
-    after LHD (Beckmann et al., NSDI 2018), whose classes and ages these are too.
+    evicted. The hazard of a bin is that of the class, drawn to that of a coarser class and that
+    to that of all (each with the weight of *strength* chunks); ``values`` has its Gittins index.
+    Our own, after LHD (Beckmann et al., NSDI 2018), whose classes and ages these are too.
 
     Events are only noted; ``refresh`` counts them and works the table out, in a time that does
     not depend on how many chunks wait. Times never go back. Memory: 26 bytes an event noted, of
@@ -285,7 +255,6 @@ class DensityTable:
         """A table of as many classes as *coarse*, which has the coarser class of each.
 
         A coarser class is its own coarser class. *coarse* may change for classes not yet seen.
-        *strength* is the weight of what a class is told, in chunks.
         """
         limit = len(coarse)
         self._strength = strength
@@ -298,14 +267,10 @@ class DensityTable:
         self.version = 0
         """How often ``values`` changed."""
         self._came, self._asked_for, self._lost = _Notes(), _Notes(), _Notes()
-        self._runs = _Runs()
-        self._moved: list[tuple[NDArray[np.uint16], _Left]] = []
+        self._moved: list[tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.float64]]] = []
         self._noted = 0
-        hazards = _FIRST_HAZARDS[None]
-        self.values = np.repeat(gittins(hazards, WIDTHS_S), limit, axis=0)
+        self.values = np.repeat(gittins(_FIRST_HAZARDS[None], WIDTHS_S), limit, axis=0)
         """Hits per second of residency. Shape: (classes, bins)."""
-        self.hazards = np.repeat(hazards, limit, axis=0)
-        """The chance to be asked for in a bin once it is reached. Shape: (classes, bins)."""
 
     def learned(self, asked: NDArray[np.float64], forgotten: NDArray[np.float64]) -> None:
         """Start from the counts of another run, both (classes, bins), as if they were from here.
@@ -326,22 +291,6 @@ class DensityTable:
         self._came.note(classes, (), now_s)
         self._note(len(classes), now_s)
 
-    def wait_run(self, kind: int, last: int, count: int, now_s: float) -> None:
-        """Do as ``wait`` for *count* chunks, the last of class *last* and the others of *kind*."""
-        runs = self._runs
-        if last == kind:
-            runs.note(kind, count, now_s)
-        else:
-            if count > 1:
-                runs.note(kind, count - 1, now_s)
-            runs.note(last, 1, now_s)
-        self._note(count, now_s)
-
-    def asked_one(self, kind: int, since_s: float, now_s: float) -> None:
-        """Do as ``asked`` for one chunk."""
-        self._asked_for.note_one(kind, since_s, now_s)
-        self._note(1, now_s)
-
     def asked(self, classes: Classes, since_s: Times, now_s: float) -> None:
         """Chunks were asked for that waited since then, and wait no longer."""
         self._asked_for.note(classes, since_s, now_s)
@@ -350,7 +299,7 @@ class DensityTable:
     def forgotten(
         self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
     ) -> None:
-        """Chunks that waited are known no longer: nobody will see what becomes of them."""
+        """Chunks that waited are known no longer; what becomes of them will not be seen."""
         self._lost.note(classes, since_s, now_s)
         self._note(len(classes), now_s)
 
@@ -362,7 +311,7 @@ class DensityTable:
         now_s: float,
     ) -> None:
         """Chunks that wait since then are of *others* and not of *classes*."""
-        self._moved.append((others, (classes, since_s, now_s)))
+        self._moved.append((classes, others, since_s))
         self._note(len(classes), now_s)
 
     def _note(self, count: int, now_s: float) -> None:
@@ -376,10 +325,8 @@ class DensityTable:
         waiting.open(now_s)
         came, _, came_s = self._came.take()
         waiting.add(came, came_s, 1)
-        kinds, numbers, kinds_s = self._runs.take()
-        waiting.add(kinds, kinds_s, numbers)
-        for others, (left, since_s, _) in self._moved:
-            waiting.add(left, since_s, -1)
+        for classes, others, since_s in self._moved:
+            waiting.add(classes, since_s, -1)
             waiting.add(others, since_s, 1)
         for ended, counts in ((self._asked_for, self._asked), (self._lost, self._forgotten)):
             left, since_s, left_s = ended.take()
@@ -401,7 +348,7 @@ class DensityTable:
             pass
 
     def refreshing(self, now_s: float, classes: int) -> Iterator[None]:
-        """Do as ``refresh`` does in steps, for who must not wait: one ``next`` is a step.
+        """Do as ``refresh`` does in steps: one ``next`` is a step.
 
         The values are those of before until the last step, and those of the first step's time
         then. A step takes some 0.4 ms, and there are at most six.
@@ -420,7 +367,6 @@ class DensityTable:
             yield
         next(working)
         self.values[first:last] = values
-        self.hazards[first:last] = hazards
         self.version += 1
 
     def counts(self, now_s: float, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -436,7 +382,7 @@ class DensityTable:
         return self._waiting.age_s(now_s, count)
 
     def _hazards(self, now_s: float, classes: int, first: int, last: int) -> NDArray[np.float64]:
-        """Return the hazards of some of the classes, which all of them tell."""
+        """Return the hazards of the classes from *first* to *last*, of all *classes* that are."""
         asked, ends = self._asked[:classes], self._waiting.by_bin(now_s, EDGES_S, classes)
         ends += self._forgotten[:classes]
         ends += asked
@@ -455,8 +401,8 @@ class DensityTable:
         self,
         asked: NDArray[np.float64],
         ends: NDArray[np.float64],
-        told: NDArray[np.float64],
+        towards: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        """Return the hazards of the bins of (..., bins), drawn to what was told of them."""
+        """Return the hazards of the bins of (..., bins), drawn *towards* others."""
         at_risk = np.cumsum(ends[..., ::-1], axis=-1)[..., ::-1]
-        return (asked + self._strength * told) / (at_risk + self._strength)
+        return (asked + self._strength * towards) / (at_risk + self._strength)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.index.access_log import Asked, Stored, StoredChain
+from kvstore.server.index.access_log import Asked, Stored
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
-from kvstore.server.index.holds import Lease, Leases, TenantOf
+from kvstore.server.index.holds import Lease, Leases, LeaseTerms, TenantOf
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.queries import CatalogQueries
-from kvstore.server.index.results import LeaseTerms, PrefixMatch
 from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.index.state import CatalogListener, CatalogState
 from kvstore.server.telemetry.outcomes import Outcomes
@@ -28,17 +27,42 @@ QUIET_S = 0.004
 """Requests have paused when none came for so long."""
 _LOOKS_FOR_QUIET = 64
 SPARED = 4
-"""Events told behind one answer: what a lookup comes to that learned a chain, and one more."""
+"""Events applied behind one answer: those of a lookup that learned a chain, and one more."""
 AT_ONCE = 32
-"""Chunks noted, or told of, without letting go of the lock."""
+"""Chunks noted, or described, without letting go of the lock."""
 _UNKNOWN = PutInfo()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The chunks of the longest prefix that can be read.
+
+    ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its
+    bytes there. ``known`` counts the chunks that any tier has, ``pending`` those behind them
+    that are being written. ``lease_id`` is 0 when nothing was leased.
+    """
+
+    known: int
+    pending: int
+    sources: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+    lease_id: int = 0
+    evicted: int = 0
+    """Chunks of the prompt that had been evicted, from its first on."""
+    shared: int = 0
+    """Chunks that are here or had been, where a prefix cannot end everywhere; else 0."""
+
+    @property
+    def first_missing(self) -> int:
+        """The place in the chain of the first chunk that is neither known nor being written."""
+        return self.known + self.pending
 
 
 class Catalog:
     """The index, the eviction policies and who holds what, kept in step under one lock.
 
-    *metadata* is told of an event before the policies, which rank by it. ``listeners`` are told
-    of copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock.
+    *metadata* gets an event before the policies, which rank by it. ``listeners`` are called with
+    copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock.
     """
 
     def __init__(
@@ -51,6 +75,9 @@ class Catalog:
     ) -> None:
         metadata = metadata or ChunkMetadata()
         self.state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
+        self._lock, self._clock = self.state.lock, clock
+        self._index, self._holds = self.state.index, self.state.holds
+        self._metadata, self._access_log = metadata, self.state.access_log
         self.in_flight = InFlightPuts(self.state)
         self.eviction = EvictionState(self.state)
         self.queries = CatalogQueries(self.state, self.in_flight)
@@ -64,72 +91,71 @@ class Catalog:
 
     def needs_ends(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Prefixes of *space* are of a model that goes on only where it has what it *needs*."""
-        with self.state.lock:
-            self.state.index.needs_ends(space, needs)
+        with self._lock:
+            self._index.ends.need(space, needs)
 
-    def is_less_complete(self, key: ChunkKey, layout: KVLayout) -> bool:
-        """Whether the chunk is here with less of its end than *layout* has."""
-        with self.state.lock:
-            row = self.state.index.row(key)
-            return bool(row) and self.state.index.is_less_complete(row, layout)
-
-    def is_absent_or_less_complete(self, key: ChunkKey, layout: KVLayout) -> bool:
-        """Whether a chunk of *layout* would be news."""
-        with self.state.lock:
-            row = self.state.index.row(key)
-            return not row or self.state.index.is_less_complete(row, layout)
+    def is_less_complete(self, key: ChunkKey, layout: KVLayout, *, absent: bool = False) -> bool:
+        """Whether the chunk is here with less of its end than *layout*; *absent* if it is not."""
+        with self._lock:
+            row = self._index.row(key)
+            return self._index.ends.is_less_complete(row, layout) if row else absent
 
     def note_sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None = None) -> None:
         """A copy became visible on *tier*; *put_info* says where it came from, if it was put."""
-        with self.state.lock:
-            if self._contradicts(info):
+        with self._lock:
+            row = self._index.row(info.key)
+            if row and self._index.layouts[row] != info.layout:  # all copies of a chunk are alike
                 self._orphans[tier].add(info.key)
                 return
-            self._sealed(tier, info, put_info)
+            self._sealed(tier, (info,), put_info, is_new=not row)
         self.state.news.set()
 
-    def _sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None) -> None:
-        state, known = self.state, self.state.metadata
-        self._orphans[tier].discard(info.key)
-        is_new = not state.index.row(info.key)
-        row = state.index.add(tier, info)
-        parent, now = state.index.parent(row), state.clock()
-        facts = known.facts(row, info, put_info or _UNKNOWN) if is_new else None
-        known.hints.arrived(row)
-        if is_new and state.holds.uses:
-            if put_info is not None:  # whoever put it has used it
-                state.holds.uses.used([info.key])
-            state.holds.keep(info.key, info.size_bytes)
-        number = state.index.tiers.index(tier)
-        state.access_log.note(Stored(number, row, parent, info.size_bytes, facts, now))
+    def _sealed(
+        self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None, *, is_new: bool
+    ) -> None:
+        """Note the copy of one chunk, or of a chain of one layout and size that is new."""
+        index, known, uses = self._index, self._metadata, self._holds.uses
+        if orphans := self._orphans[tier]:
+            orphans.difference_update([info.key for info in infos])
+        rows = index.add(tier, infos)
+        facts, flops = None, [0.0]
+        if is_new:
+            facts, flops = known.facts(rows, infos, put_info or _UNKNOWN)
+        if known.hints.awaited:
+            known.hints.arrived(rows)
+        if is_new and uses.batches:
+            for info in infos:
+                if put_info is not None:  # who put it has used it
+                    uses.used([info.key])
+                self._holds.keep(info.key, info.size_bytes)
+        number, parent = index.tiers.index(tier), index.parents[rows[0]]
+        self._access_log.note(
+            Stored(number, rows, parent, infos[0].size_bytes, facts, flops, self._clock())
+        )
         for listener in self.listeners:
-            listener.stored(tier, info, put_info)
-
-    def _contradicts(self, info: ChunkInfo) -> bool:
-        """Whether there are copies with another layout: all copies of a chunk are alike."""
-        row = self.state.index.row(info.key)
-        return bool(row) and self.state.index.layout(row) != info.layout
+            listener.stored(tier, infos, put_info)
 
     def forget(self, tier: str, key: ChunkKey) -> bool:
         """A copy is gone from *tier*. False if it was not known."""
-        with self.state.lock:
+        with self._lock:
             return self._forget(tier, key)
 
-    def _forget(self, tier: str, key: ChunkKey) -> bool:
-        state = self.state
-        row = state.index.row(key)
+    def _forget(self, tier: str, key: ChunkKey, *, to_orphans: bool = False) -> bool:
+        row = self._index.row(key)
         if not row:
             return False
-        state.access_log.apply_all()
-        state.policies[tier].remove(row)
-        known = state.index.discard(tier, row)
-        is_last = not state.index.holders(row)
+        self._access_log.apply_all()
+        self.state.policies[tier].remove(row)
+        known = self._index.discard(tier, row)
+        is_last = not self._index.holders(row)
         if is_last:
-            self.state.metadata.hints.forget(row)
-            state.holds.uses.gone(key)
+            self._metadata.hints.forget(row)
+            self._holds.uses.gone(key)
         if known:
             for listener in self.listeners:
                 listener.removed(tier, key, is_last=is_last)
+            if to_orphans:
+                self._orphans[tier].add(key)
         return known
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
@@ -137,141 +163,104 @@ class Catalog:
 
         False if it was not there, or is held.
         """
-        with self.state.lock:
-            if not even_if_held and self.state.holds.is_held(key):
+        with self._lock:
+            if not even_if_held and self._holds.is_held(key):
                 return False
-            known = self._forget(tier, key)
-            if known:
-                self._orphans[tier].add(key)
-            return known
+            return self._forget(tier, key, to_orphans=True)
 
     def leave(self, tier: str, key: ChunkKey, other: str) -> bool:
         """A copy may leave *tier* as *other* has one, nobody holds it and it is not evicted there.
 
         It is an orphan then, until ``purged``.
         """
-        with self.state.lock:
-            holders = self.state.index.holders(self.state.index.row(key))
-            if other not in holders or self.eviction.stays(key):
+        with self._lock:
+            if other not in self._index.holders(self._index.row(key)) or self.eviction.stays(key):
                 return False
-            known = self._forget(tier, key)
-            if known:
-                self._orphans[tier].add(key)
-            return known
+            return self._forget(tier, key, to_orphans=True)
 
     def orphans(self, tier: str) -> set[ChunkKey]:
         """Return what was cast out of *tier* and may still lie there."""
-        with self.state.lock:
+        with self._lock:
             return set(self._orphans[tier])
 
     def is_orphan(self, tier: str, key: ChunkKey) -> bool:
         """Whether the chunk was cast out of *tier* and may still lie there."""
-        with self.state.lock:
+        with self._lock:
             return key in self._orphans[tier]
 
     def purged(self, tier: str, key: ChunkKey) -> None:
         """The tier has freed an orphan."""
-        with self.state.lock:
+        with self._lock:
             self._orphans[tier].discard(key)
 
     def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Return the chunk's copies by tier name; empty when there is none."""
-        with self.state.lock:
-            return self.state.index.copies(self.state.index.row(key))
+        with self._lock:
+            return self._index.copies(self._index.row(key))
 
     def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
-        """Return the tiers with such a copy of the chunk: less to ask for than ``copies``."""
-        with self.state.lock:
-            return self.state.index.holders(self.state.index.row(key), least)
+        """Return the tiers with such a copy of the chunk, in less time than ``copies``."""
+        with self._lock:
+            return self._index.holders(self._index.row(key), least)
 
     def is_common(self, key: ChunkKey) -> bool:
         """Whether several prompts have the chunk: two went on from it or from one behind it."""
-        with self.state.lock:
-            return self.state.index.is_common(self.state.index.row(key))
+        with self._lock:
+            return self._index.is_common(self._index.row(key))
 
     def size_bytes(self, tier: str, key: ChunkKey) -> int:
         """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
-        with self.state.lock:
-            row = self.state.index.row(key)
-            return (
-                self.state.index.size_bytes(tier, row)
-                if tier in self.state.index.holders(row)
-                else 0
-            )
+        with self._lock:
+            row = self._index.row(key)
+            return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
 
     def any_size_bytes(self, key: ChunkKey) -> int:
         """Return the size of the chunk's frame on the fastest tier that has it; 0 without one."""
-        with self.state.lock:
-            row = self.state.index.row(key)
-            return self.state.index.size_bytes(self.state.index.holders(row)[0], row) if row else 0
+        with self._lock:
+            row = self._index.row(key)
+            return self._index.any_size_bytes(row) if row else 0
 
     def evicted_count(self) -> int:
         """Chunks without a copy that are remembered."""
-        return self.state.index.evicted_count
+        return len(self._index.evicted)
 
     def __len__(self) -> int:
-        return len(self.state.index)
+        return len(self._index)
 
-    # --- copies that others made, a chain at a time: somebody waits for it
+    # --- copies that others made, a chain at a time: a request waits for it
 
     def note_found(self, tier: str, infos: Sequence[ChunkInfo]) -> list[ChunkInfo]:
-        """Others have copies on *tier*: note those that are not known, return those that say
-        otherwise than what is here does.
+        """Others have copies on *tier*: note those that are not known, return those whose layout
+        is another than that of the chunk here.
         """
         others: list[ChunkInfo] = []
+        index = self._index
         for start in range(0, len(infos), AT_ONCE):
-            with self.state.lock:
+            with self._lock:
                 for chain in _chains(infos[start : start + AT_ONCE]):
-                    others += self._note(tier, chain)
+                    if not any(index.row(info.key) for info in chain):
+                        self._sealed(tier, chain, None, is_new=True)
+                        continue
+                    for info in chain:
+                        row = index.row(info.key)
+                        if row and index.layouts[row] != info.layout:
+                            others.append(info)
+                        elif tier not in index.holders(row):
+                            self._sealed(tier, (info,), None, is_new=not row)
         self.state.news.set()
         return others
 
-    def _note(self, tier: str, chain: Sequence[ChunkInfo]) -> list[ChunkInfo]:
-        """Note a chain at once if nobody knows any of it, else its chunks one by one."""
-        index = self.state.index
-        is_told = self.state.holds.uses or any(one.covers(tier) for one in self.listeners)
-        if len(chain) > 1 and not is_told and not any(index.row(info.key) for info in chain):
-            self._note_chain(tier, chain)
-            return []
-        others = []
-        for info in chain:
-            if self._contradicts(info):
-                others.append(info)
-            elif tier not in index.holders(index.row(info.key)):
-                self._sealed(tier, info, None)
-        return others
-
-    def _note_chain(self, tier: str, chain: Sequence[ChunkInfo]) -> None:
-        """As ``_sealed`` of each chunk of a chain that nobody knows."""
-        index, known = self.state.index, self.state.metadata
-        if self._orphans[tier]:
-            self._orphans[tier].difference_update([info.key for info in chain])
-        rows = index.add_chain(tier, chain)
-        facts, flops = known.facts_of_chain(rows, chain, _UNKNOWN)
-        for row in rows:
-            known.hints.arrived(row)
-        number, parent = index.tiers.index(tier), index.parent(rows[0])
-        size_bytes = chain[0].size_bytes
-        stored = StoredChain(number, rows, parent, size_bytes, facts, flops, self.state.clock())
-        self.state.access_log.note(stored)
-
     def infos_on(self, tier: str, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        """Return what *tier* has of each of *keys*, of one namespace; None where it has nothing."""
+        """Return what *tier* has of each of *keys*; None where it has nothing."""
+        index = self._index
         found: list[ChunkInfo | None] = []
         for start in range(0, len(keys), AT_ONCE):
-            with self.state.lock:
-                found += self._infos(tier, keys[start : start + AT_ONCE])
+            with self._lock:
+                rows = index.rows(keys[start : start + AT_ONCE])
+                held, _ = index.sizes(tier, rows, Fidelity.none)
+                both = zip(rows.tolist(), held.tolist(), strict=True)
+                found += [index.info(tier, row) if is_here else None for row, is_here in both]
         return found
-
-    def _infos(self, tier: str, keys: Sequence[ChunkKey]) -> Iterator[ChunkInfo | None]:
-        index = self.state.index
-        rows = index.known_prefix(keys)
-        held, _ = index.sizes(tier, rows, Fidelity.none)
-        for row, is_here in zip(rows.tolist(), held.tolist(), strict=True):
-            yield index.info(tier, row) if is_here else None
-        for key in keys[len(rows) :]:
-            row = index.row(key)
-            yield index.info(tier, row) if row and tier in index.holders(row) else None
 
     # --- lookups and leases
 
@@ -290,41 +279,42 @@ class Catalog:
         unless it is the same lookup *again*. With *lease* what was found is leased. Raises
         QuotaExceededError.
         """
-        with self.state.lock:
-            now_s = self.state.clock()
-            known = self.state.index.known_prefix(keys)
-            rows = self._readable(known, min_fidelity, now_s)
+        index, hints = self._index, self._metadata.hints
+        with self._lock:
+            now_s = self._clock()
+            known = rows = index.known_prefix(keys)
+            if hints.expiring:
+                rows = hints.unexpired(rows, now_s)
+            rows = index.readable(rows, min_fidelity)
             if not again:
-                self.state.index.count_hits(rows)
-            self.state.access_log.note(Asked(known, keys, now_s, again))
-            pending = self._count_pending(keys, len(rows), now_s)
-            shared = len(known) if self.state.index.has_ends(keys) else 0
-            evicted = self.state.index.count_evicted(known[len(rows) :])
+                np.frombuffer(index.hits, np.uint32)[rows] += 1
+            self._access_log.note(Asked(known, keys, now_s, again))
+            pending = evicted = lease_id = 0
+            if self.in_flight.writers or self.in_flight.announced:
+                pending = self._count_pending(keys, len(rows), now_s)
+            if len(known) > len(rows):
+                evicted = index.evicted.count(known[len(rows) :])
+            has_ends = bool(keys) and keys[0][:DIGEST_BYTES] in index.ends.needs
             sources, sizes = self._choose(rows, min_fidelity, tiers)
-            lease_id = 0
             if lease is not None and len(sources):
-                held = keys[: len(sources)]
-                lease_id = self.state.holds.lease(held, lease, now_s).lease_id
+                lease_id = self._holds.lease(keys[: len(sources)], lease, now_s).lease_id
         self.state.news.set()
+        shared = len(known) if has_ends else 0
         return PrefixMatch(len(rows), pending, sources, sizes, lease_id, evicted, shared)
 
     def held(
         self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity
     ) -> list[NDArray[np.bool_]]:
         """Return, for each of *tiers*, which of the known prefix of *keys* it has at *least*."""
-        with self.state.lock:
-            rows = self.state.index.longest_prefix(keys, least)
-            return [self.state.index.sizes(tier, rows, least)[0] for tier in tiers]
+        with self._lock:
+            rows = self._index.longest_prefix(keys, least)
+            return [self._index.sizes(tier, rows, least)[0] for tier in tiers]
 
     def read_plan(self, keys: Sequence[ChunkKey], least: Fidelity) -> list[list[str]]:
         """Return, for each of leased *keys*, the tiers with such a copy of it now."""
-        index = self.state.index
-        with self.state.lock:
+        index = self._index
+        with self._lock:
             return [index.holders(index.row(key), least) for key in keys]
-
-    def _readable(self, known: Rows, least: Fidelity, now_s: float) -> Rows:
-        """Return the prefix of *known* rows that may be a hit."""
-        return self.state.index.readable(self.state.metadata.hints.unexpired(known, now_s), least)
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
         """Return how many chunks after the known ones are being written, or are there already
@@ -335,14 +325,14 @@ class Catalog:
             if self.in_flight.is_coming(keys[at]):
                 is_any = True
             else:
-                row = self.state.index.row(keys[at])
-                if not row or self.state.metadata.hints.is_expired(row, now_s):
+                row = self._index.row(keys[at])
+                if not row or self._metadata.hints.is_expired(row, now_s):
                     break
             at += 1
         return at - known if is_any else 0
 
     def _choose(
-        self, rows: Rows, min_fidelity: Fidelity, tiers: Sequence[str | None]
+        self, rows: Rows, least: Fidelity, tiers: Sequence[str | None]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Return the first of *tiers* that has each chunk, and its bytes, up to one without."""
         sources = np.zeros(len(rows), np.uint8)
@@ -350,13 +340,14 @@ class Catalog:
         open_rows = np.ones(len(rows), np.bool_)
         for number, tier in enumerate(tiers):
             if tier is not None and open_rows.any():
-                held, there = self.state.index.sizes(tier, rows, min_fidelity)
+                held, there = self._index.sizes(tier, rows, least)
                 held &= open_rows
                 sources[held] = number
                 np.copyto(sizes, there, where=held)
                 open_rows ^= held
         end = int(open_rows.argmax()) if open_rows.any() else len(rows)
-        end = len(self.state.index.usable(rows[:end]))
+        if self._index.ends.needs:
+            end = len(self._index.usable(rows[:end]))
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
@@ -364,155 +355,148 @@ class Catalog:
 
         Raises QuotaExceededError.
         """
-        with self.state.lock:
-            rows = self.state.index.known_prefix(keys)
-            known = len(self._readable(rows, Fidelity.none, self.state.clock()))
-            return self.state.holds.lease(keys[:known], terms, self.state.clock()), known
+        with self._lock:
+            now_s = self._clock()
+            rows = self._index.known_prefix(keys)
+            if self._metadata.hints.expiring:
+                rows = self._metadata.hints.unexpired(rows, now_s)
+            known = len(self._index.readable(rows, Fidelity.none))
+            return self._holds.lease(keys[:known], terms, now_s), known
 
     def lease(self, lease_id: int, session_id: int) -> Lease:
         """Return a live lease. Raises LeaseExpiredError."""
-        with self.state.lock:
-            return self.state.holds.leases.get(lease_id, session_id, self.state.clock())
+        with self._lock:
+            return self._holds.leases.get(lease_id, session_id, self._clock())
 
-    def leased(self, lease_id: int, session_id: int) -> list[ChunkKey]:
+    def leased(self, lease_id: int, session_id: int) -> Sequence[ChunkKey]:
         """Return the chunks of a lease, be its time up or not; none if there is no such lease."""
-        with self.state.lock:
-            return self.state.holds.leases.keys_of(lease_id, session_id)
+        with self._lock:
+            lease = self._holds.leases.find(lease_id, session_id)
+            return () if lease is None else lease.keys
 
     def release(self, lease_id: int, session_id: int) -> bool:
         """End a lease."""
-        with self.state.lock:
-            return self.state.holds.leases.release(lease_id, session_id)
+        with self._lock:
+            return self._holds.leases.release(lease_id, session_id)
 
     def release_session(self, session_id: int) -> int:
         """End all leases of a session, and what it announced."""
-        with self.state.lock:
-            self.state.holds.uses.end(session_id)
-            self.in_flight.end_session(session_id)
-            return self.state.holds.leases.release_session(session_id)
+        with self._lock:
+            self._holds.uses.drop(lambda batch: batch.session_id == session_id)
+            self.in_flight.drop(lambda put: put.session_id == session_id)
+            return self._holds.leases.release_session(session_id)
 
     def expire(self) -> int:
         """End leases and pins whose time is up; return how many leases."""
-        with self.state.lock:
-            now = self.state.clock()
-            self.in_flight.expire(now)
-            return self.state.holds.expire(now)
+        with self._lock:
+            now = self._clock()
+            self.in_flight.drop(lambda put: put.until <= now)
+            return self._holds.expire(now)
 
     def is_leased(self, lease_id: int) -> bool:
         """Whether there is such a lease; its time may be up."""
-        with self.state.lock:
-            return lease_id in self.state.holds.leases
+        with self._lock:
+            return lease_id in self._holds.leases
 
     def lease_count(self) -> int:
         """Live leases."""
-        return len(self.state.holds.leases)
-
-    def held_count(self) -> int:
-        """Sum of all pins that leases and moves hold; 0 when nothing is read or moved."""
-        with self.state.lock:
-            return sum(self.state.holds.leases.pins.values())
+        return len(self._holds.leases)
 
     def limit_leases(self, tenant_of: TenantOf) -> None:
         """Have *tenant_of* say whose sessions are and how many leases each tenant may have."""
-        with self.state.lock:
-            self.state.holds.leases.tenant_of = tenant_of
+        with self._lock:
+            self._holds.leases.tenant_of = tenant_of
 
     def leases_of(self, tenant: str) -> int:
         """Return how many leases *tenant* has."""
-        with self.state.lock:
-            return self.state.holds.leases.by_tenant[tenant]
+        with self._lock:
+            return self._holds.leases.by_tenant[tenant]
 
     # --- pins, hints and announced uses
 
     def pin(self, keys: Iterable[ChunkKey], ttl_s: float) -> int:
         """Keep known chunks for *ttl_s* seconds; return how many. Raises QuotaExceededError."""
-        with self.state.lock:
-            until = self.state.clock() + ttl_s
-            count = 0
-            for key in keys:
-                row = self.state.index.row(key)
-                if row:
-                    self.state.holds.pinned.pin(key, self.state.any_size(row), until)
-                    count += 1
-            return count
+        with self._lock:
+            until = self._clock() + ttl_s
+            rows = [(key, row) for key in keys if (row := self._index.row(key))]
+            for key, row in rows:
+                self._holds.pins.pin(key, self._index.any_size_bytes(row), until)
+            return len(rows)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> int:
         """End explicit pins; return how many there were."""
-        with self.state.lock:
-            return sum(self.state.holds.pinned.unpin(key) for key in keys)
+        with self._lock:
+            return sum(self._holds.pins.unpin(key) for key in keys)
 
     def hint(self, keys: Iterable[ChunkKey], hints: Hints) -> int:
-        """An engine spoke of chunks; return how many pins are over the limit, and ignored."""
-        with self.state.lock:
-            now = self.state.clock()
-            self.state.access_log.apply_all()
-            rows = [row for key in keys if (row := self.state.index.row(key))]
-            self.state.metadata.hinted(np.array(rows, np.intp), hints, now)
+        """An engine gave hints of chunks; return how many pins are over the limit, and ignored."""
+        index = self._index
+        with self._lock:
+            now = self._clock()
+            self._access_log.apply_all()
+            rows = [row for key in keys if (row := index.row(key))]
+            self._metadata.hinted(np.array(rows, np.intp), hints, now)
             return sum(
-                not table.extend(
-                    self.state.index.key(row), self.state.any_size(row), now + ms / 1000
-                )
+                not table.extend(index.key(row), index.any_size_bytes(row), now + ms / 1000)
                 for table, ms in (
-                    (self.state.holds.pinned, hints.pin_ms),
-                    (self.state.holds.handed_over, hints.handover_ms),
+                    (self._holds.pins, hints.pin_ms),
+                    (self._holds.handed_over, hints.handover_ms),
                 )
                 for row in (rows if ms else ())
             )
 
     def expired_keys(self) -> list[ChunkKey]:
         """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
-        with self.state.lock:
-            rows = self.state.metadata.hints.expired(self.state.clock(), EXPIRED_AT_ONCE)
-            return [self.state.index.key(row) for row in rows]
+        with self._lock:
+            rows = self._metadata.hints.expired(self._clock(), EXPIRED_AT_ONCE)
+            return [self._index.key(row) for row in rows]
 
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Keep *key* from eviction while it is moved; return its copies. Pair with ``let_go``."""
-        with self.state.lock:
-            self.state.holds.leases.pin(key)
-            return self.state.index.copies(self.state.index.row(key))
+        with self._lock:
+            self._holds.leases.pin(key)
+            return self._index.copies(self._index.row(key))
 
     def let_go(self, key: ChunkKey) -> None:
         """Undo one ``hold``."""
-        with self.state.lock:
-            self.state.holds.leases.unpin(key)
+        with self._lock:
+            self._holds.leases.unpin(key)
 
     def is_held(self, key: ChunkKey) -> bool:
-        """Whether somebody reads or pinned the chunk, so that it cannot be forgotten."""
-        with self.state.lock:
-            return self.state.holds.is_held(key)
+        """Whether the chunk is read, pinned or to be used, so that it cannot be forgotten."""
+        with self._lock:
+            return self._holds.is_held(key)
 
     def announce(self, session_id: int, uses: Mapping[ChunkKey, int], ttl_s: float) -> int:
         """Keep chunks for the uses that a batch will make of them, for *ttl_s* at most.
 
         Return how many are here and kept; those that come later are kept as they come.
         """
-        with self.state.lock:
-            self.state.holds.uses.announce(session_id, uses, self.state.clock() + ttl_s)
+        with self._lock:
+            self._holds.uses.announce(session_id, uses, self._clock() + ttl_s)
             for key in uses:
-                row = self.state.index.row(key)
-                if row:
-                    self.state.holds.keep(key, self.state.any_size(row))
-            return sum(key in self.state.holds.uses for key in uses)
+                if row := self._index.row(key):
+                    self._holds.keep(key, self._index.any_size_bytes(row))
+            return len(uses.keys() & self._holds.uses.kept.keys())
 
     def take_unkept(self) -> int:
         """Return how many announced chunks came since the last time that found no room."""
-        with self.state.lock:
-            holds = self.state.holds
-            count, holds.unkept = holds.unkept, 0
+        with self._lock:
+            count, self._holds.unkept = self._holds.unkept, 0
             return count
 
     def gave_up(self, key: ChunkKey) -> None:
-        """A lower tier is about to evict a chunk: it tells how long they stay there."""
-        with self.state.lock:
-            forecast, row = self.state.metadata.forecast, self.state.index.row(key)
+        """A lower tier is about to evict a chunk: that shows how long they stay there."""
+        with self._lock:
+            forecast, row = self._metadata.forecast, self._index.row(key)
             if forecast is not None and row:
-                forecast.gave_up(row, self.state.clock())
+                forecast.gave_up(row, self._clock())
 
     # --- what policies learn, between requests
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until requests pause, and tell the policies what happened; a thread that does so
-        spares the next requests the time. Return whether there was anything.
+        """Wait until requests pause, and apply what happened to the policies; a thread that does
+        so spares the next requests the time. Return whether there was anything.
         """
         is_any = self.state.news.wait(timeout_s)
         for _ in range(_LOOKS_FOR_QUIET):
@@ -525,32 +509,32 @@ class Catalog:
         return is_any
 
     def drain_some(self) -> None:
-        """Tell the policies of what came first, if more waits behind it.
+        """Apply what came first, if more waits behind it.
 
-        For who has just answered a lookup, whose asker now looks at the answer: of many lookups in
-        a row, each would otherwise have to tell of an earlier one before it can be answered.
+        For who has just answered a lookup, whose caller now looks at the answer: of many lookups
+        in a row, each would otherwise have to apply an earlier one before it can be answered.
         """
         for _ in range(SPARED):
-            if len(self.state.access_log) <= 1:
+            if len(self._access_log) <= 1:
                 break
             self._step()
 
     def _step(self) -> bool:
-        with self.state.lock:
-            return self.state.access_log.apply_next()
+        with self._lock:
+            return self._access_log.apply_next()
 
     # --- over a restart
 
     def save(self) -> SavedHistory:
         """Return what is remembered of chunks, here or evicted, those that left first first."""
-        known = self.state.metadata
-        with self.state.lock:
-            self.state.access_log.apply_all()
-            now = self.state.clock()
-            rows = np.fromiter(filter(known.history.knows, self.state.index.known_rows()), np.intp)
+        known = self._metadata
+        with self._lock:
+            self._access_log.apply_all()
+            now = self._clock()
+            rows = np.fromiter(filter(known.history.knows, self._index.known_rows()), np.intp)
             rows = rows[-MAX_CHUNKS:]
-            saved = SavedHistory.of(known.groups.names(), known.history, rows, now)
-            saved.chunks["key"] = self.state.index.keys(rows)
+            saved = SavedHistory.of(list(known.groups), known.history, rows, now)
+            saved.chunks["key"] = self._index.keys(rows)
             known.hints.write(rows, saved.chunks, now)
             return saved
 
@@ -559,16 +543,16 @@ class Catalog:
 
         What engines said of chunks counts from ``note_sealed`` on. Raises InvalidRequestError.
         """
-        known = self.state.metadata
-        with self.state.lock:
+        known = self._metadata
+        with self._lock:
             for names in saved.names:
-                known.groups.number(*names)
+                known.group(*names)
             chunks = saved.chunks[-max(1, known.evicted_limit) :]
             keys = [ChunkKey(key) for key in chunks["key"].tolist()]
-            rows = np.array([self.state.index.add_evicted(key) for key in keys], np.intp)
+            rows = np.array([self._index.add_evicted(key) for key in keys], np.intp)
             chunks, rows = chunks[rows > 0], rows[rows > 0]
-            replace(saved, chunks=chunks).fill(known.history, rows, self.state.clock())
-            known.hints.restore(rows, chunks, self.state.clock())
+            replace(saved, chunks=chunks).fill(known.history, rows, self._clock())
+            known.hints.restore(rows, chunks, self._clock())
             return len(chunks)
 
 

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction.quotas import PartitionedEviction, PolicyReport, Quota
-from kvstore.server.index.results import EvictionRank
 from kvstore.server.index.state import CatalogState
 
 LOOKED_AT = 4096
@@ -28,6 +28,13 @@ class Wanted:
 
 
 EVERYBODY = Wanted()
+
+
+class EvictionRank(NamedTuple):
+    """How many others go before a chunk; at least so many where no more were looked at."""
+
+    before: int
+    is_at_least: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class EvictionState:
 
     def __init__(self, state: CatalogState) -> None:
         self._state = state
+        self._index = state.index
         self.leaving: dict[ChunkKey, str] = {}
         """Chunks being evicted, and the tier they leave."""
         self._unclaimed = threading.Condition(state.lock)
@@ -55,9 +63,8 @@ class EvictionState:
     def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
         """Return the partition that a chunk counts against, be it here or only to come."""
         with self._state.lock:
-            row = self._state.index.row(key)
-            known = self._state.metadata
-            return known.hints.partition(row) if row else known.partitions.number(tenant, category)
+            row, known = self._index.row(key), self._state.metadata
+            return known.hints.partitions[row] if row else known.partitions.number(tenant, category)
 
     def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
         """Return what a partition has to free of its own on *tier* to take *need_bytes* more, in
@@ -86,26 +93,21 @@ class EvictionState:
         with self._state.lock:
             self._state.access_log.apply_all()
             if among is None:
-                victims = self._victims(tier, need_bytes, limit, wanted)
+                found: dict[int, ChunkKey] = {}
+                for row in self._candidates(tier, wanted):
+                    if need_bytes <= 0 or len(found) == limit:
+                        break
+                    if row not in found:
+                        found[row] = self._index.key(row)
+                        need_bytes -= self._index.size_bytes(tier, row)
+                victims = list(found.values())
             else:
                 victims = [key for key in among if not self.stays(key)]
             self.leaving.update(dict.fromkeys(victims, tier))
             return victims
 
-    def _victims(self, tier: str, need_bytes: int, limit: int, wanted: Wanted) -> list[ChunkKey]:
-        """Return as many victims as free *need_bytes*, or *limit*, or all that may go."""
-        index = self._state.index
-        victims: dict[int, ChunkKey] = {}
-        for row in self._candidates(tier, wanted):
-            if need_bytes <= 0 or len(victims) == limit:
-                break
-            if row not in victims:
-                victims[row] = index.key(row)
-                need_bytes -= index.size_bytes(tier, row)
-        return list(victims.values())
-
     def _candidates(self, tier: str, wanted: Wanted) -> Iterator[int]:
-        index = self._state.index
+        index = self._index
 
         def stays(row: int) -> bool:
             return self.stays(index.key(row))
@@ -113,16 +115,14 @@ class EvictionState:
         rows = self._ordered(tier, wanted, stays)
         if tier == index.tiers[-1] != index.tiers[0]:
             rows = chain(self._sparing(tier, wanted, stays), rows)
-        late = (
-            row
-            for row in self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
-            if tier in index.holders(row) and not stays(row)
-        )
-        return rows if wanted.is_own else chain(late, rows)
+        if wanted.is_own:
+            return rows
+        late = self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
+        return chain((row for row in late if tier in index.holders(row) and not stays(row)), rows)
 
     def _sparing(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
         """Yield those candidates without which no chunk of a faster tier would be orphaned."""
-        index = self._state.index
+        index = self._index
         named: Counter[int] = Counter()
 
         def spares(row: int) -> bool:
@@ -130,7 +130,7 @@ class EvictionState:
             return is_way or stays(row)
 
         for row in self._ordered(tier, wanted, spares):
-            named[index.parent(row)] += 1
+            named[index.parents[row]] += 1
             yield row
 
     def _ordered(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
@@ -142,13 +142,14 @@ class EvictionState:
             rows = policy.victims_of(wanted.partition, stays, now)
         else:
             rows = policy.victims_for(wanted.partition, stays, now)
-        return self._state.metadata.hints.in_order(rows, self._state.index.parent, len(policy))
+        parent = self._index.parents.__getitem__
+        return self._state.metadata.hints.in_order(rows, parent, len(policy))
 
     def rank(self, tier: str, key: ChunkKey) -> EvictionRank:
         """Return how many others *tier* would evict before *key*; nobody is."""
         with self._state.lock:
             self._state.access_log.apply_all()
-            row, before = self._state.index.row(key), 0
+            row, before = self._index.row(key), 0
             for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
                 if victim == row:
                     return EvictionRank(before)

@@ -7,12 +7,11 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.key_table import spare_rows
 from kvstore.proto.plans import MAX_PRIORITY, NO_HINTS, NO_PRIORITY, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
@@ -33,42 +32,35 @@ _LEAST_S = 1e-9
 
 
 class RowHints:
-    """Columns by row, 13 bytes each. Not thread-safe: the catalog's lock guards it.
+    """Columns by row, 11 bytes each. Not thread-safe: the catalog's lock guards it.
 
-    Times are seconds on the caller's clock. A row that was never spoken of has no priority, lives
-    for ever and is in partition 0.
+    The ChunkIndex lengthens the ``columns``. Times are seconds on the caller's clock. A row
+    without hints has no priority, lives for ever and is in partition 0.
     """
 
     def __init__(self) -> None:
-        self._priorities = array("B", [0])
-        self._expiries = array("d", [NEVER])
-        self._partitions = array("H", [0])
+        self._priorities = array("B")
+        self._expiries = array("d")
+        self.partitions = array("H")
+        self.columns = (self._priorities, self._expiries, self.partitions)
         self._times: list[tuple[float, int]] = []
         """When which row may expire, a heap; entries that are no longer true are skipped."""
-        self._awaited: dict[int, tuple[float, int]] = {}
-        """What an earlier run said of chunks that are not here yet, by row."""
-        self._expiring = 0
+        self.awaited: dict[int, tuple[float, int]] = {}
+        """What an earlier run knew of chunks that are not here yet, by row."""
+        self.expiring = 0
+        """Chunks that expire some time."""
         self._prioritized = 0
-
-    def _reach(self, row: int) -> None:
-        if row < len(self._priorities):
-            return
-        count = row + 1 - len(self._priorities) + spare_rows(row)
-        for column in (self._priorities, self._expiries, self._partitions):
-            column.frombytes(bytes(count * column.itemsize))
 
     # --- priorities
 
     def set_priority(self, row: int, priority: int) -> None:
         """Give a chunk a priority of 1 to 100; 0 takes it back."""
-        self._reach(row)
         self._prioritized += bool(priority) - bool(self._priorities[row])
         self._priorities[row] = priority
 
     def priority(self, row: int) -> int:
         """Return the priority of a chunk."""
-        said = self._priorities[row] if row < len(self._priorities) else 0
-        return said or NO_PRIORITY
+        return self._priorities[row] or NO_PRIORITY
 
     def in_order(
         self, victims: Iterator[int], parent: Callable[[int], int], count: int
@@ -102,12 +94,11 @@ class RowHints:
 
     def set_expiry(self, row: int, expires_s: float) -> None:
         """Let a chunk expire at *expires_s*; NEVER takes it back."""
-        self._reach(row)
-        self._expiring += (expires_s != NEVER) - (self._expiries[row] != NEVER)
+        self.expiring += (expires_s != NEVER) - (self._expiries[row] != NEVER)
         self._expiries[row] = expires_s
         if expires_s != NEVER:
             heapq.heappush(self._times, (expires_s, row))
-            if len(self._times) > 2 * self._expiring + _STALE_TIMES:
+            if len(self._times) > 2 * self.expiring + _STALE_TIMES:
                 self._times = [time for time in self._times if self._is_true(time)]
                 self._times = sorted(set(self._times))  # sorted is a heap
 
@@ -116,18 +107,14 @@ class RowHints:
 
     def expiry(self, row: int) -> float:
         """Return when a chunk expires; NEVER if it does not."""
-        return self._expiries[row] if row < len(self._expiries) else NEVER
+        return self._expiries[row]
 
     def is_expired(self, row: int, now_s: float) -> bool:
         """Whether the chunk's time is up."""
-        return NEVER != self.expiry(row) <= now_s
+        return NEVER != self._expiries[row] <= now_s
 
     def unexpired(self, rows: Rows, now_s: float) -> Rows:
-        """Return *rows* up to the first whose time is up."""
-        if not self._expiring or not len(rows):
-            return rows
-        if int(rows.max()) >= len(self._expiries):
-            self._reach(int(rows.max()))
+        """Return *rows* up to the first whose time is up; all when none is ``expiring``."""
         expiries = np.frombuffer(self._expiries)[rows]
         late = (expiries != NEVER) & (expiries <= now_s)
         return rows[: int(late.argmax())] if late.any() else rows
@@ -152,14 +139,10 @@ class RowHints:
 
     def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Write what is known of *rows* into *chunks*, of ``saved_history.CHUNK``."""
-        if not self._expiring and not self._prioritized:
-            return
-        known = np.flatnonzero(rows < len(self._priorities))
-        mine = rows[known]
-        chunks["priority"][known] = np.frombuffer(self._priorities, np.uint8)[mine]
-        expiries = np.frombuffer(self._expiries)[mine]
+        chunks["priority"] = np.frombuffer(self._priorities, np.uint8)[rows]
+        expiries = np.frombuffer(self._expiries)[rows]
         left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
-        chunks["left_s"][known] = left_s
+        chunks["left_s"] = left_s
 
     def restore(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Take what an earlier run wrote: it counts once the chunks have arrived here again."""
@@ -167,66 +150,26 @@ class RowHints:
         for at in spoken.tolist():
             left_s = float(chunks["left_s"][at])
             expires_s = now_s + left_s if left_s else NEVER
-            self._awaited[int(rows[at])] = (expires_s, int(chunks["priority"][at]))
+            self.awaited[int(rows[at])] = (expires_s, int(chunks["priority"][at]))
 
-    def arrived(self, row: int) -> None:
-        """A chunk has a copy: what an earlier run said of it counts now."""
-        if self._awaited and row in self._awaited:
-            expires_s, priority = self._awaited.pop(row)
-            self.set_expiry(row, expires_s)
-            self.set_priority(row, min(priority, MAX_PRIORITY))
-
-    # --- partitions
-
-    def assign_partition(self, row: int, partition: int) -> None:
-        """Put a chunk into a partition."""
-        self._reach(row)
-        self._partitions[row] = partition
-
-    def partition(self, row: int) -> int:
-        """Return the partition of a chunk."""
-        return self._partitions[row] if row < len(self._partitions) else 0
-
-    # --- all of them
+    def arrived(self, rows: Sequence[int]) -> None:
+        """Chunks have copies: what an earlier run knew of them counts now."""
+        for row in rows:
+            if row in self.awaited:
+                expires_s, priority = self.awaited.pop(row)
+                self.set_expiry(row, expires_s)
+                self.set_priority(row, min(priority, MAX_PRIORITY))
 
     def forget(self, row: int) -> None:
         """The chunk is nowhere any more."""
-        self._awaited.pop(row, None)
-        if row < len(self._priorities):
-            self.set_priority(row, 0)
-            self.set_expiry(row, NEVER)
-            self._partitions[row] = 0
-
-    @property
-    def expiring_count(self) -> int:
-        """Chunks that expire some time."""
-        return self._expiring
+        self.awaited.pop(row, None)
+        self.set_priority(row, 0)
+        self.set_expiry(row, NEVER)
+        self.partitions[row] = 0
 
 
 MAX_GROUPS = 15
 """Those that came first; statistics of all others are kept together, as group 0."""
-
-
-class GroupTable:
-    """Numbers of (tenant, category), in the order in which they came. Not thread-safe."""
-
-    def __init__(self, limit: int = MAX_GROUPS) -> None:
-        self._limit = limit
-        self._numbers: dict[tuple[str, str], int] = {}
-
-    def names(self) -> list[tuple[str, str]]:
-        """Return the groups, in the order of their numbers, the first of which is 1."""
-        return list(self._numbers)
-
-    def number(self, tenant: str, category: str) -> int:
-        """Return the group's number, 1 to the limit; 0 for those that came after."""
-        name = (tenant, category)
-        known = self._numbers.get(name)
-        if known is None:
-            if len(self._numbers) >= self._limit:
-                return 0
-            known = self._numbers[name] = len(self._numbers) + 1
-        return known
 
 
 EVICTED_LIMIT = 1 << 18
@@ -264,45 +207,47 @@ class ChunkMetadata:
     evicted_limit: int = EVICTED_LIMIT
     what_ifs: Mapping[str, MissRatioCurve] = field(default_factory=dict)
     policy_names: Mapping[str, str] = field(default_factory=dict)
-    groups: GroupTable = field(default_factory=GroupTable)
+    groups: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Numbers of (tenant, category), in the order in which they came, from 1."""
     forecast: ReuseForecast | None = None
-    """Of the same history; None where no tier's admission asks for chances."""
+    """Of the same history; None where no tier's admission needs chances."""
     _full_tokens: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By namespace, the most tokens that a chunk of it had: shorter ones end a prompt."""
 
-    def facts(self, row: int, info: ChunkInfo, put_info: PutInfo) -> InsertInfo:
-        """A chunk came that no tier had; return what the history is to be told of it."""
-        tokens = info.layout.tokens
-        full = self._full(info, tokens)
-        hints = put_info.hints
-        group = self.groups.number(put_info.tenant, hints.category)
-        prompt_chunks = -(-hints.prompt_tokens // full)
-        flops = info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0
-        self.hints.assign_partition(row, self.partitions.number(put_info.tenant, hints.category))
-        return InsertInfo(tokens >= full, flops, group, hints.reuse, prompt_chunks)
+    def group(self, tenant: str, category: str) -> int:
+        """Return the group's number; 0 for those that came after MAX_GROUPS others."""
+        number = self.groups.get((tenant, category), 0)
+        if not number and len(self.groups) < MAX_GROUPS:
+            number = self.groups[tenant, category] = len(self.groups) + 1
+        return number
 
-    def facts_of_chain(
+    def facts(
         self, rows: Sequence[int], chain: Sequence[ChunkInfo], put_info: PutInfo
     ) -> tuple[InsertInfo, list[float]]:
-        """Do the same for a *chain* of one layout; return the facts of each and their FLOPs."""
-        facts = self.facts(rows[0], chain[0], put_info)
-        partition = self.hints.partition(rows[0])
-        if partition:  # a new row is in partition 0
-            for row in rows:
-                self.hints.assign_partition(row, partition)
-        flops = [info.prefill_flops for info in chain]
-        return replace(facts, flops=0.0), [f if 0.0 <= f < math.inf else 0.0 for f in flops]
+        """A *chain* of one layout came that no tier had; return what the history is to know.
 
-    def _full(self, info: ChunkInfo, tokens: int) -> int:
-        space = info.key[:DIGEST_BYTES]
-        full = max(tokens, self._full_tokens.get(space, 0))
-        self._full_tokens[space] = full
+        It is of each chunk but for the FLOPs, which follow it.
+        """
+        tokens, space = chain[0].layout.tokens, chain[0].key[:DIGEST_BYTES]
+        full = self._full_tokens[space] = max(tokens, self._full_tokens.get(space, 0))
         if len(self._full_tokens) > _SPACES_KEPT:
             self._full_tokens.popitem(last=False)
-        return full
+        tenant, hints = put_info.tenant, put_info.hints
+        partition = self.partitions.number(tenant, hints.category)
+        flops = []
+        for row, info in zip(rows, chain, strict=True):
+            self.hints.partitions[row] = partition
+            flops.append(info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0)
+        facts = InsertInfo(
+            tokens_full=tokens >= full,
+            group=self.groups.get((tenant, hints.category)) or self.group(tenant, hints.category),
+            reuse=hints.reuse,
+            prompt_chunks=-(-hints.prompt_tokens // full),
+        )
+        return facts, flops
 
     def hinted(self, rows: Rows, hints: Hints, now_s: float) -> None:
-        """An engine spoke of chunks that are here; pins are not looked at."""
+        """An engine gave hints of chunks that are here; pins are not looked at."""
         if hints.reuse:
             self.history.hint(rows, hints.reuse)
         ttl_s = hints.ttl_ms / 1000 or self.category_ttls_s.get(hints.category, 0.0)
@@ -311,8 +256,3 @@ class ChunkMetadata:
                 self.hints.set_priority(row, hints.priority)
             if ttl_s:
                 self.hints.set_expiry(row, now_s + ttl_s)
-
-    def live_on(self, row: int, now_s: float) -> None:
-        """A chunk whose time was up was put again."""
-        if self.hints.is_expired(row, now_s):
-            self.hints.set_expiry(row, NEVER)

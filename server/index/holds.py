@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.index.results import LeaseTerms
+
+
+class LeaseTerms(NamedTuple):
+    """For whom, and for how long from now."""
+
+    session_id: int
+    ttl_s: float
 
 
 @dataclass(slots=True)
@@ -23,15 +30,11 @@ class Lease:
 
 
 TenantOf = Callable[[int], tuple[str, int]]
-"""From a session's id to its tenant and how many leases that may have; 0: as many as it likes."""
-
-
-def _nobody(session_id: int) -> tuple[str, int]:
-    return "", 0
+"""From a session's id to its tenant and how many leases that may have; 0: any number."""
 
 
 class Leases:
-    """All leases and the pins they add up to. Not thread-safe: the store's lock guards it.
+    """All leases and the pins they add up to. Not thread-safe: the catalog's lock guards it.
 
     Invariant: ``pins[key]`` is the number of leases that name *key*, plus the copies of it
     that are being moved; no entry is zero.
@@ -42,47 +45,45 @@ class Leases:
         self._new_id = new_id
         self._leases: dict[int, Lease] = {}
         self._by_session: dict[int, set[int]] = {}
-        self.pins: dict[ChunkKey, int] = {}
-        self.tenant_of: TenantOf = _nobody
+        self.pins: Counter[ChunkKey] = Counter()
+        self.tenant_of: TenantOf = lambda session_id: ("", 0)
         self.by_tenant: Counter[str] = Counter()
 
     def grant(self, session_id: int, keys: Iterable[ChunkKey], deadline: float) -> Lease:
         """Pin *keys* for a session. Raises QuotaExceededError."""
-        owned = self._by_session.setdefault(session_id, set())
+        owned = self._by_session.get(session_id, ())
         if len(owned) >= self._limit:
             raise QuotaExceededError("max_leases_per_session", self._limit, f"session {session_id}")
         tenant, most = self.tenant_of(session_id)
         if most and self.by_tenant[tenant] >= most:
-            if not owned:
-                del self._by_session[session_id]
             raise QuotaExceededError("leases", most, f"tenant {tenant!r}")
         lease = Lease(self._new_id(), session_id, list(keys), deadline, tenant)
         self.by_tenant[tenant] += 1
         self._leases[lease.lease_id] = lease
-        owned.add(lease.lease_id)
+        self._by_session.setdefault(session_id, set()).add(lease.lease_id)
         pins, held = self.pins, self.pins.get
         for key in lease.keys:
             pins[key] = held(key, 0) + 1
         return lease
 
+    def find(self, lease_id: int, session_id: int) -> Lease | None:
+        """Return the session's lease, be its time up or not; None if there is no such lease."""
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and lease.session_id == session_id else None
+
     def get(self, lease_id: int, session_id: int, now: float) -> Lease:
         """Return a live lease of the session. Raises LeaseExpiredError."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.session_id != session_id or lease.deadline <= now:
+        lease = self.find(lease_id, session_id)
+        if lease is None or lease.deadline <= now:
             raise LeaseExpiredError(
                 f"lease_id={lease_id}: released, expired or not this session's; call lookup again"
             )
         return lease
 
-    def keys_of(self, lease_id: int, session_id: int) -> list[ChunkKey]:
-        """Return the keys that a lease of the session names; none if there is no such lease."""
-        lease = self._leases.get(lease_id)
-        return list(lease.keys) if lease and lease.session_id == session_id else []
-
     def release(self, lease_id: int, session_id: int) -> bool:
         """Unpin what the lease holds. Return whether the session had such a lease."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.session_id != session_id:
+        lease = self.find(lease_id, session_id)
+        if lease is None:
             return False
         del self._leases[lease_id]
         owned = self._by_session[session_id]
@@ -99,16 +100,12 @@ class Leases:
     def release_session(self, session_id: int) -> int:
         """Release every lease of a session that ended. Return how many."""
         owned = list(self._by_session.get(session_id, ()))
-        for lease_id in owned:
-            self.release(lease_id, session_id)
-        return len(owned)
+        return sum(self.release(lease_id, session_id) for lease_id in owned)
 
     def expire(self, now: float) -> int:
         """Release every lease whose deadline has passed. Return how many."""
         late = [lease for lease in self._leases.values() if lease.deadline <= now]
-        for lease in late:
-            self.release(lease.lease_id, lease.session_id)
-        return len(late)
+        return sum(self.release(lease.lease_id, lease.session_id) for lease in late)
 
     def __contains__(self, lease_id: int) -> bool:
         return lease_id in self._leases
@@ -119,11 +116,9 @@ class Leases:
 
     def unpin(self, key: ChunkKey) -> None:
         """Undo one ``pin``."""
-        left = self.pins[key] - 1
+        left = self.pins.pop(key) - 1
         if left:
             self.pins[key] = left
-        else:
-            del self.pins[key]
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -137,7 +132,7 @@ MAX_BATCHES = 256
 
 @dataclass(slots=True)
 class _Batch:
-    """What one announcement still needs of each chunk, and until when it stands."""
+    """What one announcement still needs of each chunk, and until when it is valid."""
 
     session_id: int
     until: float
@@ -147,53 +142,43 @@ class _Batch:
 class PlannedUses:
     """Remaining uses by chunk (BatchLLM, arXiv 2412.03594). The catalog's lock guards it.
 
-    A chunk counts as used when a lookup that leases it finds it, and when it is put, as whoever
-    computed it had asked for it. It is kept while uses are left and it is within *limit_bytes*.
+    A chunk counts as used when a lookup that leases it finds it, and when it is put, as who
+    computed it had looked it up. It is kept while uses are left and it is within *limit_bytes*.
     ``until`` is in the clock's seconds.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._batches: list[_Batch] = []
+        self.batches: list[_Batch] = []
         self._count = 0
-        self._kept: dict[ChunkKey, int] = {}
-        self._kept_bytes = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._batches)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._kept
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the chunks kept, once for each, of whatever tier they were noted."""
-        return self._kept_bytes
+        self.kept: dict[ChunkKey, int] = {}
+        """Bytes of each chunk kept, on whatever tier it was noted first."""
+        self.kept_bytes = 0
 
     def announce(self, session_id: int, uses: Mapping[ChunkKey, int], until: float) -> None:
         """A batch will use chunks so often."""
         room = MAX_ANNOUNCED - self._count
         left = dict(list(uses.items())[:room])
-        if left and len(self._batches) < MAX_BATCHES:
-            self._batches.append(_Batch(session_id, until, left))
+        if left and len(self.batches) < MAX_BATCHES:
+            self.batches.append(_Batch(session_id, until, left))
             self._count += len(left)
 
     def keep(self, key: ChunkKey, size_bytes: int) -> bool:
         """A chunk of so many bytes is here: keep it if it is needed. False if that is too much."""
-        if key in self._kept or not self._is_needed(key):
+        if key in self.kept or not self._is_needed(key):
             return True
-        if self._kept_bytes + size_bytes > self._limit_bytes:
+        if self.kept_bytes + size_bytes > self._limit_bytes:
             return False
-        self._kept[key] = size_bytes
-        self._kept_bytes += size_bytes
+        self.kept[key] = size_bytes
+        self.kept_bytes += size_bytes
         return True
 
     def _is_needed(self, key: ChunkKey) -> bool:
-        return any(key in batch.left for batch in self._batches)
+        return any(key in batch.left for batch in self.batches)
 
     def used(self, keys: Iterable[ChunkKey], session_id: int = 0) -> None:
         """Chunks were used once, those of the session's own batches first."""
-        batches = sorted(self._batches, key=lambda batch: batch.session_id != session_id)
+        batches = sorted(self.batches, key=lambda batch: batch.session_id != session_id)
         for key in keys:
             batch = next((batch for batch in batches if key in batch.left), None)
             if batch is None:
@@ -204,26 +189,19 @@ class PlannedUses:
                 self._count -= 1
                 if not self._is_needed(key):
                     self.gone(key)
-        self._drop(lambda batch: not batch.left)
+        self.drop(lambda batch: not batch.left)
 
     def gone(self, key: ChunkKey) -> None:
         """A chunk is kept no more."""
-        self._kept_bytes -= self._kept.pop(key, 0)
+        self.kept_bytes -= self.kept.pop(key, 0)
 
-    def expire(self, now: float) -> None:
-        """Forget announcements whose time is up."""
-        self._drop(lambda batch: batch.until <= now)
-
-    def end(self, session_id: int) -> None:
-        """Forget the announcements of a session."""
-        self._drop(lambda batch: batch.session_id == session_id)
-
-    def _drop(self, is_over: Callable[[_Batch], bool]) -> None:
-        over = [batch for batch in self._batches if is_over(batch)]
+    def drop(self, is_over: Callable[[_Batch], bool]) -> None:
+        """Forget the announcements that are over."""
+        over = [batch for batch in self.batches if is_over(batch)]
         if not over:
             return
-        self._batches = [batch for batch in self._batches if not is_over(batch)]
-        self._count = sum(len(batch.left) for batch in self._batches)
+        self.batches = [batch for batch in self.batches if not is_over(batch)]
+        self._count -= sum(len(batch.left) for batch in over)
         for key in [key for batch in over for key in batch.left]:
             if not self._is_needed(key):
                 self.gone(key)
@@ -238,29 +216,20 @@ class Pins:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
-        self._pinned: dict[ChunkKey, tuple[float, int]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._pinned)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._pinned
+        self.pinned: dict[ChunkKey, tuple[float, int]] = {}
+        """Until when each chunk is pinned, and its bytes."""
 
     def pin(self, key: ChunkKey, size_bytes: int, until: float) -> None:
         """Pin a chunk, or pin it again until then. Raises QuotaExceededError."""
-        before = self._pinned.get(key, (0.0, 0))[1]
+        before = self.pinned.get(key, (0.0, 0))[1]
         if self._used_bytes - before + size_bytes > self._limit_bytes:
             raise QuotaExceededError("pin_limit_bytes", self._limit_bytes, "pins")
         self._used_bytes += size_bytes - before
-        self._pinned[key] = (until, size_bytes)
-
-    def left_s(self, key: ChunkKey, now: float) -> float:
-        """Return for how much longer a chunk is pinned; 0 for one that is not."""
-        return max(0.0, self._pinned.get(key, (now, 0))[0] - now)
+        self.pinned[key] = (until, size_bytes)
 
     def extend(self, key: ChunkKey, size_bytes: int, until: float) -> bool:
         """Pin a chunk for no less long than it is; False when the limit does not allow it."""
-        until = max(until, self._pinned.get(key, (until, 0))[0])
+        until = max(until, self.pinned.get(key, (until, 0))[0])
         try:
             self.pin(key, size_bytes, until)
         except QuotaExceededError:
@@ -269,7 +238,7 @@ class Pins:
 
     def unpin(self, key: ChunkKey) -> bool:
         """End a pin; return whether there was one."""
-        pinned = self._pinned.pop(key, None)
+        pinned = self.pinned.pop(key, None)
         if pinned is None:
             return False
         self._used_bytes -= pinned[1]
@@ -277,16 +246,16 @@ class Pins:
 
     def expire(self, now: float) -> None:
         """End the pins whose time is up."""
-        for key in [k for k, (until, _) in self._pinned.items() if until <= now]:
+        for key in [k for k, (until, _) in self.pinned.items() if until <= now]:
             self.unpin(key)
 
 
 class Holds:
-    """One question, ``is_held``, and who answers it. The catalog's lock guards it."""
+    """One question, ``is_held``, and what answers it. The catalog's lock guards it."""
 
     def __init__(self, leases: Leases, pin_limit_bytes: int) -> None:
         self.leases = leases
-        self.pinned = Pins(pin_limit_bytes)
+        self.pins = Pins(pin_limit_bytes)
         self.handed_over = Pins(pin_limit_bytes // 2)
         """Chunks that another engine is about to read."""
         self.uses = PlannedUses(pin_limit_bytes)
@@ -294,31 +263,30 @@ class Holds:
         """Announced chunks that came and were not kept, for want of room."""
 
     def is_held(self, key: ChunkKey) -> bool:
-        """Whether somebody reads, pinned or will use the chunk."""
+        """Whether the chunk is leased, pinned, handed over or kept for planned uses."""
         return (
             key in self.leases.pins
-            or key in self.pinned
-            or key in self.handed_over
-            or key in self.uses
+            or key in self.pins.pinned
+            or key in self.handed_over.pinned
+            or key in self.uses.kept
         )
 
     def lease(self, keys: Sequence[ChunkKey], terms: LeaseTerms, now: float) -> Lease:
         """Lease *keys*: uses that were announced of them are over. Raises QuotaExceededError."""
-        if self.uses:
+        if self.uses.batches:
             self.uses.used(keys, terms.session_id)
-        if self.handed_over:
+        if self.handed_over.pinned:
             for key in keys:
                 self.handed_over.unpin(key)
         return self.leases.grant(terms.session_id, keys, now + terms.ttl_s)
 
     def keep(self, key: ChunkKey, size_bytes: int) -> None:
         """Keep a chunk that is here for the uses that were announced, if there is room."""
-        if not self.uses.keep(key, size_bytes):
-            self.unkept += 1
+        self.unkept += not self.uses.keep(key, size_bytes)
 
     def expire(self, now: float) -> int:
         """End what is over by *now*; return how many leases."""
-        self.pinned.expire(now)
+        self.pins.expire(now)
         self.handed_over.expire(now)
-        self.uses.expire(now)
+        self.uses.drop(lambda batch: batch.until <= now)
         return self.leases.expire(now)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.server.index.hints import NEVER
 from kvstore.server.index.state import CatalogState
 
 MAX_ANNOUNCED_CHUNKS = 1 << 16
@@ -16,71 +17,12 @@ MAX_ANNOUNCEMENTS = 1024
 
 
 @dataclass(slots=True, eq=False)
-class _Announcement:
-    """What one call announced and has not come yet, and until when it stands."""
+class Announcement:
+    """What one call announced and has not come yet. ``until`` is in the clock's seconds."""
 
     session_id: int
     until: float
     left: set[ChunkKey]
-
-
-class Announcements:
-    """Announced chunks. The catalog's lock guards it. ``until`` is in the clock's seconds."""
-
-    def __init__(self) -> None:
-        self._announcements: list[_Announcement] = []
-        self._by_key: dict[ChunkKey, _Announcement] = {}
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._by_key
-
-    def make(self, session_id: int, keys: Sequence[ChunkKey], until: float) -> int:
-        """Announce those of *keys* that are not announced yet; return how many found room."""
-        room = MAX_ANNOUNCED_CHUNKS - len(self._by_key)
-        new = {key for key in keys[: max(0, room)] if key not in self._by_key}
-        if not new or len(self._announcements) >= MAX_ANNOUNCEMENTS:
-            return 0
-        announcement = _Announcement(session_id, until, new)
-        self._announcements.append(announcement)
-        self._by_key.update(dict.fromkeys(new, announcement))
-        return len(new)
-
-    def over(self, key: ChunkKey) -> bool:
-        """A chunk came, or will not come; return whether it was announced."""
-        announcement = self._by_key.pop(key, None)
-        if announcement is None:
-            return False
-        announcement.left.discard(key)
-        if not announcement.left:
-            self._announcements.remove(announcement)
-        return True
-
-    def take_back(self, session_id: int, keys: Sequence[ChunkKey]) -> int:
-        """End the session's own announcements of *keys*; return how many there were."""
-        own = [key for key in keys if key in self._by_key]
-        own = [key for key in own if self._by_key[key].session_id == session_id]
-        return sum(self.over(key) for key in own)
-
-    def expire(self, now: float) -> bool:
-        """End the announcements whose time is up; return whether there was any."""
-        return self._drop(lambda announcement: announcement.until <= now)
-
-    def end(self, session_id: int) -> bool:
-        """End the announcements of a session; return whether there was any."""
-        return self._drop(lambda announcement: announcement.session_id == session_id)
-
-    def _drop(self, is_over: Callable[[_Announcement], bool]) -> bool:
-        over = [announcement for announcement in self._announcements if is_over(announcement)]
-        self._announcements = [
-            announcement for announcement in self._announcements if announcement not in over
-        ]
-        for announcement in over:
-            for key in announcement.left:
-                del self._by_key[key]
-        return bool(over)
-
-    def __len__(self) -> int:
-        return len(self._by_key)
 
 
 class InFlightPuts:
@@ -88,8 +30,12 @@ class InFlightPuts:
 
     def __init__(self, state: CatalogState) -> None:
         self._state = state
-        self._writers: dict[ChunkKey, int] = {}
-        self._announcements = Announcements()
+        self._index = state.index
+        self.writers: dict[ChunkKey, int] = {}
+        """How many put each chunk now. Under the lock."""
+        self.announced: dict[ChunkKey, Announcement] = {}
+        """Chunks that a session is about to put. Under the lock."""
+        self._announcements: list[Announcement] = []
         self._no_waits = False
         self._arrived = threading.Condition(state.lock)
 
@@ -98,32 +44,35 @@ class InFlightPuts:
 
         Or copies that have less of the chunk's end than *layout*.
         """
+        index, hints = self._index, self._state.metadata.hints
         with self._state.lock:
-            row = self._state.index.row(key)
-            if row and layout is not None and self._state.index.is_less_complete(row, layout):
+            row = index.row(key)
+            if row and layout is not None and index.ends.is_less_complete(row, layout):
                 return False
-            if self._state.index.holders(row, Fidelity.exact):
-                self._state.metadata.live_on(row, self._state.clock())
-                self._announcements.over(key)
+            if row and index.holders(row, Fidelity.exact):
+                if hints.is_expired(row, self._state.clock()):
+                    hints.set_expiry(row, NEVER)
+                self._end_announced(key)
                 return False
-            self._writers[key] = self._writers.get(key, 0) + 1
+            self.writers[key] = self.writers.get(key, 0) + 1
             return True
 
     def end(self, key: ChunkKey) -> None:
         """Undo one ``begin``: the chunk is here, or will not come."""
         with self._state.lock:
-            left = self._writers[key] - 1
+            left = self.writers.pop(key) - 1
             if left:
-                self._writers[key] = left
-            else:
-                del self._writers[key]
-            self._announcements.over(key)
+                self.writers[key] = left
+            if key in self.announced:
+                self._end_announced(key)
             self._arrived.notify_all()
 
     def count(self) -> int:
         """Writers at work."""
         with self._state.lock:
-            return sum(self._writers.values())
+            return sum(self.writers.values())
+
+    # --- announcements
 
     def announce(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> int:
         """A session will put *keys* within *ttl_s*; return how many nobody has put or announced.
@@ -132,13 +81,43 @@ class InFlightPuts:
         """
         with self._state.lock:
             if not ttl_s:
-                count = self._announcements.take_back(session_id, keys)
+                count = 0
+                for key in keys:
+                    one = self.announced.get(key)
+                    if one is not None and one.session_id == session_id:
+                        self._end_announced(key)
+                        count += 1
                 self._arrived.notify_all()
                 return count
-            absent = [
-                key for key in keys if not self._state.index.holders(self._state.index.row(key))
-            ]
-            return self._announcements.make(session_id, absent, self._state.clock() + ttl_s)
+            absent = [key for key in keys if not self._index.row(key)]
+            room = max(0, MAX_ANNOUNCED_CHUNKS - len(self.announced))
+            new = set(absent[:room]) - self.announced.keys()
+            if not new or len(self._announcements) >= MAX_ANNOUNCEMENTS:
+                return 0
+            made = Announcement(session_id, self._state.clock() + ttl_s, new)
+            self._announcements.append(made)
+            self.announced.update(dict.fromkeys(new, made))
+            return len(new)
+
+    def _end_announced(self, key: ChunkKey) -> None:
+        """A chunk came, or will not come."""
+        announcement = self.announced.pop(key, None)
+        if announcement is not None:
+            announcement.left.discard(key)
+            if not announcement.left:
+                self._announcements.remove(announcement)
+
+    def drop(self, is_over: Callable[[Announcement], bool]) -> None:
+        """End the announcements that are over. Under the lock."""
+        over = [one for one in self._announcements if is_over(one)]
+        for announcement in over:
+            for key in announcement.left:
+                del self.announced[key]
+            self._announcements.remove(announcement)
+        if over:
+            self._arrived.notify_all()
+
+    # --- waits
 
     def is_any_coming(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether the chunk behind those of *keys* that are here is being put, or announced."""
@@ -147,7 +126,7 @@ class InFlightPuts:
             return at < len(keys) and self.is_coming(keys[at])
 
     def _first_absent(self, keys: Sequence[ChunkKey], at: int) -> int:
-        while at < len(keys) and self._state.index.holders(self._state.index.row(keys[at])):
+        while at < len(keys) and self._index.row(keys[at]):
             at += 1
         return at
 
@@ -172,26 +151,6 @@ class InFlightPuts:
             self._no_waits = True
             self._arrived.notify_all()
 
-    # --- under the lock
-
     def is_coming(self, key: ChunkKey) -> bool:
-        """Whether the chunk is being put, or announced."""
-        return key in self._writers or key in self._announcements
-
-    def is_written(self, key: ChunkKey) -> bool:
-        """Whether somebody is putting the chunk."""
-        return key in self._writers
-
-    def is_announced(self, key: ChunkKey) -> bool:
-        """Whether a session said that it will put the chunk."""
-        return key in self._announcements
-
-    def end_session(self, session_id: int) -> None:
-        """A session will put nothing any more."""
-        if self._announcements.end(session_id):
-            self._arrived.notify_all()
-
-    def expire(self, now: float) -> None:
-        """End the announcements whose time is up."""
-        if self._announcements.expire(now):
-            self._arrived.notify_all()
+        """Whether the chunk is being put, or announced. Under the lock."""
+        return key in self.writers or key in self.announced

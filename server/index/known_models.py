@@ -1,4 +1,4 @@
-"""What sessions said of models: for codecs, and which model each namespace stands for."""
+"""The models of sessions: for codecs, and which model each namespace stands for."""
 
 from __future__ import annotations
 
@@ -32,33 +32,25 @@ class ImportanceTable:
     def __init__(self, limit_bytes: int = MAX_IMPORTANCE_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._weights: OrderedDict[ChunkKey, bytes] = OrderedDict()
-        self._size_bytes = 0
+        self.size_bytes = 0
         self._lock = threading.Lock()  # guards the two above
 
-    @property
-    def size_bytes(self) -> int:
-        """What it takes."""
-        return self._size_bytes
-
     def note(self, key: ChunkKey, weights: bytes) -> None:
-        """Remember *weights* of the tokens of *key*; what was said before is forgotten."""
+        """Remember *weights* of the tokens of *key*, in place of earlier ones."""
         with self._lock:
             self._drop(key)
             self._weights[key] = weights
-            self._size_bytes += len(weights) + OVERHEAD_BYTES
-            while self._size_bytes > self._limit_bytes:
+            self.size_bytes += len(weights) + OVERHEAD_BYTES
+            while self.size_bytes > self._limit_bytes:
                 self._drop(next(iter(self._weights)))
 
     def _drop(self, key: ChunkKey) -> None:
         gone = self._weights.pop(key, None)
         if gone is not None:
-            self._size_bytes -= len(gone) + OVERHEAD_BYTES
+            self.size_bytes -= len(gone) + OVERHEAD_BYTES
 
     def of(self, header: FrameHeader) -> Importance | None:
-        """Return f32 (tokens,) for the chunk of *header*.
-
-        None when nobody said anything, or of another number of tokens.
-        """
+        """Return f32 (tokens,) for the chunk of *header*; None without as many weights."""
         with self._lock:
             weights = self._weights.get(header.key)
         if weights is None or len(weights) != header.layout.tokens:
@@ -72,14 +64,10 @@ MAX_KNOWN_MODELS = 256
 
 
 class KnownModels:
-    """Encode terms by representation digest. Thread-safe.
-
-    A frame names its model by a digest only; whoever put it had a session that said the rest.
-    """
+    """Encode terms by representation digest: all that a frame names of its model. Thread-safe."""
 
     def __init__(self) -> None:
         self.importance = ImportanceTable()
-        """What was said of the tokens of chunks."""
         self._models: OrderedDict[bytes, Representation] = OrderedDict()
         self._lock = threading.Lock()  # guards the dictionary
 
@@ -115,7 +103,7 @@ MAX_TEXT_CHARS = 120
 
 @dataclass(frozen=True, slots=True)
 class ModelNamespace:
-    """A namespace, and what the last session that opened in it said of itself."""
+    """A namespace, and the last session that opened in it."""
 
     namespace: Namespace
     tenant: str
@@ -146,15 +134,12 @@ class ModelRegistry:
         with self._lock:
             self._spaces.pop(session.namespace, None)
             if len(self._spaces) >= MAX_SPACES:
-                self._forget_one()
+                # No tenant's models push out those of a tenant that has fewer.
+                counts = Counter(one.tenant for one in self._spaces.values())
+                most = max(counts.values())
+                oldest = next(n for n, one in self._spaces.items() if counts[one.tenant] == most)
+                del self._spaces[oldest]
             self._spaces[session.namespace] = space
-
-    def _forget_one(self) -> None:
-        """No tenant's models push out those of a tenant that has fewer."""
-        counts = Counter(space.tenant for space in self._spaces.values())
-        most = max(counts.values())
-        oldest = next(n for n, space in self._spaces.items() if counts[space.tenant] == most)
-        del self._spaces[oldest]
 
     def restore(self, spaces: Sequence[ModelNamespace]) -> None:
         """Take note of what an earlier run knew, before any session is opened."""
@@ -184,9 +169,8 @@ def nearest(
     asked: ModelNamespace, others: Iterable[ModelNamespace]
 ) -> list[tuple[ModelNamespace, list[FieldDifference]]]:
     """Return in what *others* differ from *asked*, those that differ least first."""
-    compared = [
-        (space, differences(space.representation, asked.representation)) for space in others
-    ]
+    mine = asked.representation
+    compared = [(space, differences(space.representation, mine)) for space in others]
     return sorted(compared, key=lambda pair: len(pair[1]))
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.types import KVLayout, LayerGroup, LayerKind, Namespace
-
-Rows = NDArray[np.intp]
+from kvstore.server.eviction.policy import Rows
 
 MAX_CHECKPOINT_SPACES = 4096
 """Namespaces of models with state that are told apart; one more, and the oldest is forgotten."""
@@ -60,54 +59,41 @@ class StateCheckpoints:
     """
 
     def __init__(self) -> None:
-        self._flags = array("B")
-        self._needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
-        self._latest: tuple[KVLayout | None, ResumeRequirements] = (None, ResumeRequirements())
-        """The layout that was described last, which the next most often has too."""
+        self.flags = array("B")
+        """The ``flags_of`` the layout of each chunk with a copy; the index lengthens it."""
+        self.needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
+        """By namespace, for models that need anything."""
+        self._latest: tuple[KVLayout | None, ResumeRequirements, int]
+        self._latest = (None, ResumeRequirements(), 0)
+        """The layout that was described last, which the next most often has too, and its flags."""
 
-    def extend(self, count: int) -> None:
-        """Make room for that many more rows."""
-        self._flags.frombytes(bytes(count))
-
-    def describe(self, row: int, space: Namespace, layout: KVLayout) -> None:
-        """A chunk of *layout* came."""
+    def flags_of(self, space: Namespace, layout: KVLayout) -> int:
+        """Return what chunks of *layout* have of their end, which their *space* then needs."""
         if layout is not self._latest[0]:
-            self._latest = (layout, ResumeRequirements.of_layout(layout))
-        needs = self._latest[1]
-        self._flags[row] = flags = needs.flags
+            needs = ResumeRequirements.of_layout(layout)
+            self._latest = (layout, needs, needs.flags)
+        _, needs, flags = self._latest
         if flags:
             self.need(space, needs)
-
-    def forget(self, row: int) -> None:
-        """A chunk's last copy is gone."""
-        self._flags[row] = 0
+        return flags
 
     def need(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Take note of what the model of *space* needs where a prefix ends."""
-        known = self._needs.get(space)
-        self._needs[space] = known.and_also(needs) if known else needs
-        if len(self._needs) > MAX_CHECKPOINT_SPACES:
-            self._needs.popitem(last=False)
-
-    @property
-    def space_count(self) -> int:
-        """Namespaces whose models need anything."""
-        return len(self._needs)
-
-    def needs_of(self, space: bytes) -> ResumeRequirements | None:
-        """Return what the model of *space* needs; None for nothing."""
-        return self._needs.get(space)
+        known = self.needs.get(space)
+        self.needs[space] = known.and_also(needs) if known else needs
+        if len(self.needs) > MAX_CHECKPOINT_SPACES:
+            self.needs.popitem(last=False)
 
     def is_less_complete(self, row: int, layout: KVLayout) -> bool:
         """Whether the chunk has less of its end than *layout*."""
-        return bool(ResumeRequirements.of_layout(layout).flags & ~self._flags[row])
+        return bool(ResumeRequirements.of_layout(layout).flags & ~self.flags[row])
 
     def usable(self, needs: ResumeRequirements, rows: Rows, tokens: Callable[[int], int]) -> int:
         """Return how many of *rows*, a prefix, a model that has such *needs* could continue.
 
         *tokens* says how many tokens a row's chunk has.
         """
-        flags = np.frombuffer(self._flags, np.uint8)[rows]
+        flags = np.frombuffer(self.flags, np.uint8)[rows]
         fit = np.ones(len(rows), np.bool_)
         if needs.state:
             fit &= (flags & _HAS_STATE) != 0

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.results import ChunkDetails, UsedPrefix
 from kvstore.server.index.state import CatalogState
 from kvstore.server.telemetry.events import Event
 
@@ -23,6 +23,34 @@ HELD_ROWS = 256
 """Looked at under the lock at a time, for who asks for all there is."""
 _SAME_USE = 0.9
 """A chunk that is used nearly as often as the one before it stands for both."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDetails:
+    """One chunk as the catalog knows it: its copies by tier name."""
+
+    key: ChunkKey
+    copies: Mapping[str, ChunkInfo]
+    leases: int
+    is_pinned: bool
+    hits: int
+    idle_s: float = -1.0
+    """Since it was last looked up, or put; -1 for unknown."""
+    pinned_s: float = 0.0
+    """For how much longer it is pinned."""
+    expires_s: float = 0.0
+    """Until its time to live is up; 0: it has none."""
+    priority: int = 0
+    context_tokens: int = 0
+
+
+class UsedPrefix(NamedTuple):
+    """A prefix by its last chunk: how often lookups found it, and how many tokens it has."""
+
+    key: ChunkKey
+    hits: int
+    tokens: int
+    tiers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +84,41 @@ class CatalogQueries:
 
     def __init__(self, state: CatalogState, in_flight: InFlightPuts) -> None:
         self._state = state
+        self._lock, self._index = state.lock, state.index
         self._in_flight = in_flight
 
     def details(self, key: ChunkKey) -> ChunkDetails | None:
         """Return what is known of one chunk."""
-        with self._state.lock:
-            row = self._state.index.row(key)
+        with self._lock:
+            row = self._index.row(key)
             if not row:
                 return None
             self._state.access_log.apply_all()
-            now_s, known = self._state.clock(), self._state.metadata
-            expiry_s = known.hints.expiry(row)
+            now_s, known, holds = self._state.clock(), self._state.metadata, self._state.holds
+            history, expiry_s, idle_s = known.history, known.hints.expiry(row), -1.0
+            if history.knows(row):
+                idle_s = max(0.0, history.time_s(now_s) - history.last_s[row])
+            pinned = holds.pins.pinned
             return ChunkDetails(
                 key,
-                self._state.index.copies(row),
-                self._state.holds.leases.pins.get(key, 0),
-                key in self._state.holds.pinned,
-                self._state.index.hits(row),
-                self._idle_s(row, now_s),
-                self._state.holds.pinned.left_s(key, now_s),
+                self._index.copies(row),
+                holds.leases.pins.get(key, 0),
+                key in pinned,
+                self._index.hits[row],
+                idle_s,
+                max(0.0, pinned.get(key, (now_s, 0))[0] - now_s),
                 max(0.0, expiry_s - now_s) if expiry_s else 0.0,
                 known.hints.priority(row),
-                self._state.index.context_tokens(row),
+                self._index.context_tokens(row),
             )
 
-    def _idle_s(self, row: int, now_s: float) -> float:
-        history = self._state.metadata.history
-        if row >= len(history.hits) or not history.hits[row]:
-            return -1.0
-        return max(0.0, history.time_s(now_s) - history.last_s[row])
-
-    def chunks_of(self, space: Namespace) -> list[ChunkDetails]:
-        """Return every chunk of a namespace. Those that come or go meanwhile may be left out."""
-        return self.page(space, b"", b"", 0)
-
-    def page(self, space: Namespace, after: bytes, prefix: bytes, limit: int) -> list[ChunkDetails]:
+    def page(
+        self, space: Namespace, after: bytes = b"", prefix: bytes = b"", limit: int = 0
+    ) -> list[ChunkDetails]:
         """Return the chunks of a namespace in the order of their digests, *limit* at most unless 0.
 
-        Those behind the digest *after* whose digests begin with *prefix*.
+        Those behind the digest *after* whose digests begin with *prefix*. Chunks that come or go
+        meanwhile may be left out.
         """
         keys = self.keys_from(space + prefix)
         if after:
@@ -103,14 +128,14 @@ class CatalogQueries:
 
     def keys_from(self, start: bytes) -> list[ChunkKey]:
         """Return the keys of the chunks here that begin with *start*, in order."""
-        with self._state.lock:
-            keys = self._state.index.keys_starting(start)
+        with self._lock:
+            keys = self._index.keys_starting(start)
         return sorted(map(ChunkKey, keys.tolist()))
 
     def spaces(self) -> Counter[Namespace]:
         """Return how many chunks each namespace has here."""
-        with self._state.lock:
-            keys = self._state.index.keys_starting(b"")
+        with self._lock:
+            keys = self._index.keys_starting(b"")
         if not len(keys):
             return Counter()
         halves = keys.view(f"V{DIGEST_BYTES}").reshape(-1, 2)[:, 0]
@@ -118,14 +143,15 @@ class CatalogQueries:
 
     def top_prefixes(self, count: int) -> list[UsedPrefix]:
         """Return the most used prefixes, each by its last chunk, the most used first."""
-        with self._state.lock:
-            hits, parents = self._state.index.all_hits()
+        with self._lock:
+            hits = np.frombuffer(self._index.hits, np.uint32).copy()
+            parents = np.frombuffer(self._index.parents, np.uint32).copy()
         rows = _ends(hits, parents, count)  # a million rows are gone through while nobody waits
-        with self._state.lock:
-            index = self._state.index
+        with self._lock:
+            index = self._index
             return [
                 UsedPrefix(
-                    index.key(row), index.hits(row), index.context_tokens(row) + index.tokens(row),
+                    index.key(row), index.hits[row], index.context_tokens(row) + index.tokens(row),
                     tuple(index.holders(row)),
                 )
                 for row in rows
@@ -137,55 +163,54 @@ class CatalogQueries:
 
         Hits and chance are told *ahead* only, as they take time.
         """
-        with self._state.lock:
+        with self._lock:
             if ahead:
                 self._state.access_log.apply_all()
-            index, known = self._state.index, self._state.metadata
-            row = index.row(key)
+            index, known = self._index, self._state.metadata
+            row, chance = index.row(key), 1.0
             if not row:
                 return None
-            forecast = known.forecast
+            if ahead and known.forecast is not None:
+                chance = known.forecast.chance(row, self._state.clock())
             return ReuseEstimate(
-                index.size_bytes(index.holders(row)[0], row),
+                index.any_size_bytes(row),
                 index.tokens(row),
                 index.context_tokens(row),
                 known.history.hits[row] if row < len(known.history.hits) else 1,
-                forecast.chance(row, self._state.clock())
-                if ahead and forecast is not None
-                else 1.0,
+                chance,
                 index.continued(row) > 0,
             )
 
     def tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Return the tokens of each of *keys*; 0 for those that no tier has."""
-        with self._state.lock:
-            return [self._state.index.tokens(self._state.index.row(key)) for key in keys]
+        with self._lock:
+            return [self._index.tokens(self._index.row(key)) for key in keys]
 
     def status(self, key: ChunkKey) -> ChunkStatus:
         """Return what is known of a chunk; nobody's use of it is counted."""
-        with self._state.lock:
-            index, row = self._state.index, self._state.index.row(key)
+        with self._lock:
+            index, row = self._index, self._index.row(key)
             return ChunkStatus(
                 index.copies(row),
-                self._in_flight.is_written(key),
-                self._in_flight.is_announced(key),
-                not row and index.remembers(key),
+                key in self._in_flight.writers,
+                key in self._in_flight.announced,
+                not row and index.is_evicted(key),
                 bool(row) and self._state.metadata.hints.is_expired(row, self._state.clock()),
             )
 
     def count_in(self, space: Namespace) -> int:
         """Return how many chunks of a namespace are here."""
-        with self._state.lock:
-            return len(self._state.index.keys_of(space))
+        with self._lock:
+            return len(self._index.keys_starting(space))
 
     def asked_again(self, keys: Sequence[ChunkKey], tier: str) -> list[ChunkKey]:
         """Return those of a chain that were asked for before and that *tier* does not have."""
-        with self._state.lock:
+        with self._lock:
             self._state.access_log.apply_all()
-            rows = self._state.index.known_prefix(keys)
+            rows = self._index.known_prefix(keys)
             hits = np.frombuffer(self._state.metadata.history.hits, np.uint8)
             rows = rows[rows < len(hits)]
-            held, _ = self._state.index.sizes(tier, rows, Fidelity.none)
+            held, _ = self._index.sizes(tier, rows, Fidelity.none)
             again = ~held & (hits[rows] > 1)
             return [keys[at] for at in np.flatnonzero(again).tolist()]
 
@@ -194,8 +219,8 @@ class CatalogQueries:
 
         With them comes the next row to ask for; 0 when there are no more.
         """
-        with self._state.lock:
-            index, found = self._state.index, []
+        with self._lock:
+            index, found = self._index, []
             rows, after = index.held_rows(row, HELD_ROWS)
             for at in rows:
                 if space is None or index.key(at)[:DIGEST_BYTES] == space:
@@ -206,8 +231,8 @@ class CatalogQueries:
 
     def only_on(self, *tiers: str) -> list[ChunkKey]:
         """Return the chunks that are on no tier but these."""
-        with self._state.lock:
-            return self._state.index.only_on(tiers)
+        with self._lock:
+            return self._index.only_on(tiers)
 
 
 def _ends(hits: NDArray[np.uint32], parents: NDArray[np.uint32], count: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvstore.proto.types import ChunkInfo, ChunkKey
@@ -15,13 +15,10 @@ from kvstore.server.index.holds import Holds, Leases
 
 
 class CatalogListener(Protocol):
-    """Hears of copies as they come and go, under the catalog's lock. Never blocks."""
+    """Is called as copies come and go, under the catalog's lock. Never blocks."""
 
-    def covers(self, tier: str) -> bool:
-        """Whether it wants to know of *tier*; of others it may be told all the same."""
-
-    def stored(self, tier: str, info: ChunkInfo, put_info: PutInfo | None) -> None:
-        """A copy became visible on *tier*; *put_info* says where it came from, if it was put."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
+        """Copies became visible on *tier*; *put_info* says where one came from, if it was put."""
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*; *is_last*: no tier has one."""
@@ -49,20 +46,18 @@ class CatalogState:
             metadata.history,
             list(policies.values()),
             [metadata.what_ifs.get(tier) for tier in policies],
+            metadata.forecast,
         )
-        self.access_log.forecast = metadata.forecast
-        self.index = ChunkIndex(list(policies), metadata.evicted_limit, self._forget_evicted)
+        self.index = ChunkIndex(
+            list(policies), metadata.evicted_limit, self._forget_evicted, metadata.hints.columns
+        )
         self.holds = Holds(leases, pin_limit_bytes)
         self.lock = threading.Lock()
         self.news = threading.Event()
-        """Set when the access_log has something to tell the policies."""
+        """Set when the access_log has something to apply."""
 
     def _forget_evicted(self, rows: Rows) -> None:
         self.access_log.apply_all()
         self.metadata.history.forget_all(rows)
         for row in rows.tolist():
             self.metadata.hints.forget(row)
-
-    def any_size(self, row: int) -> int:
-        """Return the size of a chunk's frame on the fastest tier that has it."""
-        return self.index.size_bytes(self.index.holders(row)[0], row)

@@ -26,7 +26,7 @@ SECRET_BYTES = 32
 
 _KEY = re.compile(r"kvs_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
-_FIELDS = {"id", "tenant", "roles", "hash", "made"}
+_FIELDS = ("id", "tenant", "roles", "hash", "made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,13 @@ class ApiKey:
     made: int
 
     def principal(self) -> Principal:
-        """Return whom the key stands for. Raises InvalidRequestError."""
+        """Return whose key it is. Raises InvalidRequestError."""
         return Principal(f"key:{self.key_id}", self.tenant, self.roles)
 
     def line(self) -> str:
         """Return the row as it stands in the file."""
-        fields = {
-            "id": self.key_id,
-            "tenant": self.tenant,
-            "roles": sorted(self.roles),
-            "hash": self.digest,
-            "made": self.made,
-        }
-        return json.dumps(fields)
+        values = (self.key_id, self.tenant, sorted(self.roles), self.digest, self.made)
+        return json.dumps(dict(zip(_FIELDS, values, strict=True)))
 
 
 def make_key(
@@ -79,7 +73,7 @@ class ApiKeys:
         self._principals = {row.key_id: row.principal() for row in self.rows.values()}
 
     def principal_of(self, key: str) -> Principal | None:
-        """Return whom *key* stands for; None for one that is not among them."""
+        """Return whose *key* is; None for one that is not among them."""
         match = _KEY.fullmatch(key)
         if match is None:
             return None
@@ -90,7 +84,7 @@ class ApiKeys:
         return self._principals[row.key_id] if row is not None and is_right else None
 
     def holds(self, principal: Principal) -> bool:
-        """Whether the key that *principal* came by is still among them, with the same rights."""
+        """Whether the key of *principal* is still among them, with the same rights."""
         return self._principals.get(principal.name.partition(":")[2]) == principal
 
 
@@ -113,10 +107,9 @@ def parse_keys(data: bytes) -> ApiKeys:
 
 
 def _row(fields: Mapping[str, object]) -> ApiKey:
-    if not isinstance(fields, dict) or set(fields) != _FIELDS:
+    if not isinstance(fields, dict) or set(fields) != set(_FIELDS):
         raise ValueError(f"a key has {', '.join(sorted(_FIELDS))}")
-    key_id, tenant, digest = fields["id"], fields["tenant"], fields["hash"]
-    roles, made = fields["roles"], fields["made"]
+    key_id, tenant, roles, digest, made = (fields[name] for name in _FIELDS)
     if not isinstance(key_id, str) or not re.fullmatch("[0-9a-f]{12}", key_id):
         raise ValueError("id has 12 hexadecimal digits")
     if not isinstance(digest, str) or not _HASH.fullmatch(digest):

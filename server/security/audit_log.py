@@ -1,7 +1,7 @@
 """The audit log: who did what, one JSON object a line, each naming the hash of the one before.
 
 A line cannot be changed, left out or put in without the rest of the chain showing it; only its end
-can be cut off, which ``kvstore audit`` tells by comparing with a hash that was noted elsewhere. No
+can be cut off, which ``kvstore audit`` finds by comparing with a hash that was noted elsewhere. No
 token, token id, prompt or salt is ever written: keys appear as the first bytes of their namespace.
 """
 

@@ -18,18 +18,18 @@ HEADER = "authorization"
 SCHEME = "Bearer "
 CERTIFICATE = "x509_pem_cert"
 REMEMBERED = 1024
-"""Tokens and certificates whose signature was verified, by their SHA-256."""
+"""Tokens whose signature was verified, by their SHA-256."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Iterable[bytes]]
 
 
 class Authenticator:
-    """Says who calls. Thread-safe. *wall_clock* gives seconds since 1970.
+    """From proofs to the Principal of a call. Thread-safe. *wall_clock* gives seconds since 1970.
 
     A token decides where there is one, else the certificate. Without any of *keys*, *verifier*
-    and *takes_certificates* whoever calls is ``ANYBODY``. Whoever shows a certificate that
-    *revocations* take back is refused, with a token or without.
+    and *takes_certificates* every caller is ``ANYBODY``. A certificate that *revocations* name is
+    refused, with a token or without.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Authenticator:
             return self._live(self._of_token(str(values[0])))
         if pem is None or not self._takes_certificates:
             raise UnauthenticatedError("bring a token: an API key or a JWT")
-        return self._live(self._remembered(b"cert", pem, lambda: principal_of_certificate(pem)))
+        return self._live(principal_of_certificate(pem))
 
     def _of_token(self, value: str) -> Principal:
         if not value.startswith(SCHEME):
@@ -78,24 +78,18 @@ class Authenticator:
             return found
         if self._verifier is None:
             raise UnauthenticatedError("the token is not one that this server takes")
-        verifier = self._verifier
-        known = self._remembered(b"jwt", token.encode(), lambda: verifier.value.principal_of(token))
-        if known.expires_at > self._wall_clock() + MAX_LIFE_S:
-            raise UnauthenticatedError("the token is good for over a year; get a shorter one")
-        return known
-
-    def _remembered(self, kind: bytes, proof: bytes, verify: Callable[[], Principal]) -> Principal:
-        # By kind too: a certificate is nobody's secret, and would do for a token that was verified.
-        digest = hashlib.sha256(kind + b":" + proof).digest()
+        digest = hashlib.sha256(token.encode()).digest()
         with self._lock:
             known, era = self._known.get(digest), self._era
         if known is None:
-            known = verify()
+            known = self._verifier.value.principal_of(token)
             with self._lock:
                 if era == self._era:  # else it may have been verified with what was replaced
                     self._known[digest] = known
                 while len(self._known) > REMEMBERED:
                     self._known.popitem(last=False)
+        if known.expires_at > self._wall_clock() + MAX_LIFE_S:
+            raise UnauthenticatedError("the token is good for over a year; get a shorter one")
         return known
 
     def _live(self, principal: Principal) -> Principal:
@@ -105,18 +99,16 @@ class Authenticator:
 
     def refresh(self) -> bool:
         """Read keys again that were replaced. Return whether any were."""
-        is_news = self._keys is not None and self._keys.refresh()
-        if self._revocations is not None and self._revocations.refresh():
-            is_news = True
-        if self._verifier is not None and self._verifier.refresh():
+        files = (self._keys, self._revocations, self._verifier)
+        changed = [file for file in files if file is not None and file.refresh()]
+        if self._verifier in changed:
             with self._lock:
                 self._era += 1
                 self._known.clear()
-            is_news = True
-        return is_news
+        return bool(changed)
 
     def holds(self, principal: Principal) -> bool:
-        """Whether whoever was *principal* still is: nothing revoked or expired."""
+        """Whether *principal* is still good: nothing revoked or expired."""
         if principal.expires_at <= self._wall_clock():
             return False
         kind = principal.name.partition(":")[0]

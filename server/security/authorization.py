@@ -1,64 +1,40 @@
-"""The Authorizer: may this caller do this, on this session, now? The same for every way in."""
+"""The Authorizer: may this caller do this, on this session, now? The same for every transport."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
+from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.security.audit_log import AuditLog, Event
-from kvstore.server.security.pools import PREFIX
 from kvstore.server.security.rate_limits import RateLimit, TenantLimits
 from kvstore.server.security.sessions import Principal, Session, SessionTable
+from kvstore.server.settings.rules import Pool
 from kvstore.server.telemetry.metrics import CallTimes
 
 ANY = "any"
 OPEN = "open"
-"""Asked of nobody: what a probe of the machine's own wants to know."""
+"""Needs no role: what a probe of the machine's own wants to know."""
+POOL_PREFIX = "pool:"
+"""Of the name that a shared pool has as a tenant; no tenant's own name has a colon."""
 
-METHODS: Mapping[str, str] = {
-    "OpenSession": ANY,
-    "Heartbeat": ANY,
-    "CloseSession": ANY,
-    "OpenPeer": "peer",
-    "Lookup": "read",
-    "Plan": "read",
-    "Get": "read",
-    "Release": "read",
-    "LendPeer": "read",
-    "Resolve": "read",
-    "ReportReuse": "write",
-    "Put": "write",
-    "Reserve": "write",
-    "Commit": "write",
-    "Abort": "write",
-    "PutDevice": "write",
-    "AnnouncePuts": "write",
-    "Weigh": "write",
-    "Pin": "write",
-    "Unpin": "write",
-    "Delete": "write",
-    "Clear": "write",
-    "Stat": "read",
-    "List": "read",
-    "Status": ANY,
-    "Quota": ANY,
-    "SetQuota": "admin",
-    "Drain": "admin",
-    "Scrub": "admin",
-    "Trace": "admin",
-    "Explain": "read",
-    "Events": "read",
-    "Spaces": "read",
-    # Of the Unix socket alone.
-    "Slab": "read",
-    "Extent": "read",
-    "Ring": "write",
+_BY_ROLE = {
+    ANY: "OpenSession Heartbeat CloseSession Status Quota",
+    "peer": "OpenPeer",
+    "read": "Lookup Plan Get Release LendPeer Resolve Stat List Explain Events Spaces Slab Extent",
+    "write": "Put Reserve Commit Abort PutDevice AnnouncePuts ReportReuse Weigh Pin Unpin Delete"
+    " Clear Ring",
+    "admin": "SetQuota Drain Scrub Trace",
 }
-"""The role that each method of kvstore.v1 needs. What of Status and Quota is not the caller's own
-is for admins; so are Explain and Events without a session, and Clear and Spaces of a tenant that
-is named."""
+METHODS: Mapping[str, str] = {
+    name: role for role, names in _BY_ROLE.items() for name in names.split()
+}
+"""The role that each method of kvstore.v1 needs, and Slab, Extent and Ring of the Unix socket.
+
+What of Status and Quota is not the caller's own is for admins; so are Explain and Events without a
+session, and Clear and Spaces of a tenant that is named."""
 
 SERVICES: Mapping[str, str] = {
     "grpc.health.v1.Health": OPEN,
@@ -70,9 +46,8 @@ SERVICES: Mapping[str, str] = {
 def role_for(method: str, request: Any = None, tenant: str = "") -> str:
     """Return the role that the call *method*, ``/service/name`` or a name of ours, needs.
 
-    *tenant* is the caller's: *request* may name it as its own.
-
-    Raises PermissionDeniedError for one that has no row.
+    *tenant* is the caller's, which *request* may name as its own. Raises PermissionDeniedError for
+    a method that has no row.
     """
     service, _, name = method.strip("/").rpartition("/")
     role = SERVICES.get(service) or METHODS.get(name)
@@ -87,29 +62,45 @@ def _is_of_others(name: str, request: Any, tenant: str) -> bool:
     """Whether *request* is about more than its caller's own, or a pool it may be let into."""
     if name in ("Explain", "Events"):
         return not request.session_id
-    if name == "Clear":
-        return request.tenant not in ("", tenant)
-    return (
-        name == "Spaces"
-        and request.tenant not in ("", tenant)
-        and not request.tenant.startswith(PREFIX)
-    )
+    if name not in ("Clear", "Spaces") or request.tenant in ("", tenant):
+        return False
+    return name == "Clear" or not request.tenant.startswith(POOL_PREFIX)
 
 
 def check_session_role(roles: Collection[str], method: str) -> None:
     """Raise PermissionDeniedError unless a session with *roles* may call *method*."""
     role = role_for(method)
     if role != ANY and role not in roles:
-        name = method.rpartition("/")[2]
-        raise PermissionDeniedError(f"{name}: this session may not {role}")
+        raise PermissionDeniedError(f"{_name(method)}: this session may not {role}")
 
 
 def check_role(principal: Principal, method: str, request: Any = None) -> None:
     """Raise PermissionDeniedError unless *principal* may call *method*."""
     role = role_for(method, request, principal.tenant)
     if role not in (ANY, OPEN) and role not in principal.roles:
-        name = method.rpartition("/")[2]
-        raise PermissionDeniedError(f"{name}: {principal.name} has not the role {role!r}")
+        raise PermissionDeniedError(f"{_name(method)}: {principal.name} has not the role {role!r}")
+
+
+def _name(method: str) -> str:
+    return method.rpartition("/")[2]
+
+
+def access_to(
+    pools: Sequence[Pool], principal: Principal, tenant: str
+) -> tuple[str, frozenset[str]]:
+    """Return the tenant of the session that *principal* opens for *tenant*, and its roles there.
+
+    *tenant* is empty or the caller's own, or one of the shared *pools*: chunks that several tenants
+    may read, kept as those of a tenant of their own. Raises PermissionDeniedError for others.
+    """
+    if tenant in ("", principal.tenant):
+        return principal.tenant, principal.roles
+    for pool in pools:
+        if tenant == POOL_PREFIX + pool.name:
+            roles = pool.roles(principal.tenant) & principal.roles
+            if roles:
+                return tenant, roles
+    raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {principal.name}'s")
 
 
 PREFIX_BYTES = 8
@@ -118,12 +109,11 @@ REFUSALS_PER_S = 20
 """Written to the audit log of callers that nobody knows; more are only counted."""
 
 _QUIET = frozenset({"Heartbeat", "Status", "Quota"})
-_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SessionAuth:
-    """``admit`` raises for a session that may not call a method. ``note`` is told of a call: whose
+    """``admit`` raises for a session that may not call a method. ``note`` records a call: whose
     session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
     and where it came from.
     """
@@ -133,7 +123,7 @@ class SessionAuth:
 
 
 class Authorizer:
-    """Checks roles, rates and whose session it is, and has calls written down. Thread-safe."""
+    """Checks roles, rates and whose session it is, and records calls. Thread-safe."""
 
     def __init__(
         self,
@@ -151,14 +141,12 @@ class Authorizer:
         self._refusals = RateLimit(REFUSALS_PER_S, clock)
         self.clock = clock
         self.times = CallTimes()
-        """How long calls took, told by those who let them in."""
+        """How long calls took, as the transports note."""
 
     @property
     def session_auth(self) -> SessionAuth:
-        """What a way in needs that knows callers by their sessions alone."""
+        """For a transport that knows callers by their sessions alone."""
         return SessionAuth(self.admit_on, self.note_on)
-
-    # --- may it
 
     def admit(self, principal: Principal, method: str, request: Any) -> Session | None:
         """Return the session that *request* is about, if any.
@@ -172,7 +160,8 @@ class Authorizer:
             self._limits.take_request(principal.tenant)
             return None
         session = self._sessions.owned(session_id, principal)
-        self.admit_on(session, method)
+        check_session_role(session.roles, method)
+        self._limits.take_request(principal.tenant)
         return session
 
     def admit_on(self, session: Session, method: str) -> None:
@@ -185,8 +174,6 @@ class Authorizer:
         owner = self._sessions.owner_of(session_id)
         return (owner.tenant, self._limits.of(owner.tenant).leases) if owner else ("", 0)
 
-    # --- what became of it
-
     def note(
         self,
         principal: Principal | None,
@@ -196,50 +183,34 @@ class Authorizer:
         request: Any = None,
         peer: Callable[[], str] = str,
     ) -> None:
-        """Have a call written down; without a *principal* nobody knew who called.
+        """Record a call; without a *principal* nobody knew who called.
 
         *request* may be the number of its chunks, too.
         """
         if self._audit is None:
             return
-        name = method.rpartition("/")[2]
+        name = _name(method)
         if principal is None:
             if self._refusals.take() is not None:
                 self._audit.note(Event("", "", name, outcome, peer=peer()))
             return
-        if outcome == "OK" and self._is_quiet(name):
+        is_quiet = name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
+        if outcome == "OK" and is_quiet:
             return
-        self._audit.note(
-            Event(
-                principal.name,
-                session.tenant if session else _tenant_in(request) or principal.tenant,
-                name,
-                outcome,
-                session.namespace[:PREFIX_BYTES].hex() if session else "",
-                _chunks_in(request),
-                peer(),
-            )
-        )
+        named = str(getattr(request, "tenant", ""))[:MAX_TENANT_CHARS]
+        tenant = session.tenant if session else named or principal.tenant
+        prefix = session.namespace[:PREFIX_BYTES].hex() if session else ""
+        chunks = request if isinstance(request, int) else _chunks_in(request)
+        self._audit.note(Event(principal.name, tenant, name, outcome, prefix, chunks, peer()))
 
     def note_on(
         self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
     ) -> None:
-        """``note`` for a way in that knows callers by their sessions alone."""
+        """``note`` for a transport that knows callers by their sessions alone."""
         owner = session.owner if session else None
         self.note(owner, method, outcome, session, chunks, lambda: peer)
 
-    def _is_quiet(self, name: str) -> bool:
-        return name in _QUIET or (not self._notes_reads and METHODS.get(name) == "read")
-
-
-def _tenant_in(request: Any) -> str:
-    """Return the tenant that a request without a session is about, if it names one."""
-    return str(getattr(request, "tenant", ""))[:MAX_TENANT_CHARS]
-
 
 def _chunks_in(request: Any) -> int:
-    """Return how many chunks a request names, or the number that stands for it."""
-    if isinstance(request, int):
-        return request
     digests = getattr(request, "digests", b"")
-    return len(digests) // _DIGEST_BYTES if isinstance(digests, bytes) else 0
+    return len(digests) // DIGEST_BYTES if isinstance(digests, bytes) else 0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,43 +20,33 @@ if TYPE_CHECKING:
 
 MAX_LISTS = 64
 REMEMBERED = 1024
-"""Certificates that were taken apart, by their SHA-256."""
+"""Certificates that were parsed."""
 
 _END = b"-----END X509 CRL-----"
 
 
 class Revocations:
-    """Serial numbers by issuer that are taken back. Thread-safe. ``until_s`` is when the first of
-    the lists is due to be replaced, in seconds since 1970.
+    """Serial numbers by issuer that are revoked. ``until_s`` is when the first of the lists is due
+    to be replaced, in seconds since 1970.
     """
 
     def __init__(self, revoked: Sequence[tuple[bytes, int]], until_s: float) -> None:
         self._proofs = frozenset(map(_proof, revoked))
         self.until_s = until_s
-        self._known: OrderedDict[bytes, bool] = OrderedDict()
-        self._lock = Lock()  # guards the table
 
     def revokes(self, pem: bytes) -> bool:
-        """Whether the certificate of *pem*, which TLS has verified, is taken back."""
-        digest = hashlib.sha256(pem).digest()
-        with self._lock:
-            known = self._known.get(digest)
-        if known is None:
-            known = proof_of_certificate(pem) in self._proofs
-            with self._lock:
-                self._known[digest] = known
-                while len(self._known) > REMEMBERED:
-                    self._known.popitem(last=False)
-        return known
+        """Whether the certificate of *pem*, which TLS has verified, is revoked."""
+        return proof_of_certificate(pem) in self._proofs
 
     def has(self, proof: bytes) -> bool:
-        """Whether the certificate of ``proof_of_certificate`` *proof* is taken back."""
+        """Whether the certificate of ``proof_of_certificate`` *proof* is revoked."""
         return proof in self._proofs
 
     def __len__(self) -> int:
         return len(self._proofs)
 
 
+@lru_cache(REMEMBERED)
 def proof_of_certificate(pem: bytes) -> bytes:
     """Return what names a certificate for its authority: issuer and serial number, hashed."""
     from cryptography import x509
@@ -74,10 +63,10 @@ def _proof(name: tuple[bytes, int]) -> bytes:
 def parse_revocations(
     data: bytes, authorities: bytes, *, wall_clock: Callable[[], float]
 ) -> Revocations:
-    """Return what the lists of *data* take back, all in PEM.
+    """Return what the lists of *data* revoke, all in PEM.
 
     Each has to be signed by one of *authorities* and not to be out of date. Lists of changes or
-    for others' certificates are not taken. Raises InvalidRequestError.
+    for others' certificates are refused. Raises InvalidRequestError.
     """
     from cryptography import x509
 
@@ -123,29 +112,27 @@ ENGINE_ROLES = frozenset({"read", "write"})
 
 
 class ServerTls:
-    """What gRPC proves the server with, and whom it lets in. Read again when it is replaced.
+    """The server's certificate and key, and the authorities of callers. Read again when replaced.
 
     *client_ca* None: callers need no certificate. Raises InvalidRequestError for files that do
     not go together.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        self._asks_callers = client_ca is not None
+        self._needs_callers_own = client_ca is not None
         paths = (cert, key) if client_ca is None else (cert, key, client_ca)
         self._files = WatchedFile(paths, checked_pair)
 
     def credentials(self) -> grpc.ServerCredentials:
         """Return credentials that take what the files hold at each handshake."""
-        fetch: Any = self._news  # its stubs do not know that it may return None
+
+        def replaced() -> Any:  # grpc's stubs do not know that it may return None
+            return self._configuration() if self._files.refresh() else None
+
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration(),
-            fetch,
-            require_client_authentication=self._asks_callers,
+            self._configuration(), replaced, require_client_authentication=self._needs_callers_own
         )
         return credentials
-
-    def _news(self) -> grpc.ServerCertificateConfiguration | None:
-        return self._configuration() if self._files.refresh() else None
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         cert, key, client_ca = self._files.value
@@ -175,8 +162,9 @@ def checked_pair(cert: bytes, key: bytes, client_ca: bytes | None = None) -> tup
     return cert, key, client_ca  # type: ignore[return-value] # None where nobody is asked
 
 
+@lru_cache(REMEMBERED)
 def principal_of_certificate(pem: bytes) -> Principal:
-    """Return whom a certificate that TLS has verified stands for.
+    """Return whose certificate *pem* is, which TLS has verified.
 
     Its subject's organization is the tenant, the common name who it is, organizational units are
     roles. Raises UnauthenticatedError.

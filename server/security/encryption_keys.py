@@ -68,9 +68,8 @@ def next_key(
     rows: Iterable[EncryptionKey], random_bytes: Callable[[int], bytes], now_s: float
 ) -> EncryptionKey:
     """Return a key of the epoch behind all of *rows*."""
-    return EncryptionKey(
-        1 + max((row.epoch for row in rows), default=0), random_bytes(KEY_BYTES), int(now_s)
-    )
+    last = max((row.epoch for row in rows), default=0)
+    return EncryptionKey(last + 1, random_bytes(KEY_BYTES), int(now_s))
 
 
 def write_encryption_keys(path: Path, rows: Iterable[EncryptionKey]) -> None:

@@ -57,7 +57,7 @@ class JwtVerifier:
         return proof in self._keys
 
     def principal_of(self, token: str) -> Principal:
-        """Return whom *token* stands for. Raises UnauthenticatedError that does not repeat it."""
+        """Return whose *token* is. Raises UnauthenticatedError that does not repeat it."""
         import jwt
 
         if len(token) > MAX_TOKEN_CHARS:
@@ -72,18 +72,11 @@ class JwtVerifier:
     def _principal_under(self, key: Any, token: str) -> Principal:
         import jwt
 
+        terms, issuer = self._terms, self._terms.issuer or None
+        options: Any = {"require": ["exp", "aud", "sub", *(["iss"] if issuer else [])]}
+        bounds: Any = {"audience": terms.audience, "issuer": issuer, "leeway": LEEWAY_S}
         try:
-            claims = jwt.decode(
-                token,
-                key,
-                algorithms=[self._terms.algorithm],
-                audience=self._terms.audience,
-                issuer=self._terms.issuer or None,
-                leeway=LEEWAY_S,
-                options={
-                    "require": ["exp", "aud", "sub", *(["iss"] if self._terms.issuer else [])]
-                },
-            )
+            claims = jwt.decode(token, key, [terms.algorithm], options, **bounds)
         except jwt.InvalidSignatureError:
             raise
         except jwt.ExpiredSignatureError:
@@ -117,11 +110,8 @@ def _principal(claims: dict[str, Any]) -> Principal:
     if not isinstance(roles, list) or not isinstance(tenant, str):
         raise UnauthenticatedError("the token does not say tenant and roles")
     try:
-        return Principal(
-            f"jwt:{check_text('sub', claims['sub'], MAX_SUBJECT_CHARS)}",
-            tenant,
-            frozenset(map(str, roles)),
-            float(claims["exp"]) + LEEWAY_S,
-        )
+        subject = check_text("sub", claims["sub"], MAX_SUBJECT_CHARS)
+        until = float(claims["exp"]) + LEEWAY_S
+        return Principal(f"jwt:{subject}", tenant, frozenset(map(str, roles)), until)
     except (InvalidRequestError, OverflowError) as error:
         raise UnauthenticatedError(f"the token's claims cannot be: {error}") from None

@@ -49,10 +49,9 @@ class RateLimit:
 
 
 class LogLimit:
-    """Keeps callers from filling the log: of lines with one event so many a second, of refusals for
-    each class of error.
+    """A processor for structlog: keeps callers from filling the log.
 
-    A processor for structlog.
+    Of lines with one event so many a second are kept, of refusals for each class of error.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

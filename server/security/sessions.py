@@ -56,7 +56,7 @@ class Principal:
             )
 
     def is_admin(self) -> bool:
-        """Whether what is no tenant's is its to see and change."""
+        """Whether it may see and change what is no tenant's."""
         return "admin" in self.roles
 
 
@@ -68,22 +68,22 @@ def check_tenant(tenant: str) -> str:
 
 
 ANYBODY = Principal("anybody", DEFAULT_TENANT, ROLES)
-"""Whoever calls a server that asks nobody who they are."""
+"""Every caller of a server without authentication."""
 
 
 TOKEN_BYTES = 16
 MAX_PEER_SESSIONS = 256
 """Of other servers; a fleet's nodes have one each."""
 SPARED_SHARE = 8
-"""One of so many sessions is not for a process that has as many, nor for a tenant, where callers
-are known: none can take all of them."""
+"""One of so many sessions is not for a process, or a known tenant, that has as many already."""
 
 _NO_MODEL = Representation(
     "none", "none", "none", "none",
     (LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1),),
     RopeParameters(theta=1.0, rotary_dim=0), "none",
 )  # fmt: skip
-"""What a session of a peer has in the place of one."""
+_NO_SPACE = Namespace(bytes(DIGEST_BYTES))
+"""What a session of a peer has in the place of a model and its namespace."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,18 +108,18 @@ class Session:
     is_peer: bool = False
     """Whether it is another server's, which names chunks by whole keys; it has no model."""
     reads_from: frozenset[int] = frozenset()
-    """The other servers that its process reads from itself, as its last get said."""
+    """The other servers that its process reads from itself, by its last get."""
     opened_at: float = 0.0
     """On the clock of the table."""
     process: int = 0
-    """What its process calls itself in all of its sessions; 0: it does not say."""
+    """What its process calls itself in all of its sessions; 0: nothing."""
     is_closed: bool = False
     """Set before what it owns is released: nothing may be given to it from then on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """What a hello began: the session it is about, and the client's and the server's nonces."""
+    """Of a hello: its session, and the client's and the server's nonces."""
 
     session: Session
     nonces: tuple[bytes, bytes]
@@ -167,19 +167,8 @@ class SessionTable:
         process: int = 0,
     ) -> Session:
         """Open a session. Raises QuotaExceededError or ShuttingDownError."""
-        session = Session(
-            int.from_bytes(self._random_bytes(8), "little") or 1,
-            tenant,
-            client,
-            representation,
-            namespace(self._tenant_salt(tenant), representation),
-            representation_digest(representation),
-            self._random_bytes(TOKEN_BYTES),
-            self._clock(),
-            owner,
-            roles,
-            process=process,
-        )
+        session = self._make(client, tenant, owner, roles, representation)
+        session.process = process
         self._admit(session)
         for callback in self.on_open:
             callback(session)
@@ -190,19 +179,7 @@ class SessionTable:
 
         Raises QuotaExceededError or ShuttingDownError.
         """
-        session = Session(
-            int.from_bytes(self._random_bytes(8), "little") or 1,
-            owner.tenant,
-            node_id,
-            _NO_MODEL,
-            Namespace(bytes(DIGEST_BYTES)),
-            b"",
-            self._random_bytes(TOKEN_BYTES),
-            self._clock(),
-            owner,
-            frozenset({"peer"}),
-            is_peer=True,
-        )
+        session = self._make(node_id, owner.tenant, owner, frozenset({"peer"}))
         with self._lock:
             others = [one for one in self._sessions.values() if one.is_peer]
         for one in others:
@@ -212,6 +189,30 @@ class SessionTable:
             raise QuotaExceededError("peer_sessions", MAX_PEER_SESSIONS, "this server")
         self._admit(session)
         return session
+
+    def _make(
+        self,
+        client: str,
+        tenant: str,
+        owner: Principal,
+        roles: frozenset[str],
+        model: Representation | None = None,
+    ) -> Session:
+        """Return a session that is not admitted yet; without a *model* another server's."""
+        space = namespace(self._tenant_salt(tenant), model) if model else _NO_SPACE
+        return Session(
+            int.from_bytes(self._random_bytes(8), "little") or 1,
+            tenant,
+            client,
+            model or _NO_MODEL,
+            space,
+            representation_digest(model) if model else b"",
+            self._random_bytes(TOKEN_BYTES),
+            self._clock(),
+            owner,
+            roles,
+            is_peer=model is None,
+        )
 
     def _admit(self, session: Session) -> None:
         with self._lock:
@@ -251,17 +252,15 @@ class SessionTable:
         """
         with self._lock:
             session = self._sessions.get(session_id)
-        if session is None or (session.owner.name, session.owner.tenant) != (
-            owner.name,
-            owner.tenant,
-        ):
+        whose = session and (session.owner.name, session.owner.tenant)
+        if session is None or whose != (owner.name, owner.tenant):
             raise _unknown(session_id)
         return session
 
     def owner_of(self, session_id: int) -> Principal | None:
         """Return who opened a session; None when it is not there."""
         session = self._sessions.get(session_id)
-        return None if session is None else session.owner
+        return session.owner if session else None
 
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
         """End the sessions whose owner does not hold any more. Return how many."""
@@ -270,7 +269,7 @@ class SessionTable:
         gone = {owner for owner in owners if not holds(owner)}
         with self._lock:
             lost = [s.session_id for s in self._sessions.values() if s.owner in gone]
-        return sum(self.close(session_id) for session_id in lost)
+        return sum(map(self.close, lost))
 
     def challenge(self, session_id: int, nonce: bytes) -> Challenge:
         """Begin a handshake on a session with the client's *nonce*. Raises UnauthenticatedError."""
@@ -299,15 +298,11 @@ class SessionTable:
         return self.close(session_id)
 
     def expire(self) -> int:
-        """End the sessions unheard of for longer than the time to live. Return how many."""
+        """End the sessions that were silent for longer than the time to live. Return how many."""
         oldest = self._clock() - self.ttl_ms / 1000
         with self._lock:
-            late = [
-                s.session_id
-                for s in self._sessions.values()
-                if s.heard_at < oldest and not s.is_attached
-            ]
-        return sum(self.close(session_id) for session_id in late)
+            silent = [s for s in self._sessions.values() if s.heard_at < oldest]
+        return sum(self.close(one.session_id) for one in silent if not one.is_attached)
 
     def drain(self) -> None:
         """Refuse new sessions from now on."""

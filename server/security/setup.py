@@ -12,7 +12,6 @@ from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.certificates import Revocations, parse_revocations
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
-from kvstore.server.security.pools import Standings
 from kvstore.server.security.rate_limits import Limits, TenantLimits
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.watched_file import WatchedFile
@@ -28,56 +27,45 @@ class Trust:
     def __init__(
         self, config: Settings, sessions: SessionTable, clock: Callable[[], float]
     ) -> None:
-        keys = None
+        keys = verifier = revocations = None
         if config.auth_keys is not None:
             keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
-        verifier = None
         if config.jwt_key is not None:
-            terms = JwtTerms(
-                config.jwt_algorithm, config.jwt_audience or "", config.jwt_issuer or ""
-            )
-            verify = partial(JwtVerifier, terms=terms)
+            audience, issuer = config.jwt_audience or "", config.jwt_issuer or ""
+            verify = partial(JwtVerifier, terms=JwtTerms(config.jwt_algorithm, audience, issuer))
             verifier = WatchedFile((config.jwt_key,), verify, partial(verify, None))
+        if config.tls_crl is not None and config.tls_client_ca is not None:
+            parse: Callable[..., Revocations] = partial(parse_revocations, wall_clock=time.time)
+            revocations = WatchedFile((config.tls_crl, config.tls_client_ca), parse)
         self.authenticator = Authenticator(
             keys,
             verifier,
             takes_certificates=config.tls_client_ca is not None,
             wall_clock=time.time,
-            revocations=_revocations(config),
+            revocations=revocations,
         )
         limits = {
             rule.tenant: Limits(rule.chunks, rule.requests_per_s, rule.leases)
             for rule in config.tenant_limits
         }
         self.limits = TenantLimits(limits, clock)
-        self.standings = Standings(config.shared_pools)
-        path = config.audit_log
-        self.audit = (
-            AuditLog(path, config.limits.audit_bytes, time.time) if path is not None else None
-        )
+        self.pools = config.shared_pools
+        self.audit = None
+        if config.audit_log is not None:
+            self.audit = AuditLog(config.audit_log, config.limits.audit_bytes, time.time)
         self.authorizer = Authorizer(
             sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
         )
         self._sessions = sessions
 
     def tick(self) -> int:
-        """Take in replaced files; end the sessions of whoever is no caller any more.
-
-        Return how many.
-        """
+        """Read replaced files; end the sessions of callers that are none now. Return how many."""
         if self.authenticator.is_open:
             return 0
         self.authenticator.refresh()
         return self._sessions.close_unless(self.authenticator.holds)
 
     def close(self) -> None:
-        """Write down what waits. Idempotent."""
+        """Write what waits. Idempotent."""
         if self.audit is not None:
             self.audit.close()
-
-
-def _revocations(config: Settings) -> WatchedFile[Revocations] | None:
-    if config.tls_crl is None or config.tls_client_ca is None:
-        return None
-    parse = partial(parse_revocations, wall_clock=time.time)
-    return WatchedFile((config.tls_crl, config.tls_client_ca), parse)

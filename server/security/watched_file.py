@@ -25,9 +25,9 @@ class WatchedFile(Generic[T]):
     """What *parse* makes of some files, read again once one of them has changed. Thread-safe.
 
     *parse* gets their bytes in the order of *paths* and raises InvalidRequestError for bytes that
-    will not do: at birth that is raised, later the last that did is kept, and the log says so.
-    Where *gone* is given, ``value`` is what it returns once a file is not there at two looks in a
-    row: who deletes a file of keys means to take them back.
+    will not do: the constructor raises it too, later the last value is kept, and the error logged.
+    Where *gone* is given, ``value`` is what it returns once a file was missing twice in a row:
+    to delete a file of keys revokes them.
     """
 
     def __init__(
@@ -41,28 +41,31 @@ class WatchedFile(Generic[T]):
         self._gone = gone
         self._misses = 0
         self._lock = Lock()  # keeps two from reading at once, which happens once a change
-        self._seen = self._look()
+        self._seen = list(map(_look, self._paths))
         self.value = parse(*map(read_guarded, paths))
 
     def refresh(self) -> bool:
         """Read again what has changed. Return whether ``value`` is another now."""
-        seen = self._look()
+        seen = list(map(_look, self._paths))
         if self._gone is not None and None in seen:
             return self._miss(self._gone)
         self._misses = 0
         if seen == self._seen:
             return False
         with self._lock:
-            self._seen = seen
+            if seen == self._seen:
+                return False  # another thread has read it meanwhile
             try:
                 self.value = self._parse(*map(read_guarded, self._paths))
             except InvalidRequestError as error:
                 logger.error("kept what was there before", reason=str(error))
                 return False
+            finally:
+                self._seen = seen  # last: who finds it as it was has the value, too
             return True
 
     def _miss(self, gone: Callable[[], T]) -> bool:
-        """Take note that a file is not there: an editor may be about to put another in its place.
+        """A file is missing: an editor may be about to put another in its place.
 
         Return whether ``value`` is another now.
         """
@@ -74,9 +77,6 @@ class WatchedFile(Generic[T]):
             self.value = gone()
         logger.error("a file of keys was deleted: all of its keys are revoked", files=self._paths)
         return True
-
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        return [_look(path) for path in self._paths]
 
 
 def _look(path: Path) -> tuple[int, int, int] | None:

@@ -102,12 +102,12 @@ def _addresses(settings: Settings) -> Iterator[tuple[str, str]]:
 def _fix_for_others(settings: Settings, name: str) -> str:
     """Return what to do before an address may be open to other hosts; empty when it may be."""
     if name != "listen":
-        is_guarded = name == "http" and settings.http_tls and settings.asks_who_calls
+        is_guarded = name == "http" and settings.http_tls and settings.authenticates_callers
         if settings.open_pages or is_guarded:
             return ""
         more = ", or --http-tls with a way to tell who calls" if name == "http" else ""
         return f"other hosts could read it in plain text; use 127.0.0.1, or add --open-pages{more}"
-    if settings.tls_cert and settings.asks_who_calls:
+    if settings.tls_cert and settings.authenticates_callers:
         return ""
     return (
         "other hosts could connect without TLS, or without saying who they are; give --tls-cert"
@@ -128,6 +128,6 @@ def _events(settings: Settings) -> Iterator[tuple[str, str]]:
         elif not is_loopback(parse_endpoint(address)[0]):
             fix = "other hosts could read which chunks all tenants have; give --events-readers, or"
             yield name, f"{fix} use 127.0.0.1 or ipc:PATH"
-        elif settings.asks_who_calls:
+        elif settings.authenticates_callers:
             fix = "every process of this host could read which chunks all tenants have; give"
             yield name, f"{fix} --events-readers, or use ipc:PATH"

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, TypeAlias, get_args
+from typing import NoReturn, TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -23,7 +23,7 @@ from typing_extensions import override
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.checks import ConflictError, Problem
-from kvstore.server.settings.limits import Limits, parse_limits
+from kvstore.server.settings.limits import Limits, limits_by_name
 from kvstore.server.settings.values import format_size, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
@@ -44,9 +44,10 @@ REPLACED = {
 } | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
 """Settings that are gone, and what to give instead."""
 
-
-Split: TypeAlias = "Mapping[str, Callable[[object], dict[str, object]]]"
+Split: TypeAlias = "Mapping[str, Callable[[str], dict[str, object]]]"
 """From settings that name several things to what tells those apart, "" for all of them."""
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _PREFIX = "KVSTORE_"
@@ -74,43 +75,64 @@ def user_folder(variable: str, otherwise: str) -> Path:
     return Path(value if os.path.isabs(value) else otherwise)
 
 
-def given_settings(
-    fields: Mapping[str, FieldInfo], argv: Sequence[str], split: Split
-) -> tuple[dict[str, object], dict[str, str]]:
-    """Return the settings that are given somewhere, unchecked, and where each of them came from.
+def load(model: type[ModelT], argv: Sequence[str], split: Split) -> tuple[ModelT, dict[str, str]]:
+    """Return the settings that are given somewhere, and where each of them came from.
 
-    What *split* tells apart is joined by name.
-
-    Raises InvalidRequestError for flags that do not exist and for a file that is no YAML.
+    What *split* tells apart is joined by name. Raises InvalidRequestError for flags that do not
+    exist, for a file that is no YAML, and for values, with a line for each that is wrong.
     """
-    flags = dict(parse_flags(fields, argv))
-    path = flags.pop("config", None) or os.environ.get("KVSTORE_CONFIG")
+    flags, environment = _flags(model.model_fields, argv), _environment()
+    path = flags.pop("config", environment.pop("config", ("", ""))[1])
+    file = read_settings(Path(str(path))) if path else {}
+    variables = {name: variable for name, (variable, _) in environment.items()}
+    sources: tuple[tuple[dict[str, object], dict[str, str]], ...] = (
+        (file, dict.fromkeys(file, str(path))),
+        ({name: value for name, (_, value) in environment.items()}, variables),
+        (flags, {name: flag_of(name) for name in flags}),
+    )
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    if path:
-        values = _by_full_name(read_settings(Path(str(path))))
-        origins = dict.fromkeys(values, str(path))
-    environment = {
-        variable.removeprefix(_PREFIX).lower(): value
-        for variable, value in os.environ.items()
-        if variable.startswith(_PREFIX)
-        and variable != "KVSTORE_CONFIG"
-        and not _FROM_KUBERNETES.fullmatch(variable)
-    }
-    _add(values, _by_full_name(dict(environment)), split)
-    origins |= {SHORT_NAMES.get(name, name): _PREFIX + name.upper() for name in environment}
-    _add(values, flags, split)
-    return values, origins | {name: flag_of(name) for name in flags}
+    for given, where in sources:
+        origins |= {SHORT_NAMES.get(name, name): origin for name, origin in where.items()}
+        for name, value in _by_full_name(given).items():
+            if name in split and name in values:
+                values[name] = _joined(values[name], value, split[name])
+            else:
+                values[name] = value
+    try:
+        return model.model_validate(values), origins
+    except ValidationError as error:
+        raise _refusal(error, values, origins, model.model_fields) from None
 
 
-def _add(values: dict[str, object], given: Mapping[str, object], split: Split) -> None:
-    """Put what is *given* over *values*: of what is named in one setting, each by itself."""
-    for name, value in given.items():
-        if name in split and name in values:
-            with suppress(ValueError):  # which is told of the setting when it is checked
-                below, above = (split[name](one) for one in (values[name], value))
-                value = above if "" in above else below | above
-        values[name] = value
+def _environment() -> dict[str, tuple[str, str]]:
+    """Return by setting the variable that gives it, in capitals or not, and what it gives.
+
+    Raises InvalidRequestError for a setting that two variables give.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for variable, value in os.environ.items():
+        in_capitals = variable.upper()
+        if in_capitals.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(in_capitals):
+            name = in_capitals.removeprefix(_PREFIX).lower()
+            if name in found:
+                fix = f"is {found[name][0]} too; give one of the two"
+                raise InvalidRequestError(variable, "***", fix)
+            found[name] = variable, value
+    return found
+
+
+def _joined(below: object, above: object, split: Callable[[str], dict[str, object]]) -> object:
+    """Return what *above* names over what *below* does; *above* alone if it is for all of them."""
+    parts: list[dict[str, object]] = []
+    for one in (below, above):
+        if isinstance(one, Mapping):
+            parts.append(dict(one))
+        elif isinstance(one, str):
+            with suppress(ValueError):  # which names the setting when it is checked
+                parts.append(split(one))
+    is_whole = len(parts) < 2 or "" in parts[1]
+    return above if is_whole else parts[0] | parts[1]
 
 
 def _by_full_name(given: dict[str, object]) -> dict[str, object]:
@@ -124,27 +146,13 @@ def _by_full_name(given: dict[str, object]) -> dict[str, object]:
     return given
 
 
-class _Join(argparse.Action):
-    """A flag of rules that is given again adds to those before."""
-
-    @override
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, f"{before},{values}" if before else values)
-
-
 class _Parser(argparse.ArgumentParser):
+    @override
     def error(self, message: str) -> NoReturn:
         raise InvalidRequestError("flags", message, f"see {self.prog} --help")
 
 
-def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, str | bool]:
+def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, object]:
     """Return the settings named in *argv* as they were written, and ``config`` for the file.
 
     Raises InvalidRequestError on a flag that does not exist. ``--help`` and ``--version``
@@ -156,7 +164,8 @@ def parse_flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[st
         # Values are not repeated: one may be a password.
         named = (word.partition("=")[0] if word.startswith("-") else "***" for word in rest)
         raise InvalidRequestError("flags", " ".join(named), _fix(rest[0], parser))
-    return vars(known)
+    # A flag of rules that is given again adds to those before.
+    return {k: ",".join(v) if isinstance(v, list) else v for k, v in vars(known).items()}
 
 
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
@@ -195,20 +204,15 @@ def _parser(fields: Mapping[str, FieldInfo]) -> _Parser:
         if name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[name])
         names = dict.fromkeys((flag_of(name), "--" + name.replace("_", "-")))
-        help_text = (field.description or "") + _default(field)
+        text = f"{field.description}{_default(field)}"
         if field.annotation is bool:
-            group.add_argument(*names, dest=name, action="store_true", help=help_text)
+            group.add_argument(*names, dest=name, action="store_true", help=text)
         else:
-            action = _Join if "=" in _value_name(field) else "store"
-            group.add_argument(
-                *names, dest=name, metavar=_value_name(field), help=help_text, action=action
-            )
+            kinds = (one for one in field.metadata if isinstance(one, str))
+            kind = next(kinds, "|".join(map(str, get_args(field.annotation))))
+            action = "append" if "=" in kind else "store"
+            group.add_argument(*names, dest=name, metavar=kind, help=text, action=action)
     return parser
-
-
-def _value_name(field: FieldInfo) -> str:
-    named = [item for item in field.metadata if isinstance(item, str)]
-    return named[0] if named else "|".join(map(str, get_args(field.annotation)))
 
 
 def _default(field: FieldInfo) -> str:
@@ -218,48 +222,48 @@ def _default(field: FieldInfo) -> str:
     return "" if value is None else f" (default {value})"
 
 
-def refusal(
+def _refusal(
     error: ValidationError,
     values: Mapping[str, object],
     origins: Mapping[str, str],
-    names: Collection[str],
+    known: Mapping[str, FieldInfo],
 ) -> InvalidRequestError:
-    """Return what *error* says of *values*, which came from *origins*; *names* are known.
+    """Return what *error* says of *values*, which came from *origins*.
 
     The Redis URL is never repeated, as a malformed one may hold its password anywhere; nor is
     what an unknown setting was given, which may be meant for that.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for item in error.errors(include_url=False):
         reason = item.get("ctx", {}).get("error")
         if isinstance(reason, ConflictError):
-            found += [(name, values.get(name, value), fix) for name, value, fix in reason.problems]
+            found = tuple((name, values.get(name, v), fix) for name, v, fix in reason.problems)
         else:
-            found.append(_problem(item, values, names))
-    problems = []
-    for field, value, fix in found:
-        name = field.partition(".")[0]
-        shown = "***" if name == "redis_url" and value is not None else value
-        origin = f" (from {origins[name]})" if name in origins else ""
-        problems.append((field if _NAME.fullmatch(field) else "***", shown, fix + origin))
+            found = ((".".join(map(str, item["loc"])), _given(item, values), _fix_of(item, known)),)
+        for field, value, fix in found:
+            name = field.partition(".")[0]
+            shown = "***" if name == "redis_url" and value is not None else value
+            origin = f" (from {origins[name]})" if name in origins else ""
+            problems.append((field if _NAME.fullmatch(field) else "***", shown, fix + origin))
     (field, value, fix), *others = problems
     rest = [str(InvalidRequestError(*problem)) for problem in others]
     return InvalidRequestError(field, value, "\n".join([fix, *rest]))
 
 
-def _problem(item: ErrorDetails, values: Mapping[str, object], names: Collection[str]) -> Problem:
-    """Return the setting that *item* is about, its value and what to give."""
-    name = str(item["loc"][0])
-    value = item["input"] if len(item["loc"]) > 1 else values.get(name, item["input"])
+def _given(item: ErrorDetails, values: Mapping[str, object]) -> object:
+    """Return the value that *item* is about, as it was written where that is known."""
+    name, *inner = item["loc"]
+    value: object = item["input"] if inner else values.get(str(name), item["input"])
     if item["type"] == "extra_forbidden" and value is not None:
-        value = "***"
-    elif name == "limits" and len(item["loc"]) > 1:  # as it was written, not as it was read
-        given = parse_limits(values[name])
-        value = given.get(item["loc"][1], value) if isinstance(given, Mapping) else value
-    return ".".join(map(str, item["loc"])), value, _instead(item, names)
+        return "***"
+    if name == "limits" and inner:
+        given = values["limits"]
+        named = limits_by_name(given) if isinstance(given, str) else given
+        return named.get(inner[0], value) if isinstance(named, Mapping) else value
+    return value
 
 
-def _instead(item: ErrorDetails, names: Collection[str]) -> str:
+def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
     kind = item["type"]
     if kind == "value_error":
         return str(item["ctx"]["error"])
@@ -268,7 +272,7 @@ def _instead(item: ErrorDetails, names: Collection[str]) -> str:
         if name in REPLACED:
             return f"there is no such setting any more; {REPLACED[name]}"
         kind = "limit" if name == "limits" else "setting"
-        known = Limits.model_fields if name == "limits" else names
+        known = Limits.model_fields if name == "limits" else known
         close = get_close_matches(str(item["loc"][-1]), known, n=1)
         hint = f"did you mean {close[0]}?" if close else "kvstore-server --help lists them"
         return f"there is no such {kind}; {hint}"
@@ -298,28 +302,19 @@ def read_settings(path: Path) -> dict[str, object]:
     return content
 
 
-def format_settings(values: Mapping[str, object], notes: Mapping[str, str]) -> str:
-    """Return *values*, scalars, as text that ``read_settings`` reads; *notes* end the lines."""
-    lines = []
-    for name, value in values.items():
-        line = yaml.safe_dump({name: value}, width=1 << 20).rstrip()
-        lines.append(f"{line}  # {notes[name]}" if name in notes else line)
-    return "\n".join(lines) + "\n"
-
-
 def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
     """Return *config* as YAML that ``--config`` reads, the Redis URL masked.
 
     With *origins* each line says where its value came from.
     """
-    values: dict[str, object] = {}
+    lines = []
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         is_secret = name == "redis_url" and value is not None
-        values[name] = _masked(value) if is_secret else as_written(value, field)
-    if origins is None:
-        return format_settings(values, {})
-    return format_settings(values, dict.fromkeys(values, "default") | dict(origins))
+        shown = _masked(value) if is_secret else as_written(value, field)
+        line = yaml.safe_dump({name: shown}, width=1 << 20).rstrip()
+        lines.append(line if origins is None else f"{line}  # {origins.get(name, 'default')}")
+    return "\n".join(lines) + "\n"
 
 
 def as_written(value: object, field: FieldInfo) -> object:

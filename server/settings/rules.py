@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -16,16 +15,17 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     TypeAdapter,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.base import REPLACED as REPLACED_CODECS
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.plans import MAX_CATEGORY_CHARS
 from kvstore.proto.types import POLICIES, Fidelity, policy_instead_of
-from kvstore.server.settings.limits import limits_by_name
 from kvstore.server.settings.loading import user_folder
 from kvstore.server.settings.values import (
     BUCKETS,
@@ -55,61 +55,8 @@ MAX_DISKS = 64
 WRITE_RULES = ("through", "evict", "selective", "auto")
 
 _SIZE: TypeAdapter[int] = TypeAdapter(Size)
-_STRICT = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
-
-RuleT = TypeVar("RuleT", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class RuleForm:
-    """How rules of one kind are written: ``PLACE=TERMS``, with commas between them.
-
-    ``place`` names the fields before the equals sign, which have slashes between them, and
-    ``terms`` those after it, which have colons; those that end in ``?`` may be left out. ``text``
-    says what to give. ``comma`` matches what is between two rules, ``most`` is how many there are.
-    """
-
-    text: str
-    place: Sequence[str]
-    terms: Sequence[str]
-    most: int
-    comma: str = ","
-
-    def parse(self, value: object) -> object:
-        """Return the fields of each rule in *value*, text or a list. Raises ValueError."""
-        texts = re.split(self.comma, value) if isinstance(value, str) else value
-        if texts is None:
-            return ()
-        if not isinstance(texts, list | tuple):
-            return value  # refused as what it is
-        return tuple(self._fields(one) if isinstance(one, str) else one for one in texts if one)
-
-    def _fields(self, text: str) -> dict[str, str]:
-        place, equals, terms = text.strip().partition("=")
-        found = place.split("/", len(self.place) - 1), terms.split(":", len(self.terms) - 1)
-        given = {
-            name.rstrip("?"): part
-            for names, parts in zip((self.place, self.terms), found, strict=True)
-            for name, part in zip(names, parts, strict=False)
-            if part
-        }
-        needed = {name for name in (*self.place, *self.terms) if not name.endswith("?")}
-        is_open = any(len(parts) > 1 and not parts[-1] for parts in found)
-        if not equals or not needed <= given.keys() or not terms.strip(":") or is_open:
-            raise ValueError(f"give {self.text}")
-        return given
-
-    def check(self, rules: tuple[RuleT, ...]) -> tuple[RuleT, ...]:
-        """Return *rules*. Raises ValueError for two of one place, and for too many."""
-        names = [name.rstrip("?") for name in self.place]
-        if len({tuple(getattr(rule, name) for name in names) for rule in rules}) < len(rules):
-            once = " once for each ".join(names) if len(names) > 1 else f"{names[0]} once"
-            raise ValueError(f"name each {once}")
-        if len(rules) > self.most:
-            raise ValueError(f"give at most {self.most}")
-        return rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +68,24 @@ class ByTier:
     """
 
     text: str
-    default: Mapping[str, Any]
+    default: dict[str, Any]
     check: Callable[[Any], Any]
     comma: str = ","
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.parse, handler(kind))
 
     def parse(self, value: object) -> object:
         """Return the value of every tier. Raises ValueError."""
         if value is None:
-            return dict(self.default)
-        found: dict[str, object]
-        if isinstance(value, str):
-            found = self.split(value)
-        elif isinstance(value, Mapping):
-            found = dict(value)
-        else:
+            return self.default
+        if not isinstance(value, str | Mapping):
             raise ValueError(f"give {self.text}")
+        found = self.split(value) if isinstance(value, str) else dict(value)
         plain = found.pop("", None)
         if not found.keys() <= self.default.keys():
             raise ValueError(f"name tiers out of {', '.join(self.default)}")
-        every = dict(self.default) if plain is None else dict.fromkeys(self.default, plain)
+        every = self.default if plain is None else dict.fromkeys(self.default, plain)
         return {tier: self.check(one) for tier, one in (every | found).items()}
 
     def split(self, text: str) -> dict[str, object]:
@@ -154,24 +100,70 @@ class ByTier:
         return dict(named)
 
 
-# --- policies
+def _matched(pattern: str, text: str, fix: str) -> dict[str, object]:
+    """Return the named parts of *text* that are there. Raises ValueError for another *pattern*."""
+    match = re.fullmatch(pattern, text.strip(), re.DOTALL)
+    if match is None:
+        raise ValueError(f"give {fix}")
+    return {name: part for name, part in match.groupdict().items() if part}
+
+
+@dataclass(frozen=True, slots=True)
+class RuleForm:
+    """How rules of one kind are written: ``PLACE=TERMS``, with commas between them.
+
+    ``pattern`` names their fields, ``text`` says what to give, ``each`` what has one rule only,
+    ``most`` how many there may be; ``comma`` matches one.
+    """
+
+    pattern: str
+    text: str
+    each: str
+    most: int
+    comma: str = ","
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        rules = core_schema.no_info_before_validator_function(self.parse, handler(kind))
+        return core_schema.no_info_after_validator_function(self.check, rules)
+
+    def parse(self, value: object) -> object:
+        """Return the fields of each rule in *value*, text or a list. Raises ValueError."""
+        rules = re.split(self.comma, value) if isinstance(value, str) else value
+        if rules is None:
+            return ()
+        if not isinstance(rules, list | tuple):
+            return value  # refused as what it is
+        return tuple(
+            _matched(self.pattern, rule, self.text) if isinstance(rule, str) else rule
+            for rule in rules
+            if rule
+        )
+
+    def check(self, rules: tuple[RuleT, ...]) -> tuple[RuleT, ...]:
+        """Return *rules*. Raises ValueError for two of one place, and for too many."""
+        if len({str(rule).partition("=")[0] for rule in rules}) < len(rules):
+            raise ValueError(f"name each {self.each}")
+        if len(rules) > self.most:
+            raise ValueError(f"give at most {self.most}")
+        return rules
+
+
+class Checked(BaseModel):
+    """Values that are checked once and stay as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+RuleT = TypeVar("RuleT", bound=Checked)
+
+
+# --- policies, and what is written below memory
 
 
 def _policy(name: object) -> object:
     if name not in POLICIES:
         raise ValueError(f"use {policy_instead_of(str(name))}")
     return name
-
-
-POLICY_FORM = ByTier(
-    "NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru",
-    dict.fromkeys(TIER_NAMES, "hit_density"),
-    _policy,
-)
-TierPolicies = Annotated[dict[str, str], BeforeValidator(POLICY_FORM.parse), "NAME"]
-
-
-# --- what is written below memory
 
 
 def _write_rule(rule: object) -> object:
@@ -187,6 +179,11 @@ def _daily_bytes(value: object) -> int:
     return size_bytes
 
 
+POLICY_FORM = ByTier(
+    "NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru",
+    dict.fromkeys(TIER_NAMES, "hit_density"),
+    _policy,
+)
 WRITE_FORM = ByTier(
     "RULE, or RULE,TIER=RULE, such as through,redis=selective",
     dict.fromkeys(CODED_TIERS, "through"),
@@ -195,8 +192,9 @@ WRITE_FORM = ByTier(
 BUDGET_FORM = ByTier(
     "SIZE, or TIER=SIZE, such as disk=500GiB", dict.fromkeys(CODED_TIERS, 0), _daily_bytes
 )
-TierWrites = Annotated[dict[str, str], BeforeValidator(WRITE_FORM.parse), "RULE,TIER=RULE"]
-TierBudgets = Annotated[dict[str, int], BeforeValidator(BUDGET_FORM.parse), "TIER=SIZE"]
+TierPolicies = Annotated[dict[str, str], POLICY_FORM, "NAME"]
+TierWrites = Annotated[dict[str, str], WRITE_FORM, "RULE,TIER=RULE"]
+TierBudgets = Annotated[dict[str, int], BUDGET_FORM, "TIER=SIZE"]
 
 
 # --- codecs
@@ -236,43 +234,21 @@ def checked_codec(name: str) -> str:
     return name
 
 
-CodecName = Annotated[str, AfterValidator(checked_codec), "CODEC"]
-
-
 CODEC_FORM = ByTier(
     "CODEC, or TIER=CODEC, such as disk=raw,redis=kvq:2",
     {"disk": "raw", "redis": "zplane"},
     lambda name: checked_codec(str(name)),
     f",(?=(?:{'|'.join(TIER_NAMES)})=)",  # a codec's terms may have commas: kvq:2,sinks=4
 )
-TierCodecs = Annotated[dict[str, str], BeforeValidator(CODEC_FORM.parse), "TIER=CODEC"]
+TierCodecs = Annotated[dict[str, str], CODEC_FORM, "TIER=CODEC"]
 
 
-def _by_name(split: Callable[[str], dict[str, object]], value: object) -> dict[str, object]:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if not isinstance(value, str):
-        raise ValueError
-    return split(value)
-
-
-BY_NAME = {
-    "limits": partial(_by_name, limits_by_name),
-    "codec": partial(_by_name, CODEC_FORM.split),
-    "write": partial(_by_name, WRITE_FORM.split),
-    "write_budget": partial(_by_name, BUDGET_FORM.split),
-}
-"""Settings that name several things, and what tells those of one source apart."""
-
-
-class TenantCodec(BaseModel):
+class TenantCodec(Checked):
     """The codec of one tenant's chunks on one tier, in place of the tier's own."""
-
-    model_config = _STRICT
 
     tenant: str
     tier: str
-    codec: CodecName
+    codec: Annotated[str, AfterValidator(checked_codec)]
 
     @model_validator(mode="after")
     def _check(self) -> TenantCodec:
@@ -287,17 +263,15 @@ class TenantCodec(BaseModel):
         return f"{self.tenant}/{self.tier}={self.codec}"
 
 
-_CODECS = RuleForm(
-    "TENANT/TIER=CODEC, such as acme/redis=kvq:2",
-    ("tenant", "tier"),
-    ("codec",),
-    MAX_TENANT_CODECS,
-    ",(?=[^,=]*/)",  # a codec's terms may have commas: kvq:2,sinks=4
-)
 TenantCodecs = Annotated[
     tuple[TenantCodec, ...],
-    BeforeValidator(_CODECS.parse),
-    AfterValidator(_CODECS.check),
+    RuleForm(
+        "(?P<tenant>[^/=]+)/(?P<tier>[^=]+)=(?P<codec>.+)",
+        "TENANT/TIER=CODEC, such as acme/redis=kvq:2",
+        "tenant once for each tier",
+        MAX_TENANT_CODECS,
+        ",(?=[^,=]*/)",  # as in CODEC_FORM
+    ),
     "TENANT/TIER=CODEC",
 ]
 
@@ -305,10 +279,8 @@ TenantCodecs = Annotated[
 # --- quotas and limits
 
 
-class TenantQuota(BaseModel):
+class TenantQuota(Checked):
     """What the chunks of one tenant may take of a tier, and are sure of; no tier: of each."""
-
-    model_config = _STRICT
 
     tenant: str
     tier: str = ""
@@ -325,9 +297,9 @@ class TenantQuota(BaseModel):
         return self
 
     def __str__(self) -> str:
-        place = f"{self.tenant}/{self.tier}" if self.tier else self.tenant
+        tier = f"/{self.tier}" if self.tier else ""
         sure = f":{format_size(self.guaranteed)}" if self.guaranteed else ""
-        return f"{place}={format_size(self.quota)}{sure}"
+        return f"{self.tenant}{tier}={format_size(self.quota)}{sure}"
 
 
 def parse_ttl(value: object) -> int:
@@ -339,10 +311,8 @@ def parse_ttl(value: object) -> int:
     return seconds
 
 
-class CategoryTerm(BaseModel):
+class CategoryTerm(Checked):
     """How long chunks of a category live, and what they may take of each tier; 0: no limit."""
-
-    model_config = _STRICT
 
     category: str
     ttl_s: Annotated[int, BeforeValidator(parse_ttl)] = 0
@@ -363,10 +333,8 @@ class CategoryTerm(BaseModel):
 Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
 
 
-class TenantLimit(BaseModel):
+class TenantLimit(Checked):
     """What one tenant may have besides bytes, or each that is not named. 0: no limit."""
-
-    model_config = _STRICT
 
     tenant: str
     chunks: Limit = 0
@@ -397,42 +365,36 @@ def _few_quotas(rules: tuple[CategoryTerm, ...]) -> tuple[CategoryTerm, ...]:
     return rules
 
 
-_QUOTAS = RuleForm(
-    "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE",
-    ("tenant", "tier?"),
-    ("quota", "guaranteed?"),
-    MAX_QUOTAS * (1 + len(TIER_NAMES)),
-)
-_CATEGORIES = RuleForm(
-    "CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB",
-    ("category",),
-    ("ttl_s?", "quota?"),
-    MAX_CATEGORIES,
-)
-_LIMITS = RuleForm(
-    "TENANT=CHUNKS:REQUESTS_PER_S:LEASES, 0 for no limit",
-    ("tenant",),
-    ("chunks", "requests_per_s", "leases"),
-    BUCKETS,
-)
 TenantQuotas = Annotated[
     tuple[TenantQuota, ...],
-    BeforeValidator(_QUOTAS.parse),
-    AfterValidator(_QUOTAS.check),
+    RuleForm(
+        "(?P<tenant>[^/=]+)(/(?P<tier>[^=]+))?=(?P<quota>[^:]+)(:(?P<guaranteed>.+))?",
+        "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE",
+        "tenant once for each tier",
+        MAX_QUOTAS * (1 + len(TIER_NAMES)),
+    ),
     AfterValidator(_few_tenants),
     "TENANT=SIZE:GUARANTEED",
 ]
 CategoryTerms = Annotated[
     tuple[CategoryTerm, ...],
-    BeforeValidator(_CATEGORIES.parse),
-    AfterValidator(_CATEGORIES.check),
+    RuleForm(
+        "(?P<category>[^=]+)=(?P<ttl_s>[^:]+)?(:(?P<quota>.+))?(?<!=)",
+        "CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB",
+        "category once",
+        MAX_CATEGORIES,
+    ),
     AfterValidator(_few_quotas),
     "CATEGORY=TTL:SIZE",
 ]
 TenantLimits = Annotated[
     tuple[TenantLimit, ...],
-    BeforeValidator(_LIMITS.parse),
-    AfterValidator(_LIMITS.check),
+    RuleForm(
+        "(?P<tenant>[^=]+)=(?P<chunks>[^:]+):(?P<requests_per_s>[^:]+):(?P<leases>.+)",
+        "TENANT=CHUNKS:REQUESTS_PER_S:LEASES, 0 for no limit",
+        "tenant once",
+        BUCKETS,
+    ),
     "TENANT=CHUNKS:RATE:LEASES",
 ]
 
@@ -447,10 +409,8 @@ def _members(value: object) -> object:
 Members = Annotated[tuple[str, ...], BeforeValidator(_members)]
 
 
-class Pool(BaseModel):
+class Pool(Checked):
     """Who may read a pool, and who may also put into it; ``*`` is every tenant."""
-
-    model_config = _STRICT
 
     name: str
     readers: Members = ()
@@ -458,8 +418,7 @@ class Pool(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Pool:
-        check_tenant_name(self.name)
-        for name in {*self.readers, *self.writers} - {EVERY_OTHER}:
+        for name in (self.name, *({*self.readers, *self.writers} - {EVERY_OTHER})):
             check_tenant_name(name)
         return self
 
@@ -472,19 +431,18 @@ class Pool(BaseModel):
         return frozenset()
 
     def __str__(self) -> str:
-        return f"{self.name}={'+'.join(self.readers)}:{'+'.join(self.writers)}"
+        writers = f":{'+'.join(self.writers)}" if self.writers else ""
+        return f"{self.name}={'+'.join(self.readers)}{writers}"
 
 
-_POOLS = RuleForm(
-    "POOL=READER+READER:WRITER, such as library=*:curator",
-    ("name",),
-    ("readers?", "writers?"),
-    MAX_POOLS,
-)
 SharedPools = Annotated[
     tuple[Pool, ...],
-    BeforeValidator(_POOLS.parse),
-    AfterValidator(_POOLS.check),
+    RuleForm(
+        "(?P<name>[^=]+)=(?P<readers>[^:]+)?(:(?P<writers>.+))?(?<!=)",
+        "POOL=READER+READER:WRITER, such as library=*:curator",
+        "name once",
+        MAX_POOLS,
+    ),
     "POOL=READERS:WRITERS",
 ]
 
@@ -496,10 +454,8 @@ def _disk_path() -> Path:
     return user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
 
 
-class DiskFolder(BaseModel):
+class DiskFolder(Checked):
     """One folder of the disk tier and the bytes it may take."""
-
-    model_config = _STRICT
 
     capacity_bytes: TierSize = 4 * GIB
     path: OwnPath = Field(default_factory=_disk_path)
@@ -527,16 +483,13 @@ class DiskFolders(DiskFolder):
     def _from_text(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        first, *others = value.split(",")
-        fields = _folder(first)
-        size: object = fields.get("capacity_bytes", 4 * GIB)
-        rest = []
-        for text in others:
-            if (more := _folder(text)).get("path") is None:
+        first, *others = map(_folder, value.split(","))
+        size: object = first.get("capacity_bytes", 4 * GIB)
+        for one in others:
+            if "path" not in one:
                 raise ValueError("give each further disk as SIZE:PATH, such as 1TiB:/mnt/b")
-            size = more.setdefault("capacity_bytes", size)
-            rest.append(more)
-        return fields | {"others": rest}
+            size = one.setdefault("capacity_bytes", size)
+        return first | {"others": others}
 
     @model_validator(mode="after")
     def _check_folders(self) -> DiskFolders:
@@ -555,19 +508,15 @@ def _folder(text: str) -> dict[str, object]:
     text = text.strip()
     if text.startswith(("/", "~", ".")):
         return {"path": text}
-    size, colon, path = text.partition(":")
-    if not size or (colon and not path):
-        raise ValueError("give SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore")
-    return {"capacity_bytes": size, "path": path} if colon else {"capacity_bytes": size}
+    form = "(?P<capacity_bytes>[^:]+)(:(?P<path>.+))?"
+    return _matched(form, text, "SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore")
 
 
-class GpuConfig(BaseModel):
+class GpuConfig(Checked):
     """How much memory the gpu tier takes, and on which device; also given as ``8GiB:1``.
 
     ``device`` counts as CUDA does, among the devices that CUDA_VISIBLE_DEVICES leaves.
     """
-
-    model_config = _STRICT
 
     capacity_bytes: TierSize = 4 * GIB
     device: Annotated[int, Field(ge=0, lt=64)] = 0
@@ -577,10 +526,8 @@ class GpuConfig(BaseModel):
     def _from_text(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        size, colon, device = value.partition(":")
-        if not size or (colon and not (device.isascii() and device.isdecimal())):
-            raise ValueError("give SIZE or SIZE:DEVICE, such as 8GiB:1")
-        return {"capacity_bytes": size} | ({"device": device} if colon else {})
+        form = "(?P<capacity_bytes>[^:]+)(:(?P<device>[0-9]+))?"
+        return _matched(form, value, "SIZE or SIZE:DEVICE, such as 8GiB:1")
 
     def __str__(self) -> str:
         return f"{format_size(self.capacity_bytes)}:{self.device}"

@@ -11,7 +11,12 @@ from pydantic.fields import FieldInfo
 from kvstore.server.settings.limits import Limits
 
 _SIZE_PATTERN = "^[0-9]{1,18}\\s*([KkMmGgTt][Ii]?)?[Bb]?$"
-_BOUNDS = {Ge: "minimum", Le: "maximum", Gt: "exclusiveMinimum", Lt: "exclusiveMaximum"}
+_BOUNDS = {
+    Ge: ("ge", "minimum"),
+    Le: ("le", "maximum"),
+    Gt: ("gt", "exclusiveMinimum"),
+    Lt: ("lt", "exclusiveMaximum"),
+}
 
 
 def settings_schema(settings: type[BaseModel]) -> dict[str, Any]:
@@ -39,7 +44,7 @@ def _property(field: FieldInfo) -> dict[str, Any]:
         else:
             types = schema["type"]
             schema["type"] = [*([types] if isinstance(types, str) else types), "null"]
-    return {"description": field.description or ""} | schema
+    return {"description": " ".join((field.description or "").split())} | schema
 
 
 def _scalar(kind: Any, metadata: list[Any]) -> dict[str, Any]:
@@ -52,33 +57,20 @@ def _scalar(kind: Any, metadata: list[Any]) -> dict[str, Any]:
     if "SIZE" in metadata:
         return {"type": ["string", "integer"], "pattern": _SIZE_PATTERN}
     if kind in (int, float):
-        bounds = {_BOUNDS[type(one)]: _bound(one) for one in _flat(metadata)}
+        # Those inside a FieldInfo too.
+        flat = [one for field in metadata for one in getattr(field, "metadata", [field])]
+        found = [(one, *_BOUNDS[type(one)]) for one in flat if type(one) in _BOUNDS]
+        bounds = {name: getattr(one, attribute) for one, attribute, name in found}
         return {"type": "integer" if kind is int else "number"} | bounds
     if isinstance(kind, type) and issubclass(kind, Limits):
         limits = {name: _property(field) for name, field in kind.model_fields.items()}
-        return {
-            "type": ["string", "object"],
-            "additionalProperties": False,
-            "properties": limits,
-        }
+        closed = {"additionalProperties": False, "properties": limits}
+        return {"type": ["string", "object"]} | closed
     if get_origin(kind) is dict:
         return {"type": ["string", "object"]}
     if get_origin(kind) is tuple:
         return {"type": ["string", "array"], "items": {"type": "string"}}
     if kind is str:  # what YAML makes of a bare off
-        return {"type": ["string", "boolean"]} if _takes_off(metadata) else {"type": "string"}
+        takes_off = "HOST:PORT" in metadata or "PATH" in metadata
+        return {"type": ["string", "boolean"]} if takes_off else {"type": "string"}
     return {"type": "string"}
-
-
-def _flat(metadata: list[Any]) -> list[Any]:
-    """Return the bounds among *metadata*, those inside a FieldInfo too."""
-    flat = [one for field in metadata for one in getattr(field, "metadata", [field])]
-    return [one for one in flat if type(one) in _BOUNDS]
-
-
-def _bound(one: Any) -> int | float:
-    return next(getattr(one, name) for name in ("ge", "le", "gt", "lt") if hasattr(one, name))  # type: ignore[no-any-return]
-
-
-def _takes_off(metadata: list[Any]) -> bool:
-    return "HOST:PORT" in metadata or "PATH" in metadata

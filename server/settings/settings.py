@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 from urllib.parse import quote, urlencode
 
 from pydantic import (
@@ -20,18 +20,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import MAX_FRAME_BYTES
-from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.settings.checks import REDIS_FIX, TLS_FILES, check_together
-from kvstore.server.settings.limits import Limits
-from kvstore.server.settings.loading import given_settings, refusal, user_folder
+from kvstore.server.settings.limits import Limits, limits_by_name
+from kvstore.server.settings.loading import load, user_folder
 from kvstore.server.settings.rules import (
     BUDGET_FORM,
-    BY_NAME,
     CODEC_FORM,
     POLICY_FORM,
     WRITE_FORM,
@@ -74,19 +72,15 @@ from kvstore.server.settings.values import (
     Text,
     TierSize,
     Workers,
-    is_redis_url,
     parse_endpoint,
     read_password,
     slab_bytes,
+    split_names,
 )
-from kvstore.tiers.redis_url import DEFAULT_PREFIX
+from kvstore.tiers.redis_url import DEFAULT_PREFIX, parse_redis_url
 
 _CUDA_CONTROL = Path("/dev/nvidiactl")
 _GATES = GateTerms()
-
-
-def _split(value: object) -> object:
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 def _known_tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
@@ -104,9 +98,11 @@ def _known_tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in TIER_NAMES if name in tiers)
 
 
-def _redis_url(url: str | None) -> str | None:
-    if url is not None and not is_redis_url(url):
-        raise ValueError(REDIS_FIX)
+def _redis_url(url: str) -> str:
+    try:
+        parse_redis_url(url)
+    except InvalidRequestError:
+        raise ValueError(REDIS_FIX) from None
     return url
 
 
@@ -120,292 +116,204 @@ def _socket_path() -> str:
     return str(folder / f"kvstore-{os.getuid()}" / "{port}.sock")
 
 
+SPLIT = {
+    "limits": limits_by_name,
+    "codec": CODEC_FORM.split,
+    "write": WRITE_FORM.split,
+    "write_budget": BUDGET_FORM.split,
+}
+"""Settings that name several things, and what tells those of one source apart."""
+
+
 class Settings(BaseModel):
     """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    max_message_bytes: ClassVar[int] = MESSAGE_BYTES
-    """Payload of one streamed message; fixed by the protocol."""
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True
+    )
 
     # --- the ten that matter first
     tiers: Annotated[
-        tuple[str, ...], BeforeValidator(_split), AfterValidator(_known_tiers), "NAMES"
-    ] = Field(default=("cpu", "disk"), description="tiers to use, out of cpu, disk, redis, gpu")
-    cpu_size: TierSize = Field(default=4 * GIB, description="memory that the cpu tier may fill")
-    disk: Annotated[DiskFolders, "SIZE:PATH"] = Field(
-        default_factory=DiskFolders,
-        description="size and folder of the disk tier; either alone keeps the other's default;"
-        " several with commas between them",
+        tuple[str, ...], BeforeValidator(split_names), AfterValidator(_known_tiers), "NAMES"
+    ] = ("cpu", "disk")
+    """tiers to use, out of cpu, disk, redis, gpu"""
+    cpu_size: TierSize = 4 * GIB
+    """memory that the cpu tier may fill"""
+    disk: Annotated[DiskFolders, "SIZE:PATH"] = Field(default_factory=DiskFolders)
+    """size and folder of the disk tier; either alone keeps the other's default; several with commas
+    between them"""
+    redis_url: Annotated[Annotated[str, AfterValidator(_redis_url)] | None, "URL"] = Field(
+        default=None, repr=False
     )
-    redis_url: Annotated[str | None, AfterValidator(_redis_url), "URL"] = Field(
-        default=None,
-        repr=False,
-        description="Redis of the redis tier; a password is better kept out of flags",
-    )
-    listen: Listen = Field(default="127.0.0.1:7420", description="address of the gRPC service")
-    bulk: Endpoint = Field(
-        default="off",
-        description="address of the bulk channel, over which clients of other hosts and other"
-        " servers read and write chunks, or off",
-    )
-    http: Endpoint = Field(default="off", description="address of the metrics page, or off")
-    tls_cert: OwnFile = Field(
-        default=None,
-        description="certificate chain of the gRPC service, in PEM; read again when replaced",
-    )
-    tls_key: OwnFile = Field(default=None, description="its private key, in PEM")
-    auth_keys: OwnFile = Field(
-        default=None,
-        description="file of API keys, as kvstore token writes it; read again when replaced",
-    )
+    """Redis of the redis tier; a password is better kept out of flags"""
+    listen: Listen = "127.0.0.1:7420"
+    """address of the gRPC service"""
+    bulk: Endpoint = "off"
+    """address of the bulk channel, over which clients of other hosts and other servers read and
+    write chunks, or off"""
+    http: Endpoint = "off"
+    """address of the metrics page, or off"""
+    tls_cert: OwnFile = None
+    """certificate chain of the gRPC service, in PEM; read again when replaced"""
+    tls_key: OwnFile = None
+    """its private key, in PEM"""
+    auth_keys: OwnFile = None
+    """file of API keys, as kvstore token writes it; read again when replaced"""
 
     # --- tiers
-    gpu: Annotated[GpuConfig, "SIZE:DEVICE"] = Field(
-        default=GpuConfig(), description="size of the gpu tier and number of its CUDA device"
-    )
-    disk_direct: bool = Field(
-        default=False, description="read and write the disk past the page cache"
-    )
-    redis_size: TierSize = Field(
-        default=16 * GIB, description="bytes this server may keep in Redis"
-    )
-    redis_username: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$"), "NAME"] = Field(
-        default=None, description="user of Redis, where --redis names none"
-    )
-    redis_password_file: PasswordFile = Field(
-        default=None, description="file with the user's password, read at the start"
-    )
-    redis_tls_ca: OwnFile = Field(
-        default=None, description="who signs the certificates of Redis, in PEM; with rediss://"
-    )
-    redis_tls_cert: OwnFile = Field(
-        default=None, description="certificate to show Redis, where it asks for one, in PEM"
-    )
-    redis_tls_key: OwnFile = Field(default=None, description="its private key, in PEM")
-    redis_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9:_.-]{1,64}$"), "TEXT"] = Field(
-        default=DEFAULT_PREFIX,
-        description="what all names in Redis begin with; alike on all nodes that share",
-    )
-    redis_timeout_ms: Millis = Field(
-        default=500, description="longest wait for one answer of Redis"
-    )
+    gpu: Annotated[GpuConfig, "SIZE:DEVICE"] = GpuConfig()
+    """size of the gpu tier and number of its CUDA device"""
+    disk_direct: bool = False
+    """read and write the disk past the page cache"""
+    redis_size: TierSize = 16 * GIB
+    """bytes this server may keep in Redis"""
+    redis_username: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$"), "NAME"] = None
+    """user of Redis, where --redis names none"""
+    redis_password_file: PasswordFile = None
+    """file with the user's password, read at the start"""
+    redis_tls_ca: OwnFile = None
+    """who signs the certificates of Redis, in PEM; with rediss://"""
+    redis_tls_cert: OwnFile = None
+    """certificate to show Redis, where it asks for one, in PEM"""
+    redis_tls_key: OwnFile = None
+    """its private key, in PEM"""
+    redis_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9:_.-]{1,64}$"), "TEXT"] = DEFAULT_PREFIX
+    """what all names in Redis begin with; alike on all nodes that share"""
+    redis_timeout_ms: Millis = 500
+    """longest wait for one answer of Redis"""
 
     # --- what is stored, and how
-    codec: TierCodecs = Field(
-        default=dict(CODEC_FORM.default),
-        description="codecs of frames, as CODEC for both tiers or TIER=CODEC, such as"
-        " disk=auto,redis=kvq:2; auto: whichever loads fastest",
-    )
-    tenant_codecs: TenantCodecs = Field(
-        default=(),
-        description="other codecs for chunks of some tenants, with commas between them",
-    )
-    assets: Folder = Field(
-        default=None,
-        description="folder of model assets, for codecs that need one; see kvstore calibrate",
-    )
-    write: TierWrites = Field(
-        default=dict(WRITE_FORM.default),
-        description="copy to disk and Redis when a chunk is stored (through), when it is evicted"
-        " (evict), when it is asked for a second time (selective), or when it is evicted and likely"
-        " to be asked for again (auto); RULE,TIER=RULE for tiers that differ",
-    )
-    write_budget: TierBudgets = Field(
-        default=dict(BUDGET_FORM.default),
-        description="bytes a day to write to disk and to Redis; beyond them only durable puts and"
-        " what leaves memory and is likely to be asked for again; 0: no limit",
-    )
-    disk_copies: Literal["inclusive", "exclusive"] = Field(
-        default="inclusive",
-        description="whether the copy on disk stays when a chunk comes up to memory; exclusive"
-        " holds more and writes more, and takes no durable puts",
-    )
-    policy: TierPolicies = Field(
-        default=dict(POLICY_FORM.default),
-        description="whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ",
-    )
-    state_admission: StateRule = Field(
-        default="all",
-        description="which recurrent states are kept of those that engines put: all, or those"
-        " where a put ends, prompts part, or that come a second time",
-    )
-    scrub_bytes_per_s: Size = Field(
-        default=0, ge=0, description="verify what tiers hold, so much a second; 0: only when asked"
-    )
-    scrub_tiers: ScrubTiers = Field(
-        default=("disk",), description="which tiers, out of cpu, disk, redis, gpu"
-    )
+    codec: TierCodecs = CODEC_FORM.default
+    """codecs of frames, as CODEC for both tiers or TIER=CODEC, such as disk=auto,redis=kvq:2; auto:
+    whichever loads fastest"""
+    tenant_codecs: TenantCodecs = ()
+    """other codecs for chunks of some tenants, with commas between them"""
+    assets: Folder = None
+    """folder of model assets, for codecs that need one; see kvstore calibrate"""
+    write: TierWrites = WRITE_FORM.default
+    """copy to disk and Redis when a chunk is stored (through), when it is evicted (evict), when it
+    is asked for a second time (selective), or when it is evicted and likely to be asked for again
+    (auto); RULE,TIER=RULE for tiers that differ"""
+    write_budget: TierBudgets = BUDGET_FORM.default
+    """bytes a day to write to disk and to Redis; beyond them only durable puts and what leaves
+    memory and is likely to be asked for again; 0: no limit"""
+    disk_copies: Literal["inclusive", "exclusive"] = "inclusive"
+    """whether the copy on disk stays when a chunk comes up to memory; exclusive holds more and
+    writes more, and takes no durable puts"""
+    policy: TierPolicies = POLICY_FORM.default
+    """whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ"""
+    state_admission: StateRule = "all"
+    """which recurrent states are kept of those that engines put: all, or those where a put ends,
+    prompts part, or that come a second time"""
+    scrub_bytes_per_s: Annotated[Size, Field(ge=0)] = 0
+    """verify what tiers hold, so much a second; 0: only when asked"""
+    scrub_tiers: ScrubTiers = ("disk",)
+    """which tiers, out of cpu, disk, redis, gpu"""
 
     # --- tenants
-    tenant_quotas: TenantQuotas = Field(
-        default=(),
-        description="what tenants may take of each tier and are sure of, with commas between them",
-    )
-    tenant_limits: TenantLimits = Field(
-        default=(),
-        description="chunks on each tier, requests a second and leases of tenants; *: all others",
-    )
-    shared_pools: SharedPools = Field(
-        default=(),
-        description="chunks that several tenants share, with commas between pools",
-    )
-    category_terms: CategoryTerms = Field(
-        default=(),
-        description="how long chunks of categories live and what they may take of each tier",
-    )
+    tenant_quotas: TenantQuotas = ()
+    """what tenants may take of each tier and are sure of, with commas between them"""
+    tenant_limits: TenantLimits = ()
+    """chunks on each tier, requests a second and leases of tenants; *: all others"""
+    shared_pools: SharedPools = ()
+    """chunks that several tenants share, with commas between pools"""
+    category_terms: CategoryTerms = ()
+    """how long chunks of categories live and what they may take of each tier"""
 
     # --- addresses
-    socket_path: SocketPath = Field(
-        default_factory=_socket_path,
-        validate_default=True,
-        description="Unix socket of the shared-memory path; {port} becomes the bound port; or off",
-    )
-    health: Endpoint = Field(
-        default="off", description="address of a second health service, in plain text, or off"
-    )
-    events: EventEndpoint = Field(
-        default="off",
-        description="address that events are published at, as vLLM's are, ipc:PATH, or off",
-    )
-    events_replay: EventEndpoint = Field(
-        default="off", description="address that missed ones are asked for at, ipc:PATH, or off"
-    )
-    events_readers: OwnFile = Field(
-        default=None,
-        description="file of the CURVE public keys that may read published events of all tenants",
-    )
-    events_keys: OwnPath = Field(
-        default_factory=_keys_path,
-        description="folder of the key of published events, made at the first start with"
-        " --events-readers",
-    )
+    socket_path: SocketPath = Field(default_factory=_socket_path, validate_default=True)
+    """Unix socket of the shared-memory path; {port} becomes the bound port; or off"""
+    health: Endpoint = "off"
+    """address of a second health service, in plain text, or off"""
+    events: EventEndpoint = "off"
+    """address that events are published at, as vLLM's are, ipc:PATH, or off"""
+    events_replay: EventEndpoint = "off"
+    """address that missed ones are asked for at, ipc:PATH, or off"""
+    events_readers: OwnFile = None
+    """file of the CURVE public keys that may read published events of all tenants"""
+    events_keys: OwnPath = Field(default_factory=_keys_path)
+    """folder of the key of published events, made at the first start with --events-readers"""
 
     # --- other servers
-    peers: Peers = Field(
-        default=None,
-        description="other servers whose memory is read, by their --listen, with commas between"
-        " them; directory: those that share the Redis; or off",
-    )
-    peer_key: OwnFile = Field(
-        default=None, description="file with the API key, of role peer, that peers are shown"
-    )
-    peer_ca: OwnFile = Field(
-        default=None, description="who signs peers' certificates, in PEM; with it over TLS"
-    )
-    peer_name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), "NAME"] = Field(
-        default=None,
-        description="name that peers' certificates have, where it is not that of their address;"
-        " with --peer-ca",
-    )
-    directory: bool = Field(
-        default=False,
-        description="say in Redis what this node holds in memory, and learn what others do",
-    )
-    node_id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:\[\]-]{1,128}$"), "NAME"] = Field(
-        default=None, description="this node's name among the others; default: host name and port"
-    )
-    advertise: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,100}$"), "HOST"] = Field(
-        default=None, description="host that other nodes reach this one by; default: of --listen"
-    )
+    peers: Peers = None
+    """other servers whose memory is read, by their --listen, with commas between them; directory:
+    those that share the Redis; or off"""
+    peer_key: OwnFile = None
+    """file with the API key, of role peer, that peers are shown"""
+    peer_ca: OwnFile = None
+    """who signs peers' certificates, in PEM; with it over TLS"""
+    peer_name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), "NAME"] = None
+    """name that peers' certificates have, where it is not that of their address; with --peer-ca"""
+    directory: bool = False
+    """say in Redis what this node holds in memory, and learn what others do"""
+    node_id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:\[\]-]{1,128}$"), "NAME"] = None
+    """this node's name among the others; default: host name and port"""
+    advertise: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,100}$"), "HOST"] = None
+    """host that other nodes reach this one by; default: of --listen"""
 
     # --- who may call
-    tls_client_ca: OwnFile = Field(
-        default=None,
-        description="who signs callers' certificates, in PEM; with it callers need one",
-    )
-    tls_crl: OwnFile = Field(
-        default=None,
-        description="certificates of callers that are taken back, in PEM; read again when replaced",
-    )
-    jwt_key: OwnFile = Field(
-        default=None,
-        description="public keys, or secret of HS256, that tokens are verified with",
-    )
-    jwt_algorithm: Literal["EdDSA", "ES256", "RS256", "HS256"] = Field(
-        default="EdDSA", description="the one algorithm of tokens that is taken"
-    )
-    jwt_audience: Text = Field(default=None, description="whom tokens must be for")
-    jwt_issuer: Text = Field(
-        default=None, description="who tokens must be from; default: whoever has the key"
-    )
-    audit_log: Annotated[OwnPath | None, "PATH"] = Field(
-        default=None, description="file that says who did what; default: none"
-    )
-    audit_reads: bool = Field(
-        default=False, description="write down lookups and gets that went well, too"
-    )
-    encryption_keys: OwnFile = Field(
-        default=None,
-        description="file of keys to encrypt disk and Redis with, as kvstore keys writes it",
-    )
-    secret_file: SecretFile = Field(
-        default=None,
-        description="file whose bytes salt the namespaces; default: none, so that whoever knows"
-        " a model and a prompt can name their chunks",
-    )
-    insecure: bool = Field(
-        default=False, description="allow other hosts to connect without TLS and authentication"
-    )
-    open_pages: bool = Field(
-        default=False, description="allow other hosts to read --http and --health, in plain text"
-    )
-    http_tls: bool = Field(
-        default=False,
-        description="serve --http over TLS, to admins alone where it is open to other hosts",
-    )
+    tls_client_ca: OwnFile = None
+    """who signs callers' certificates, in PEM; with it callers need one"""
+    tls_crl: OwnFile = None
+    """certificates of callers that are taken back, in PEM; read again when replaced"""
+    jwt_key: OwnFile = None
+    """public keys, or secret of HS256, that tokens are verified with"""
+    jwt_algorithm: Literal["EdDSA", "ES256", "RS256", "HS256"] = "EdDSA"
+    """the one algorithm of tokens that is taken"""
+    jwt_audience: Text = None
+    """whom tokens must be for"""
+    jwt_issuer: Text = None
+    """who tokens must be from; default: whoever has the key"""
+    audit_log: Annotated[OwnPath | None, "PATH"] = None
+    """file that says who did what; default: none"""
+    audit_reads: bool = False
+    """write down lookups and gets that went well, too"""
+    encryption_keys: OwnFile = None
+    """file of keys to encrypt disk and Redis with, as kvstore keys writes it"""
+    secret_file: SecretFile = None
+    """file whose bytes salt the namespaces; default: none, so that whoever knows a model and a
+    prompt can name their chunks"""
+    insecure: bool = False
+    """allow other hosts to connect without TLS and authentication"""
+    open_pages: bool = False
+    """allow other hosts to read --http and --health, in plain text"""
+    http_tls: bool = False
+    """serve --http over TLS, to admins alone where it is open to other hosts"""
 
     # --- blending
-    blend_contents: Annotated[int, "N"] = Field(
-        default=1 << 18, ge=0, description="contents that blending finds chunks by; 0: none"
-    )
-    blend_agreement: Share = Field(
-        default=_GATES.min_agreement,
-        description="share of tokens that full prefill would choose too, where its choice is "
-        "clear, for a gate to be open",
-    )
-    blend_divergence: Annotated[float, "NATS"] = Field(
-        default=_GATES.max_divergence,
-        gt=0.0,
-        lt=100.0,
-        description="KL a token from full prefill, at most, for a gate to be open",
-    )
+    blend_contents: Annotated[int, Field(ge=0), "N"] = 1 << 18
+    """contents that blending finds chunks by; 0: none"""
+    blend_agreement: Share = _GATES.min_agreement
+    """share of tokens that full prefill would choose too, where its choice is clear, for a gate to
+    be open"""
+    blend_divergence: Annotated[float, Field(gt=0.0, lt=100.0), "NATS"] = _GATES.max_divergence
+    """KL a token from full prefill, at most, for a gate to be open"""
 
     # --- limits
-    max_frame_bytes: Size = Field(
-        default=256 * MIB,
-        ge=64 * KIB,
-        le=MAX_FRAME_BYTES,
-        description="largest chunk that is taken",
-    )
-    max_sessions: Count = Field(default=1024, description="sessions open at once")
-    lease_ttl_ms: Millis = Field(default=30_000, description="a lease ends after this")
-    default_deadline_ms: Millis = Field(
-        default=2000, description="deadline of calls that name none"
-    )
-    workers: Workers = Field(default=32, description="threads that answer requests")
+    max_frame_bytes: Annotated[Size, Field(ge=64 * KIB, le=MAX_FRAME_BYTES)] = 256 * MIB
+    """largest chunk that is taken"""
+    max_sessions: Count = 1024
+    """sessions open at once"""
+    lease_ttl_ms: Millis = 30_000
+    """a lease ends after this"""
+    default_deadline_ms: Millis = 2000
+    """deadline of calls that name none"""
+    workers: Workers = 32
+    """threads that answer requests"""
 
-    limits: Annotated[Limits, "NAME=VALUE"] = Field(
-        default=Limits(),
-        description="limits that hardly anybody has to change, with commas between them",
-    )
+    limits: Annotated[Limits, "NAME=VALUE"] = Limits()
+    """limits that hardly anybody has to change, with commas between them"""
 
     # --- logs
-    log_format: Literal["console", "json"] = Field(
-        default="console", description="how logs are written"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level that is logged"
-    )
-    tracing_endpoint: Collector = Field(
-        default=None,
-        description="OpenTelemetry collector that spans go to, over gRPC, such as"
-        " http://127.0.0.1:4317; https for TLS; default: none",
-    )
-    tracing_share: Share = Field(
-        default=0.01,
-        description="share of calls that are traced, of those whose caller does not trace them",
-    )
+    log_format: Literal["console", "json"] = "console"
+    """how logs are written"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least level that is logged"""
+    tracing_endpoint: Collector = None
+    """OpenTelemetry collector that spans go to, over gRPC, such as http://127.0.0.1:4317; https for
+    TLS; default: none"""
+    tracing_share: Share = 0.01
+    """share of calls that are traced, of those whose caller does not trace them"""
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
@@ -428,7 +336,7 @@ class Settings(BaseModel):
         return None if self.health == "off" else parse_endpoint(self.health)
 
     @property
-    def asks_who_calls(self) -> bool:
+    def authenticates_callers(self) -> bool:
         """Whether callers have to say who they are."""
         return any((self.auth_keys, self.jwt_key, self.tls_client_ca))
 
@@ -501,8 +409,4 @@ def load_config(argv: Sequence[str]) -> Settings:
 
 def load_with_origins(argv: Sequence[str]) -> tuple[Settings, dict[str, str]]:
     """Like ``load_config``, and say where each setting that is not a default came from."""
-    values, origins = given_settings(Settings.model_fields, argv, BY_NAME)
-    try:
-        return Settings.model_validate(values), origins
-    except ValidationError as error:
-        raise refusal(error, values, origins, Settings.model_fields) from None
+    return load(Settings, argv, SPLIT)

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.tiers.redis_url import parse_redis_url
 
 KIB, MIB, GIB, TIB = (1 << 10 * power for power in (1, 2, 3, 4))
 MIN_TIER_BYTES = 4 * MIB
@@ -132,15 +131,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def is_redis_url(url: str) -> bool:
-    """Whether *url* names a Redis, its Sentinels or some nodes of a Redis Cluster."""
-    try:
-        parse_redis_url(url)
-    except InvalidRequestError:
-        return False
-    return True
-
-
 def absolute(path: Path) -> Path:
     """Return *path* with the home folder and the working folder filled in."""
     return path.expanduser().absolute()
@@ -188,7 +178,6 @@ def _address_or_off(value: str) -> str:
 
 
 def _event_address(value: str) -> str:
-    """Check an address of published events: host:port, ipc:PATH or off."""
     if not value.startswith("ipc:"):
         return _address_or_off(value)
     path = value.removeprefix("ipc:")
@@ -208,9 +197,7 @@ def _socket_path(value: str) -> str:
     return path
 
 
-def _collector(url: str | None) -> str | None:
-    if url is None:
-        return None
+def _collector(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or parts.path.strip("/") or "@" in parts.netloc:
         raise ValueError("give http://host:port, or https://host:port for TLS")
@@ -218,7 +205,8 @@ def _collector(url: str | None) -> str | None:
     return url
 
 
-def _bound_size(size_bytes: int) -> int:
+def _size(value: object) -> int:
+    size_bytes = parse_size(value)
     if size_bytes > MAX_SIZE_BYTES:
         raise ValueError(f"give at most {format_size(MAX_SIZE_BYTES)}")
     return size_bytes
@@ -230,40 +218,37 @@ def _tier_size(size_bytes: int) -> int:
     return size_bytes
 
 
-def _readable(path: Path | None) -> Path | None:
-    if path is None:
-        return None
+def _readable(path: Path) -> Path:
     path = absolute(path)
     if not (path.is_file() and os.access(path, os.R_OK)):
         raise ValueError("name a file that this user can read")
     return path
 
 
-def _password_file(path: Path | None) -> Path | None:
-    if path is not None:
-        read_password(path)
+def _password_file(path: Path) -> Path:
+    read_password(path)
     return path
 
 
-def _secret_file(path: Path | None) -> Path | None:
-    if path is not None and path.stat().st_size < MIN_SECRET_BYTES:
+def _secret_file(path: Path) -> Path:
+    if path.stat().st_size < MIN_SECRET_BYTES:
         raise ValueError(f"put at least {MIN_SECRET_BYTES} random bytes into it")
     return path
 
 
-def _folder(path: Path | None) -> Path | None:
-    if path is not None and not path.is_dir():
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
         raise ValueError("name a folder that exists")
-    return None if path is None else absolute(path)
+    return absolute(path)
 
 
 def _off(value: object) -> object:
     return "off" if value is False else value  # what YAML makes of a bare off
 
 
-def _names(value: object) -> object:
+def split_names(value: object) -> object:
     """Split text at its commas; nothing is left of ``off``."""
-    if value is False or value == "off":
+    if _off(value) == "off":
         return None
     if not isinstance(value, str):
         return value
@@ -283,7 +268,7 @@ def _peers(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 # The text at the end of each is what --help calls the value.
-Size = Annotated[int, BeforeValidator(parse_size), AfterValidator(_bound_size), "SIZE"]
+Size = Annotated[int, BeforeValidator(_size), "SIZE"]
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Workers = Annotated[int, Field(ge=1, le=1024), "N"]
@@ -295,13 +280,14 @@ Listen = Annotated[str, BeforeValidator(_off), AfterValidator(_address), "HOST:P
 Endpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_address_or_off), "HOST:PORT"]
 EventEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_event_address), "HOST:PORT"]
 SocketPath = Annotated[str, BeforeValidator(_off), AfterValidator(_socket_path), "PATH"]
-Collector = Annotated[str | None, AfterValidator(_collector), "URL"]
+Collector = Annotated[Annotated[str, AfterValidator(_collector)] | None, "URL"]
 OwnPath = Annotated[Path, AfterValidator(absolute), "PATH"]
-OwnFile = Annotated[Path | None, AfterValidator(_readable), "PATH"]
-PasswordFile = Annotated[OwnFile, AfterValidator(_password_file), "PATH"]
-SecretFile = Annotated[OwnFile, AfterValidator(_secret_file), "PATH"]
-Folder = Annotated[Path | None, AfterValidator(_folder), "PATH"]
-ScrubTiers = Annotated[tuple[TierName, ...], BeforeValidator(_names), "NAMES"]
+ReadableFile = Annotated[Path, AfterValidator(_readable)]
+OwnFile = Annotated[ReadableFile | None, "PATH"]
+PasswordFile = Annotated[Annotated[ReadableFile, AfterValidator(_password_file)] | None, "PATH"]
+SecretFile = Annotated[Annotated[ReadableFile, AfterValidator(_secret_file)] | None, "PATH"]
+Folder = Annotated[Annotated[Path, AfterValidator(_folder)] | None, "PATH"]
+ScrubTiers = Annotated[tuple[TierName, ...], BeforeValidator(split_names), "NAMES"]
 Peers = Annotated[
-    tuple[str, ...] | None, BeforeValidator(_names), AfterValidator(_peers), "HOST:PORT"
+    tuple[str, ...] | None, BeforeValidator(split_names), AfterValidator(_peers), "HOST:PORT"
 ]

@@ -67,8 +67,9 @@ class _Placed:
     header: FrameHeader
     offset: int
 
+    @property
     def at(self) -> FrameAt:
-        """Return where in the arena it goes."""
+        """Where in the arena it goes."""
         return FrameAt(cast("SlabPlace", self.ticket.reservation.place).offset, self.header, 0)
 
 
@@ -104,7 +105,7 @@ class DevicePuts:
             raise InvalidRequestError("ring", size_bytes, f"at most {MAX_RING_BYTES} bytes")
         ring = _Ring(device.import_memory(exported, size_bytes))
         with self._lock:
-            is_late = session.is_closed  # its end was told already
+            is_late = session.is_closed  # its ring would never be released
             is_second = session.session_id in self._rings
             if not is_late and not is_second:
                 self._rings[session.session_id] = ring
@@ -160,10 +161,8 @@ class DevicePuts:
     ) -> list[PutResult]:
         """Copy frames out of the ring of *session* and make visible those that prove right.
 
-        *event* is the handle of what is over once the ring is written.
-
-        Nothing is reserved, and nothing waits on the device, before the client's event is over:
-        one that never is holds up nobody else. Raises DeadlineError when it is late.
+        *event* is the handle of what is over once the ring is written. Nothing is reserved, and
+        nothing waits on the device, before it is over. Raises DeadlineError when it is late.
         """
         if self._store.writes.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
@@ -198,33 +197,30 @@ class DevicePuts:
         deadline: float,
         hints: Hints,
     ) -> list[PutResult]:
-        results: list[PutResult | None] = []
-        placed: deque[_Placed] = deque()
+        results: list[PutResult] = []
+        placed: deque[tuple[int, _Placed]] = deque()
         try:
             for header, offset in frames:
                 info = header.info()
                 ticket = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
-                if isinstance(ticket, PutResult):
-                    results.append(ticket)
-                else:
-                    results.append(None)
-                    placed.append(_Placed(ticket, header, offset))
-            sums = iter(self._copied(ring, placed))
-            for at, result in enumerate(results):
-                if result is None:
-                    one = placed.popleft()
-                    results[at] = self._commit(one, next(sums))
+                if isinstance(ticket, PutTicket):
+                    placed.append((len(results), _Placed(ticket, header, offset)))
+                    ticket = PutResult(PutOutcome.pending)
+                results.append(ticket)
+            for found in self._copied(ring, [one for _, one in placed]):
+                at, one = placed.popleft()
+                results[at] = self._commit(one, found)
         finally:
-            for one in placed:
+            for _, one in placed:
                 self._reservations.discard(one.ticket)
-        return [result for result in results if result is not None]
+        return results
 
     def _copied(self, ring: Imported, placed: Sequence[_Placed]) -> list[list[int]]:
         """Copy frames to their room; return the sums of what is there then."""
         if not placed:
             return []
         heads = [np.frombuffer(bytearray(pack_header(one.header)), np.uint8) for one in placed]
-        frames = [one.at() for one in placed]
+        frames = [one.at for one in placed]
         stream, begun = self._stream, list[Sums]()
 
         def work() -> bool:

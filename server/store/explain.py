@@ -13,18 +13,11 @@ from typing import NamedTuple, TypeAlias
 from kvstore.proto.errors import printable
 from kvstore.proto.messages import REFUSED
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Match, Namespace
-from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.known_models import (
-    FieldDifference,
-    ModelNamespace,
-    ModelRegistry,
-    nearest,
-)
+from kvstore.server.index.known_models import FieldDifference, ModelNamespace, nearest
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
-from kvstore.server.telemetry.outcomes import Fate, Outcome, Outcomes
-from kvstore.server.tiering.admission import StateAdmission
-from kvstore.server.tiering.tier_slot import TierSlot
+from kvstore.server.store.store import Store
+from kvstore.server.telemetry.outcomes import Fate, Outcome
 
 MAX_SIMILAR = 3
 """Other Representations that an answer names."""
@@ -45,7 +38,7 @@ MAX_REASONS = 4
 MAX_REASON_CHARS = 240
 """Of one of them; a longer one is cut."""
 
-_MAX_TOLD = 4
+_MAX_NAMED = 4
 """Fields in which two identities differ, named for each chunk."""
 
 Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
@@ -83,9 +76,9 @@ class Reason:
 class SimilarModel:
     """Another Representation with chunks: in what it differs, and whether it has these tokens."""
 
+    chunks: int
     space: ModelNamespace
     differing: Sequence[FieldDifference]
-    chunks: int
     has_tokens: bool
 
 
@@ -128,7 +121,7 @@ class MissLog:
         self._lock = threading.Lock()
 
     def note(self, session: Session, asked: int, match: Match, facts: ChunkFacts) -> None:
-        """Take note of a lookup that found less than it asked for."""
+        """Take note of a lookup that found less than *asked* chunks."""
         miss = LoggedMiss(self._clock(), session, facts, asked, match.ready, match.pending)
         with self._lock:
             self._misses.append(miss)
@@ -138,15 +131,11 @@ class MissLog:
 
         A heartbeat may not fail for it: the session would end.
         """
-        reasons = (pair for pair in counts.items() if pair[0].startswith(REFUSED))
-        named = (
-            pair
-            for pair in counts.items()
-            if len(pair[0]) <= MAX_NAME_CHARS and not pair[0].startswith(REFUSED)
-        )
+        reasons = {name for name in counts if name.startswith(REFUSED)}
+        named = (n for n in counts if len(n) <= MAX_NAME_CHARS and n not in reasons)
         fit = nsmallest(MAX_REASONS, reasons)
         fit += nsmallest(MAX_COUNTS - len(fit), named)
-        kept = {_kept(name): count for name, count in fit}
+        kept = {_cut(name): counts[name] for name in fit}
         if not kept:
             return
         with self._lock:
@@ -168,27 +157,16 @@ class MissLog:
 
 
 class Explainer:
-    """Explains to who asks. *sources* are the slots in the order in which they are read.
+    """Explains the chunks of *store*. Thread-safe; *clock* is that of the catalog's outcomes."""
 
-    *states* says whose state was turned away, *spaces* are those of earlier sessions.
-    Thread-safe; *clock* is that of *outcomes*. Costs nothing until it is asked but memory.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        sources: Sequence[TierSlot],
-        outcomes: Outcomes,
-        clock: Callable[[], float],
-        states: StateAdmission | None = None,
-        spaces: ModelRegistry | None = None,
-    ) -> None:
-        self._states = states
-        self._catalog = catalog
-        self._slots = {slot.name: slot for slot in sources}
-        self._outcomes = outcomes
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._states = store.states
+        self._catalog = store.catalog
+        self._slots = {slot.name: slot for slot in store.tiers.sources}
+        """In the order in which they are read."""
         self._clock = clock
-        self.spaces = ModelRegistry() if spaces is None else spaces
+        self.spaces = store.spaces
+        """Those of earlier sessions too."""
         self.log = MissLog(clock)
 
     def record_lookup(
@@ -204,9 +182,8 @@ class Explainer:
         """Say of each of a prompt's chunks, all of *space*, why it is a hit or none."""
         others = self.others(space)
         reasons = [self.reason(self.facts(key, least), others) for key in keys]
-        absent = [at for at, one in enumerate(reasons) if one.state != "ready"]
-        first = absent[0] if absent else len(keys)
-        hits = min(first, self._usable(keys, least))
+        first = next((at for at, one in enumerate(reasons) if one.state != "ready"), len(keys))
+        hits = min(first, len(self._catalog.held([next(iter(self._slots))], keys, least)[0]))
         for at in range(hits, first):
             text = "here, but no prefix that ends here or further has all that the model needs"
             if self._states is not None and self._states.has_turned_away(keys[at]):
@@ -216,10 +193,7 @@ class Explainer:
             if reasons[at].state == "ready":
                 text = f"here, but chunk {first} before it is not"
                 reasons[at] = replace(reasons[at], state="behind", text=text)
-        return Explanation(hits, reasons, self._similar(others, keys) if absent else ())
-
-    def _usable(self, keys: Sequence[ChunkKey], least: Fidelity) -> int:
-        return len(self._catalog.held([next(iter(self._slots))], keys, least)[0])
+        return Explanation(hits, reasons, self._similar(others, keys) if first < len(keys) else ())
 
     def others(self, space: Namespace) -> Others:
         """Return the other spaces of its tenant, those that differ least first."""
@@ -245,7 +219,7 @@ class Explainer:
             return replace(found, state="no_end", text=text)
         if found.state == "unknown":
             named = self._elsewhere(miss.key, others)
-            found = found if named is None else named
+            found = named or found
         if self.reason(self.facts(miss.key), ()).state != "ready":
             return found
         return replace(found, text=f"{found.text}; stored since")
@@ -253,12 +227,12 @@ class Explainer:
     def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> ChunkFacts:
         """Return what is known of a chunk now, in some microseconds."""
         seen = self._catalog.queries.status(key)
-        outcome = None if seen.copies else self._outcomes.of(key)
-        down = {}
-        for name in seen.copies:
-            slot = self._slots.get(name)
-            if slot is not None and slot.breaker.is_open:
-                down[name] = slot.breaker.reason
+        outcome = None if seen.copies else self._catalog.outcomes.of(key)
+        down = {
+            name: slot.breaker.reason
+            for name, slot in self._slots.items()
+            if name in seen.copies and slot.breaker.is_open
+        }
         return ChunkFacts(key, least, self._clock(), seen, outcome, down)
 
     def reason(self, facts: ChunkFacts, others: Others, ago: str = "ago") -> Reason:
@@ -276,7 +250,10 @@ class Explainer:
             return Reason(key, "pending", "announced: a session is about to put it")
         if outcome is not None:
             passed_s = max(0.0, facts.at_s - outcome.at_s)
-            return Reason(key, outcome.fate.value, _told(outcome, f"{passed_s:.0f} s {ago}"))
+            where = f" from {outcome.tier}" if outcome.tier else ""
+            text = _SENTENCES[outcome.fate].format(where=where, ago=f"{passed_s:.0f} s {ago}")
+            text += f": {outcome.detail}" if outcome.detail else ""
+            return Reason(key, outcome.fate.value, text)
         named = self._elsewhere(key, others)
         if named is not None:
             return named
@@ -307,42 +284,29 @@ class Explainer:
         ]
         found.sort(key=lambda one: not one[2])
         # Counting goes through the whole index, so few are counted.
-        counted = [
-            SimilarModel(
-                other, differing, self._catalog.queries.count_in(other.namespace), has_tokens
-            )
-            for other, differing, has_tokens in found[:_COUNTED]
-        ]
-        return [similar for similar in counted if similar.chunks][:MAX_SIMILAR]
+        count_in = self._catalog.queries.count_in
+        counted = [(count_in(one[0].namespace), *one) for one in found[:_COUNTED]]
+        return [SimilarModel(*one) for one in counted if one[0]][:MAX_SIMILAR]
 
     def _elsewhere(self, key: ChunkKey, others: Others) -> Reason | None:
         """Return the reason of a chunk that one of *others* has; None where none has it."""
         named = next((differing for other, differing in others if self._has(other, key)), None)
         if named is None:
             return None
-        return Reason(key, "other_identity", f"stored under another identity: {_said(named)}")
+        parts = [f"{d.field}: {d.stored} stored, {d.asked} asked" for d in named[:_MAX_NAMED]]
+        if len(named) > _MAX_NAMED:
+            parts.append(f"{len(named) - _MAX_NAMED} more")
+        return Reason(key, "other_identity", "stored under another identity: " + "; ".join(parts))
 
     def _has(self, space: ModelNamespace, key: ChunkKey) -> bool:
         """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
 
 
-def _kept(name: str) -> str:
+def _cut(name: str) -> str:
     if len(name) > MAX_REASON_CHARS:
         name = f"{name[: MAX_REASON_CHARS - 3]}..."
     return printable(name)
-
-
-def _told(outcome: Outcome, ago: str) -> str:
-    where = f" from {outcome.tier}" if outcome.tier else ""
-    detail = f": {outcome.detail}" if outcome.detail else ""
-    return f"{_SENTENCES[outcome.fate].format(where=where, ago=ago)}{detail}"
-
-
-def _said(differing: Sequence[FieldDifference]) -> str:
-    told = [f"{one.field}: {one.stored} stored, {one.asked} asked" for one in differing[:_MAX_TOLD]]
-    more = [f"{len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else []
-    return "; ".join(told + more)
 
 
 _SENTENCES = {

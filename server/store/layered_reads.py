@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvstore.codecs.row_cut import cut_rows, kept_rows
 from kvstore.proto.buffers import Bytes, checksum
@@ -38,7 +38,7 @@ from kvstore.tiers.base import Reservation
 READ_AHEAD_CHUNKS = 8
 """Chunks whose headers are read before their turn."""
 READ_AHEAD_SEGMENTS = 32
-"""Segments that are read before the reader asks for them."""
+"""Segments that are read before their turn."""
 
 _numbers = count()
 
@@ -63,11 +63,6 @@ class StreamingLoad:
         self._running = 0
         self._is_closed = False
         self._lock = threading.Lock()  # guards the three above
-
-    @staticmethod
-    def is_possible(stored: ChunkInfo) -> bool:
-        """Whether the stored copy has the bytes that CPU memory is to have."""
-        return stored.codec_id == 0 and stored.size_bytes == raw_frame_bytes(stored.layout)
 
     def submit(self, segment: int | None) -> Ticket | None:
         """Queue a read, of the header for None; None when the queue is full."""
@@ -190,11 +185,8 @@ class _Source:
     """The rows that are sent; None: all."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    tier: str
-    ticket: Ticket | None
-    load: StreamingLoad | None
+_Opening: TypeAlias = tuple[str, Ticket | None, StreamingLoad | None]
+"""A tier, what brings the header in reach, and what reads on; of a chunk in CPU memory neither."""
 
 
 class LayerwiseRead:
@@ -268,31 +260,28 @@ class LayerwiseRead:
         if slot is None:
             return None
         if slot is moves.tiers.cpu:
-            return _Opening(slot.name, None, None)
+            return slot.name, None, None
         load, copy = None, copies[slot.name]
-        if slot.tier.reads_parts and StreamingLoad.is_possible(copy):
+        is_raw = copy.codec_id == 0 and copy.size_bytes == raw_frame_bytes(copy.layout)
+        if is_raw and slot.tier.reads_parts:
             load = StreamingLoad(self._reads, slot, copy)
             self._loads.append(load)
             ticket = load.submit(None)
         else:
             ticket = self._reads.load(key, slot)
-        return None if ticket is None else _Opening(slot.name, ticket, load)
+        return None if ticket is None else (slot.name, ticket, load)
 
     def _opened(self, index: int, key: ChunkKey, opening: _Opening | None) -> _Source | None:
-        if opening is None or not self._is_done(opening.ticket):
+        if opening is None or not self._is_done(opening[1]):
             return None
-        if opening.load is not None:
-            load = opening.load
-            if load.header.layout.segment_count != len(self._order):
-                return None
-            return _Source(index, opening.tier, load.header, load.frame, load)
-        frame = self._moves.tiers.cpu_tier.peek(key)
-        header = None if frame is None else parse_header(frame)
-        if frame is None or header is None or header.fidelity < self._least:
+        tier, _, load = opening
+        frame = load.frame if load is not None else self._moves.tiers.cpu_tier.peek(key)
+        if frame is None:
             return None
-        if header.layout.segment_count != len(self._order):
-            return None  # without what is of its end
-        return _Source(index, opening.tier, header, frame, None)
+        header = load.header if load is not None else parse_header(frame)
+        if header.fidelity < self._least or header.layout.segment_count != len(self._order):
+            return None  # too lossy, or without what is of its end
+        return _Source(index, tier, header, frame, load)
 
     def _is_done(self, ticket: Ticket | None) -> bool:
         """Wait for a read; False when it failed or is late."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import partial
 from itertools import islice
 from typing import Protocol, cast
@@ -12,10 +13,12 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
-from kvstore.server.index.results import LeaseTerms, Leasing, PrefixMatch
+from kvstore.server.index.catalog import PrefixMatch
+from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import PlanQuestion, plan_loads
 from kvstore.server.tiering.admission import StateAdmission, Trigger
@@ -31,26 +34,41 @@ MAX_SHARED_CHUNKS = 1 << 18
 
 PEERS_SHARE = 0.25
 """Of a lookup's time, that peers have to answer."""
-ASKING = 4
-"""Lookups that ask peers themselves at a time; a queue does it for others."""
+MAX_PEER_QUERIES = 4
+"""Lookups that query peers themselves at a time; a queue does it for others."""
 MOST_WAITING = 0.1
-"""How full that queue may be for a lookup to add a question."""
+"""How full that queue may be for a lookup to add a query."""
 
 LEARNT_AT_ONCE = 1024
 """Chunks of a shared tier's list, as the start goes through it."""
 
 PROBE_CHUNKS = 16
-"""Asked for first; when a shared tier has them it is asked for the rest."""
+"""Queried first; when a shared tier has them, the rest."""
+
+
+class Leasing(IntEnum):
+    """Whether a lookup leases what is ready, and if so, for which kind of get."""
+
+    no = 0
+    whole = 1
+    """Of whole frames: those on lower tiers are loaded ahead."""
+    ranged = 2
+    """Of ranges of stored frames: nothing is loaded ahead."""
+
+    @classmethod
+    def of(cls, request: pb.LookupRequest) -> Leasing:
+        """Return what *request* asks for."""
+        if not request.lease:
+            return cls.no
+        return cls.ranged if request.ranges else cls.whole
 
 
 class NegativeCache:
-    """Remembers for a moment which chunk a shared tier did not have, so that nobody asks again.
+    """Remembers for a moment which chunk a shared tier did not have: it is not queried again.
 
     A scheduler looks a waiting prompt up at every step, and so does each rank of an engine. A
-    chain ends at its first missing chunk, so one key stands for all that was asked behind it.
-    What another node puts meanwhile is a miss until the entry ends, never a wrong answer; what
-    this node puts is in the index, where nobody asks. The oldest entries go first, by their time
-    or by the limit. Thread-safe; *clock* returns monotonic seconds.
+    chain ends at its first missing chunk, so one key stands for all behind it. What another node
+    puts meanwhile is a miss until the entry ends. Thread-safe; *clock* returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -60,7 +78,7 @@ class NegativeCache:
         self._lock = threading.Lock()
 
     def note(self, key: ChunkKey) -> None:
-        """Take note that *key* was asked for and is not there."""
+        """*key* is not there."""
         with self._lock:
             self._until.pop(key, None)
             if len(self._until) >= MAX_NEGATIVE_KEYS:
@@ -90,13 +108,19 @@ class RemoteHints(Protocol):
 
 
 class Lookup:
-    """Says what can be read and how long that takes. Thread-safe.
+    """Finds what can be read and how long that takes. Thread-safe.
 
-    Every ``deadline`` is a point on the clock of *moves*. Questions to a shared tier wait in
-    its ``ask-TIER`` queue, and those to peers when many ask at once.
+    Every ``deadline`` is a point on the clock of *moves*. Queries of a shared tier wait in its
+    ``ask-TIER`` queue, and those of peers when there are many at once.
     """
 
-    def __init__(self, moves: Moves, lease_ttl_ms: int, prefetch: Prefetch | None = None) -> None:
+    def __init__(
+        self,
+        moves: Moves,
+        lease_ttl_ms: int,
+        prefetch: Prefetch | None = None,
+        states: StateAdmission | None = None,
+    ) -> None:
         self._catalog = moves.catalog
         self._counters = moves.counters
         self._work_queue = moves.work_queue
@@ -106,13 +130,12 @@ class Lookup:
         self._prefetch = prefetch or Prefetch(moves, 0)
         lower = moves.tiers.lower
         self._watching = [s for s in lower if moves.placement.admits_on_lookup(s)]
-        self._names = tuple(slot.name for slot in moves.tiers.sources)
-        self.shared = [slot for slot in moves.tiers.lower if slot.tier.shared]
+        self._names = tuple(slot.name for slot in self._sources)
+        self._shared = [slot for slot in lower if slot.tier.shared]
         self._peers = moves.tiers.remote
-        self._asking = threading.BoundedSemaphore(ASKING)
+        self._peer_queries = threading.BoundedSemaphore(MAX_PEER_QUERIES)
         self._negative = NegativeCache(moves.clock)
-        self.states: StateAdmission | None = None
-        """Who is told where prompts part, for models with states."""
+        self._states = states
 
     def lookup(
         self,
@@ -121,15 +144,14 @@ class Lookup:
         deadline: float,
         *,
         lease: bool | Leasing,
-        min_fidelity: Fidelity,
+        min_fidelity: Fidelity = Fidelity.exact,
         engine: EngineTerms | None = None,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read, and lease it if asked to.
-
-        With *engine* the answer has a plan.
+        """Find the longest prefix of *keys* that can be read. With *lease* it is leased, with
+        *engine* the answer has a plan.
         """
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
-        if self.shared or self._peers is not None:
+        if self._shared or self._peers is not None:
             found = self._match(keys, min_fidelity)
             found = self._with_shared(keys, min_fidelity, found, deadline)
             lease_id, ready = self._grant(keys[: len(found.sources)], terms)
@@ -140,8 +162,8 @@ class Lookup:
         self._counters.add("lookup_chunks", len(keys))
         self._counters.add("lookup_ready_chunks", ready)
         self._counters.finds.note(session.tenant, len(keys), found.sources[:ready], self._names)
-        if found.shared and self.states is not None:
-            self.states.parted(keys[found.shared - 1])
+        if found.shared and self._states is not None:
+            self._states.parted(keys[found.shared - 1])
         if found.evicted:
             self._counters.add("lookup_ghost_chunks", found.evicted)
         self._after(keys[:ready])
@@ -169,7 +191,7 @@ class Lookup:
         return self.lookup(session, keys, deadline, lease=False, min_fidelity=least).ready
 
     def _after(self, keys: Sequence[ChunkKey]) -> None:
-        """Copy what was asked for again to tiers whose admission looks for that."""
+        """Copy what is looked up again to tiers whose admission waits for that."""
         for slot in self._watching:
             for key in self._catalog.queries.asked_again(keys, slot.name):
                 placement = self._moves.placement
@@ -233,12 +255,11 @@ class Lookup:
     def _with_shared(
         self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: PrefixMatch, deadline: float
     ) -> PrefixMatch:
-        """Ask shared tiers how the chain goes on: for a few chunks, then for all if they are there.
+        """Query shared tiers how the chain goes on: a few chunks, then all if they are there.
 
         Most chains that we do not know nobody knows, and a few chunks are a quick question. Peers
-        are asked once, at the same time as the first of these: for all, as they answer quickly.
+        are queried once, at the same time as the first of these: for all, as they answer quickly.
         """
-        is_first = True
         for count in (PROBE_CHUNKS, len(keys)):
             missing = found.first_missing
             if missing >= len(keys):
@@ -247,11 +268,8 @@ class Lookup:
                 self._counters.add("spared_questions")
                 break
             end = min(missing + count, len(keys))
-            tickets = self._begin_shared(keys[found.known : end])
-            heard = self._ask_peers(keys[found.known :], deadline) if is_first else False
-            is_first = False
-            news, all_answered = self._end_shared(tickets, deadline)
-            news, all_answered = news or bool(heard), all_answered and heard is not None
+            peer_keys = keys[found.known :] if count == PROBE_CHUNKS else ()
+            news, all_answered = self.query_shared(keys[found.known : end], deadline, peer_keys)
             if news:
                 found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
@@ -260,22 +278,26 @@ class Lookup:
                 break
         return found
 
-    def _ask_peers(self, keys: Sequence[ChunkKey], deadline: float) -> bool | None:
+    def _query_peers(self, keys: Sequence[ChunkKey], deadline: float) -> bool | None:
         """Return whether peers have any; None when they did not answer in their share of time.
 
-        Who wants to know asks himself while few do: to have it done takes 0.1 ms more.
+        In this thread while few do: to have it done takes 0.1 ms more.
         """
-        if self._peers is None:
+        slot, now, news = self._peers, self._moves.clock(), False
+        if slot is None:
             return False
-        now = self._moves.clock()
         until = now + PEERS_SHARE * (deadline - now)
         try:
-            if not self._asking.acquire(blocking=False):
-                return self._have_peers_asked(self._peers, keys, until)
-            try:
-                news = self._find(self._peers, keys, until)
-            finally:
-                self._asking.release()
+            if self._peer_queries.acquire(blocking=False):
+                try:
+                    news = self._find(slot, keys, until)
+                finally:
+                    self._peer_queries.release()
+            elif self._work_queue.fullness(f"ask-{slot.name}") <= MOST_WAITING:
+                ticket = self._submit(slot, keys)
+                return None if ticket is None else bool(self._work_queue.wait(ticket, until))
+            else:
+                return False
         except KVStoreError:
             self._counters.add("unanswered_lookups")
             return None
@@ -284,35 +306,23 @@ class Lookup:
             return None
         return news
 
-    def _have_peers_asked(
-        self, slot: TierSlot, keys: Sequence[ChunkKey], until: float
-    ) -> bool | None:
-        queue = f"ask-{slot.name}"
-        if self._work_queue.fullness(queue) > MOST_WAITING:
-            return False
-        asked = self._work_queue.submit(queue, b"".join(keys), partial(self._find, slot, keys))
-        return False if asked is None else bool(self._work_queue.wait(asked, until))
+    def _submit(self, slot: TierSlot, keys: Sequence[ChunkKey]) -> Ticket | None:
+        """Query a tier in its queue; None for one that is left alone or whose queue is full."""
+        if slot.breaker.is_open:
+            return None
+        work = partial(self._find, slot, keys)
+        return self._work_queue.submit(f"ask-{slot.name}", b"".join(keys), work)
 
-    def query_shared(self, keys: Sequence[ChunkKey], deadline: float) -> tuple[bool, bool]:
-        """Learn from shared tiers which of *keys* others put there.
+    def query_shared(
+        self, keys: Sequence[ChunkKey], deadline: float, peer_keys: Sequence[ChunkKey] = ()
+    ) -> tuple[bool, bool]:
+        """Learn from shared tiers which of *keys* others put there, and from peers meanwhile.
 
         Return whether there is any, and whether every tier has answered.
         """
-        return self._end_shared(self._begin_shared(keys), deadline)
-
-    def _begin_shared(self, keys: Sequence[ChunkKey]) -> list[Ticket | None]:
-        """Have all shared tiers asked; None for one that is left alone or asked too much."""
-        return [
-            None
-            if slot.breaker.is_open
-            else self._work_queue.submit(
-                f"ask-{slot.name}", b"".join(keys), partial(self._find, slot, keys)
-            )
-            for slot in self.shared
-        ]
-
-    def _end_shared(self, tickets: Sequence[Ticket | None], deadline: float) -> tuple[bool, bool]:
-        news, all_answered = False, True
+        tickets = [self._submit(slot, keys) for slot in self._shared]
+        from_peers = self._query_peers(peer_keys, deadline) if peer_keys else False
+        news, all_answered = bool(from_peers), from_peers is not None
         for ticket in tickets:
             answer = None
             try:
@@ -338,10 +348,10 @@ class Lookup:
         infos = [info for info in found if info is not None and info.key not in orphans]
         if infos:
             self._learn(slot, infos)
-        return bool(infos)  # known by now or not, the caller asked because it did not know them
+        return bool(infos)  # known by now or not: they were not known before the query
 
     def drop_remote_hints(self, *, everything: bool = False) -> None:
-        """Drop from the index what was heard of peers and is not to be counted on any more."""
+        """Drop from the index what peers reported and is not to be counted on any more."""
         if self._peers is not None:
             tier, catalog = self._peers.tier, self._catalog
             for key in cast("RemoteHints", tier).stale(everything=everything):
@@ -351,12 +361,11 @@ class Lookup:
                     tier.delete(key)
 
     def learn_in_background(self) -> None:
-        """Index what shared tiers hold at the start: it counts against our share of them.
+        """Index what shared tiers hold at the start: what the index does not know is never evicted.
 
-        What the index does not know could never be evicted to make room. In the background, as
-        a tier may be far away, or down.
+        In the background, as a tier may be far away, or down.
         """
-        for slot in self.shared:
+        for slot in self._shared:
             self._work_queue.submit(f"ask-{slot.name}", b"scan", partial(self._learn_all, slot))
 
     def _learn_all(self, slot: TierSlot) -> bool:

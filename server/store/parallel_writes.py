@@ -42,7 +42,6 @@ from kvstore.server.store.reservations import (
     Reservations,
 )
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.tiers.cpu import CpuTier
 
 UNFINISHED_PERCENT = 25
 """Of CPU memory: rooms of partial chunks, and what streams bring on its way into them."""
@@ -55,20 +54,6 @@ _RAW = RawCodec()
 
 Claim: TypeAlias = "list[NDArray[np.bool_]]"
 """Which tiles a writer fills: for each extent of its shard, (layers, heads)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartialChunkLimits:
-    """Bounds of partial chunks: bytes, number, and seconds until one is dropped."""
-
-    limit_bytes: int
-    chunks: int = MAX_UNFINISHED_CHUNKS
-    unfinished_s: float = UNFINISHED_S
-
-    @classmethod
-    def of(cls, tier: CpuTier, unfinished_s: float) -> PartialChunkLimits:
-        """Return the limits of a server with that memory."""
-        return cls(tier.capacity_bytes * UNFINISHED_PERCENT // 100, unfinished_s=unfinished_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +97,9 @@ class PartTicket:
 class PartialChunk:
     """One chunk whose parts come one by one, into the room of its raw frame.
 
-    Of each component a layer's head is a tile: free, claimed by one writer, or covered. Whoever
-    owns the chunk guards everything but ``fill`` and ``sum_up``, which touch claimed tiles only.
-    ``until`` is when it is given up.
+    Of each component a layer's head is a tile: free, claimed by one writer, or covered. Its owner's
+    lock guards everything but ``fill`` and ``sum_up``, which touch claimed tiles only. ``until`` is
+    when it is dropped.
     """
 
     def __init__(self, ticket: PutTicket, until: float) -> None:
@@ -124,9 +109,9 @@ class PartialChunk:
         self.info = info = ticket.reservation.info
         self.until = until
         self.sessions: set[int] = set()
-        """Who has a part in it and lives."""
+        """Open ones that have a part in it."""
         self.writers = 0
-        """Who writes into the room at this moment."""
+        """How many write into the room at this moment."""
         self.is_sealing = False
         """It is whole, and about to be visible: nobody begins it anew, and nobody drops it."""
         self.is_dropped = False
@@ -230,17 +215,22 @@ def _same(name: str, given: object, known: object) -> None:
 
 
 class ParallelWrites:
-    """Partial chunks, by key. Thread-safe. *clock* returns monotonic seconds."""
+    """Partial chunks, by key. Thread-safe. *clock* returns monotonic seconds.
+
+    They have *limit_bytes* together, and *unfinished_s* each.
+    """
 
     def __init__(
         self,
         reservations: Reservations,
-        limits: PartialChunkLimits,
+        limit_bytes: int,
+        unfinished_s: float,
         clock: Callable[[], float],
         counters: Counters,
     ) -> None:
         self._reservations = reservations
-        self._limits = limits
+        self._limit_bytes = limit_bytes
+        self._unfinished_s = unfinished_s
         self._counters = counters
         self._clock = clock
         self._chunks: dict[ChunkKey, PartialChunk] = {}
@@ -254,42 +244,40 @@ class ParallelWrites:
         Raises InvalidRequestError for a part of another chunk than other writers state,
         QuotaExceededError.
         """
-        limits, whole_bytes = self._limits, ticket.info.size_bytes
         stream_bytes = ticket.frame_bytes if ticket.part.is_streamed else 0
         with self._lock:
             chunk = self._chunks.get(ticket.key)
-            need_bytes = stream_bytes if chunk else stream_bytes + whole_bytes
-            has_room = self._used_bytes + need_bytes <= limits.limit_bytes
-            has_room = has_room and (chunk is not None or len(self._chunks) < limits.chunks)
+            need_bytes = stream_bytes if chunk else stream_bytes + ticket.info.size_bytes
+            has_room = self._used_bytes + need_bytes <= self._limit_bytes
+            has_room = has_room and (chunk is not None or len(self._chunks) < MAX_UNFINISHED_CHUNKS)
             if has_room:
                 if chunk is not None:
                     chunk.join(ticket)
                 self._used_bytes += need_bytes
         if not has_room:
-            reason = f"have all of their {limits.limit_bytes} bytes or are {limits.chunks}"
+            reason = f"have all of their {self._limit_bytes} bytes or are {MAX_UNFINISHED_CHUNKS}"
             return self._reservations.refuse(ticket.key, f"unfinished chunks {reason}")
         if stream_bytes:
             ticket.room = np.empty(stream_bytes, np.uint8)
         if chunk is not None:
             return ticket
+        is_begun = False
         try:
             answer = self._open(ticket, deadline)
-        except KVStoreError:
-            self.discard(ticket)
-            raise
-        if answer is None:
-            return ticket
-        self.discard(ticket)
+            is_begun = answer is ticket
+        finally:
+            if not is_begun:
+                self.discard(ticket)
         return answer
 
-    def _open(self, ticket: PartTicket, deadline: float) -> PutResult | None:
+    def _open(self, ticket: PartTicket, deadline: float) -> PartTicket | PutResult:
         """Begin a chunk, whose bytes are counted: admission, quota and room are checked once."""
         info, is_ours = ticket.info, False
         try:
             reserved = self._reservations.reserve(ticket.session, info, deadline, ticket.options)
             if isinstance(reserved, PutResult):
                 return reserved
-            chunk = PartialChunk(reserved, self._clock() + self._limits.unfinished_s)
+            chunk = PartialChunk(reserved, self._clock() + self._unfinished_s)
             with self._lock:
                 is_ours = self._chunks.setdefault(info.key, chunk) is chunk
         finally:
@@ -303,7 +291,7 @@ class ParallelWrites:
         with self._lock:
             if (known := self._chunks.get(info.key)) is not None:
                 known.join(ticket)
-                return None
+                return ticket
         return self._too_late(ticket)
 
     def _release(self, size_bytes: int) -> None:
@@ -311,7 +299,7 @@ class ParallelWrites:
             self._used_bytes -= size_bytes
 
     def discard(self, ticket: PartTicket) -> None:
-        """Give up one part; the chunk waits for another writer of it."""
+        """Drop one part; the chunk waits for another writer of it."""
         if ticket.room is not None:
             ticket.room = None
             self._release(ticket.frame_bytes)
@@ -327,8 +315,8 @@ class ParallelWrites:
             header = _read_header(ticket, frame)
             with self._lock:
                 chunk = self._chunks.get(ticket.key)
-                claim = None if chunk is None else chunk.claim(ticket.part.shard)
-            if chunk is None or claim is None:
+                claim = [] if chunk is None else chunk.claim(ticket.part.shard)
+            if chunk is None:
                 return self._too_late(ticket)
             return self._fill(chunk, claim, ticket, header, frame)
         except KVStoreError as error:
@@ -386,13 +374,13 @@ class ParallelWrites:
         now = self._clock()
         return self._drop(lambda chunk: chunk.until <= now)
 
-    def end_session(self, session_id: int) -> int:
-        """Drop the chunks that nobody else who lives has a part in; return how many."""
+    def end_session(self, session_id: int) -> None:
+        """Drop the chunks in which no other open session has a part."""
         with self._lock:
             theirs = {one for one in self._chunks.values() if session_id in one.sessions}
             for chunk in theirs:
                 chunk.sessions.discard(session_id)
-        return self._drop(lambda chunk: chunk in theirs and not chunk.sessions)
+        self._drop(lambda chunk: chunk in theirs and not chunk.sessions)
 
     def _drop(self, is_over: Callable[[PartialChunk], bool]) -> int:
         count = self._let_go(is_over)

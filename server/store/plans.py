@@ -18,16 +18,15 @@ Pure: no clock, no I/O.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress, pairwise, product
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import LoadPlan, PlanRange, PrefillModel
 
 Name = TypeVar("Name", bound=Hashable)
@@ -42,7 +41,7 @@ class PlanQuestion:
 
     ``tokens[i]`` and ``load_s[i]`` are of chunk i of those in reach, the head of the chain;
     ``decode_s[i]`` is spent on it beside the load of the next. ``chunks`` is how many were asked
-    for, ``total_tokens`` of the whole prompt. Raises InvalidRequestError for what cannot be.
+    for, ``total_tokens`` of the whole prompt, at least theirs.
     """
 
     tokens: Sequence[int]
@@ -50,13 +49,6 @@ class PlanQuestion:
     decode_s: Sequence[float]
     chunks: int
     total_tokens: int
-
-    def __post_init__(self) -> None:
-        if not len(self.tokens) == len(self.load_s) == len(self.decode_s) <= self.chunks:
-            counts = (len(self.tokens), len(self.load_s), len(self.decode_s), self.chunks)
-            raise InvalidRequestError("tokens, load_s, decode_s, chunks", counts, "one of each")
-        if sum(self.tokens) > self.total_tokens:
-            raise InvalidRequestError("total_tokens", self.total_tokens, "at least the chunks'")
 
 
 class _Prompt(NamedTuple):
@@ -170,7 +162,9 @@ def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[Pl
     done = 0
     for first, stop in choice:
         if first > done:
-            ranges.append(_computed(prompt, done, first))
+            begin, end = int(prompt.starts[done]), int(prompt.starts[first])
+            head_s = prompt.prefill.seconds(end - begin, begin)
+            ranges.append(PlanRange(done, first, load=False, ms=1000 * head_s))
         load_s = float(prompt.loaded_s[stop] - prompt.loaded_s[first]) + prompt.lag_s
         ranges.append(PlanRange(first, stop, load=True, ms=1000 * load_s))
         done = stop
@@ -179,12 +173,6 @@ def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[Pl
         rest_s = prompt.prefill.seconds(max(1, prompt.total - begin), begin)
         ranges.append(PlanRange(done, chunks, load=False, ms=1000 * rest_s))
     return ranges
-
-
-def _computed(prompt: _Prompt, first: int, stop: int) -> PlanRange:
-    begin, end = int(prompt.starts[first]), int(prompt.starts[stop])
-    seconds = prompt.prefill.seconds(end - begin, begin)
-    return PlanRange(first, stop, load=False, ms=1000 * seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +188,6 @@ class BatchPlan(Generic[Name]):
     peak_chunks: int
 
 
-@dataclass(slots=True)
-class _Node(Generic[Name]):
-    """A chunk in the tree of prefixes: what continues it, and the chains that end with it."""
-
-    children: dict[Name, None] = field(default_factory=dict)
-    ends: list[int] = field(default_factory=list)
-
-
 def plan_batch(chains: Sequence[Sequence[Name]]) -> BatchPlan[Name]:
     """Plan *chains* of chunks; a chunk's name stands for all before it, too.
 
@@ -216,29 +196,25 @@ def plan_batch(chains: Sequence[Sequence[Name]]) -> BatchPlan[Name]:
     chain. Chains that contradict each other (a chunk behind two others) or themselves are
     ordered somehow, each once.
     """
-    nodes: dict[Name | None, _Node[Name]] = {None: _Node()}
+    below: dict[Name | None, list[Name]] = {None: []}
+    ends: defaultdict[Name | None, list[int]] = defaultdict(list)
     uses: Counter[Name] = Counter()
     for number, chain in enumerate(chains):
         above: Name | None = None
         for name in chain:
-            if name not in nodes:
-                nodes[name] = _Node()
-                nodes[above].children[name] = None
+            if name not in below:
+                below[name] = []
+                below[above].append(name)
             above = name
-        nodes[above].ends.append(number)
+        ends[above].append(number)
         uses.update(set(chain))
-    order = _depth_first(nodes)
-    return BatchPlan(tuple(order), dict(uses), _peak(chains, order, uses))
-
-
-def _depth_first(nodes: dict[Name | None, _Node[Name]]) -> list[int]:
     order: list[int] = []
     waiting: list[Name | None] = [None]
     while waiting:
-        node = nodes[waiting.pop()]
-        order += node.ends
-        waiting += reversed(node.children)
-    return order
+        at = waiting.pop()
+        order += ends[at]
+        waiting += reversed(below[at])
+    return BatchPlan(tuple(order), dict(uses), _peak(chains, order, uses))
 
 
 def _peak(chains: Sequence[Sequence[Name]], order: Sequence[int], uses: Counter[Name]) -> int:

@@ -38,7 +38,7 @@ from kvstore.tiers.base import FilePlace, PeerPlace
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """A chunk in reach of its reader. ``tier`` is where it was when asked for.
+    """A chunk in reach of its reader. ``tier`` is where it was before.
 
     ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
     in a file, in the arena of a device or on another server comes without the frame's bytes.
@@ -56,11 +56,9 @@ class ReadResult:
 
 
 READ_AHEAD_CHUNKS = 8
-"""Of the chain, which media are told of at once that can use that."""
+"""Of the chain, named at once to media that can use that."""
 LOADS_AHEAD_CHUNKS = 16
-"""Loads of one get that run before the reader asks for them, begun several at a time: a peer is
-asked for so many at once.
-"""
+"""Loads of one get that run before their turn, begun several at a time, as a peer takes many."""
 REMEMBERED_READS = 1 << 16
 """Chunks read once that a promotion may follow from; about 10 MB."""
 MAX_DUE = 1024
@@ -74,14 +72,19 @@ _numbers = count()
 
 @dataclass(slots=True)
 class Loads:
-    """What one get loads from lower tiers. Ends with it, unless somebody else waits for a load.
+    """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
 
-    ``deadline`` is a point on the clock of ``moves``. For one thread.
+    ``deadline`` is a point on the clock of ``moves``. ``slots`` are those that the reader reads in
+    place, nearest first, ``peers`` the numbers of servers that it reads from itself, ``least`` the
+    fidelity that it wants. For one thread.
     """
 
     moves: Moves
     tenant: str
     deadline: float
+    slots: Sequence[TierSlot] = ()
+    least: Fidelity = Fidelity.exact
+    peers: Collection[int] = ()
     claims: list[Ticket] = field(default_factory=list)
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
@@ -110,17 +113,6 @@ class Loads:
         self.moves.let_go_of_loads(self.claims)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Who reads: the slots that it reads in place, nearest first, and what fidelity it wants."""
-
-    slots: Sequence[TierSlot]
-    least: Fidelity
-    peers: Collection[int]
-    """The other servers from which the reader reads itself, by their numbers."""
-    loads: Loads
-
-
 class Reads:
     """The gets of a server. Thread-safe.
 
@@ -130,12 +122,9 @@ class Reads:
     """
 
     def __init__(
-        self,
-        moves: Moves,
-        bypass_bytes: int,
-        on_read: Callable[[ChunkKey], None] = lambda key: None,
+        self, moves: Moves, bypass_bytes: int, on_read: Callable[[ChunkKey], None]
     ) -> None:
-        self.moves = self._moves = moves
+        self.moves = moves
         self._tiers = tiers = moves.tiers
         self._catalog = moves.catalog
         self._work_queue = moves.work_queue
@@ -164,24 +153,24 @@ class Reads:
         in place, and *peers* from which other servers. *least*: copies of lower fidelity are
         passed over, as if they were not there.
         """
-        loads = Loads(self._moves, session.tenant, deadline)
-        reader = _Reader(self._slots_of(reach), least, peers, loads)
+        slots = self._slots_of(reach)
+        loads = Loads(self.moves, session.tenant, deadline, slots, least, peers)
         cpu = self._tiers.cpu.name
         delivered = size_bytes = 0
         origins: list[str] = []
         try:
             for index, key in enumerate(keys):
                 if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
-                    told = index + READ_AHEAD_CHUNKS if index else 1
-                    if following := keys[told : index + 2 * READ_AHEAD_CHUNKS]:
+                    first = index + READ_AHEAD_CHUNKS if index else 1
+                    if following := keys[first : index + 2 * READ_AHEAD_CHUNKS]:
                         self._read_ahead(following)
                 if len(origins) < min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
                     ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
-                    origins += self._begin(ahead, reader)
-                # What is found damaged leaves CPU memory at once, and other tiers later: there
-                # the catalog is asked again.
+                    origins += self._begin(ahead, loads)
+                # What is found damaged leaves CPU memory at once, and other tiers later: for
+                # those the catalog is read again.
                 result = self._in_cpu(index, key) if origins[index] == cpu else None
-                result = result or self._read(index, key, reader)
+                result = result or self._read(index, key, loads)
                 if result is None:
                     break
                 delivered += 1
@@ -217,27 +206,21 @@ class Reads:
         them. Where there is GPU memory, to which a second read would promote others, only those
         that are there.
         """
-        moves = self._moves
-        if moves.tiers.gpu is not None:
-            return self._in_gpu(keys, least) if Reach.device in reach else np.empty(0, PLACE_ROW)
-        in_cpu, *in_files = self._catalog.held(self.place_names(reach), keys, least)
-        rows = np.frombuffer(moves.tiers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
-        rows["reach"][~in_cpu] = Reach.none
-        held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
-        rows = rows[: self._add_others(keys, rows, held, least, peers)]
-        rows["tier"][rows["reach"] == Reach.peer] = len(self.place_names(reach))
-        return self._counted(rows)
-
-    def _in_gpu(self, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[Any]:
-        """Do what ``in_place`` does, of GPU memory alone."""
-        gpu, tier = self._tiers.gpu, self._tiers.gpu_tier
-        assert gpu is not None
-        assert tier is not None
-        (held,) = self._catalog.held([gpu.name], keys, least)
-        count = len(held) if held.all() else int(held.argmin())
-        return self._counted(np.frombuffer(tier.place_rows(keys[:count]), PLACE_ROW))
-
-    def _counted(self, rows: NDArray[Any]) -> NDArray[Any]:
+        tiers, names = self._tiers, self.place_names(reach)
+        if tiers.gpu is not None:
+            if Reach.device not in reach or tiers.gpu_tier is None:
+                return np.empty(0, PLACE_ROW)
+            (held,) = self._catalog.held([tiers.gpu.name], keys, least)
+            count = len(held) if held.all() else int(held.argmin())
+            rows = np.frombuffer(tiers.gpu_tier.place_rows(keys[:count]), PLACE_ROW)
+        else:
+            in_cpu, *in_files = self._catalog.held(names, keys, least)
+            found = tiers.cpu_tier.place_rows(keys[: len(in_cpu)])
+            rows = np.frombuffer(found, PLACE_ROW).copy()
+            rows["reach"][~in_cpu] = Reach.none
+            held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
+            rows = rows[: self._add_others(keys, rows, held, least, peers)]
+            rows["tier"][rows["reach"] == Reach.peer] = len(names)
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
@@ -272,7 +255,7 @@ class Reads:
                 rows[index] = (place.extent, Reach.file, 1, place.offset, place.size_bytes, 0)
                 continue
             holders = self._catalog.holders(keys[index], least) if peers else ()
-            lent = self._moves.lent_place(keys[index], holders, peers)
+            lent = self.moves.lent_place(keys[index], holders, peers)
             if lent is None:
                 return int(index)
             rows[index] = (lent.number, Reach.peer, 0, 0, lent.size_bytes, 0)
@@ -285,23 +268,23 @@ class Reads:
         if peers is not None:
             for index in np.flatnonzero(rows["reach"] == Reach.peer).tolist():
                 self._promote_if_due(session.tenant, keys[index], peers.name)
-        told = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
-        if filed is None or not told:
+        in_files = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
+        if filed is None or not in_files:
             return
-        for start in range(0, len(told), READ_AHEAD_CHUNKS):
-            self._read_ahead(told[max(1, start) : start + READ_AHEAD_CHUNKS])
-        for key in told:
+        for start in range(0, len(in_files), READ_AHEAD_CHUNKS):
+            self._read_ahead(in_files[max(1, start) : start + READ_AHEAD_CHUNKS])
+        for key in in_files:
             self._promote_if_due(session.tenant, key, filed.name)
 
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell a medium that can use it what of the chain is read next, and wait for nothing."""
+        """Let media that can use that know what of the chain is read next; wait for nothing."""
         cpu = self._tiers.cpu.name
         plan = self._catalog.read_plan(keys, Fidelity.none)
         for slot in self._ahead:
             held = zip(keys, plan, strict=True)
             ahead = [key for key, names in held if slot.name in names and cpu not in names]
             if ahead and not slot.breaker.is_open:
-                work = partial(_prefetched, slot, ahead)
+                work = partial(slot.tier.prefetch, ahead)
                 self._work_queue.submit(f"load-{slot.name}", b"ahead" + ahead[0], work)
 
     def in_reach(
@@ -315,7 +298,7 @@ class Reads:
         holders = self._catalog.holders(key, least)
         if any(_is_in_place(slot, key, holders) for slot in self._slots_of(reach)):
             return True
-        return self._moves.lent_place(key, holders, peers) is not None
+        return self.moves.lent_place(key, holders, peers) is not None
 
     def _slots_of(self, reach: Collection[Reach]) -> Sequence[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
@@ -337,15 +320,15 @@ class Reads:
             is_due = self._reads.is_due(key)
         if not is_due:
             return
-        placement, cpu = self._moves.placement, self._tiers.cpu
+        placement, cpu = self.moves.placement, self._tiers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
             self._promote_soon(key, tenant, name)
         if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
-            self._moves.copy_up(key, tenant)
+            self.moves.copy_up(key, tenant)
 
     def forget(self, key: ChunkKey) -> None:
-        """It was deleted: what comes by its name has been read by nobody."""
+        """It was deleted: what comes by its name was not read yet."""
         with self._lock:
             self._reads.forget(key)
             self._due.pop(key, None)
@@ -366,54 +349,49 @@ class Reads:
             self._due.clear()
         for key, (tenant, name) in due:
             if name in self._catalog.holders(key):
-                self._moves.load(key, self._tiers.slots[name], tenant)
+                self.moves.load(key, self._tiers.slots[name], tenant)
 
-    def _begin(self, keys: Sequence[ChunkKey], reader: _Reader) -> list[str]:
+    def _begin(self, keys: Sequence[ChunkKey], loads: Loads) -> list[str]:
         """Begin the loads of *keys*; return where each is read from, "" where it is nowhere."""
-        first = reader.slots[0].name
+        first = loads.slots[0].name
         origins = []
-        for key, holders in zip(keys, self._catalog.read_plan(keys, reader.least), strict=True):
-            origins.append(first if first in holders else self._load(key, reader, holders)[0])
+        for key, holders in zip(keys, self._catalog.read_plan(keys, loads.least), strict=True):
+            origins.append(first if first in holders else self._load(key, loads, holders)[0])
         return origins
 
     def _load(
-        self, key: ChunkKey, reader: _Reader, holders: Sequence[str]
+        self, key: ChunkKey, loads: Loads, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
         """Begin to load *key* unless the reader reaches it; return the best holder's name."""
-        for slot in reader.slots:
+        for slot in loads.slots:
             if _is_in_place(slot, key, holders):
                 return slot.name, None
-        for slot in self._moves.nearest(key, holders):
-            if slot.tier.peer_place(key, reader.peers) is not None:
+        for slot in self.moves.nearest(key, holders):
+            if slot.tier.peer_place(key, loads.peers) is not None:
                 return slot.name, None
-            return slot.name, reader.loads.load(key, slot)
+            return slot.name, loads.load(key, slot)
         return "", None
 
-    def _read(self, index: int, key: ChunkKey, reader: _Reader) -> ReadResult | None:
+    def _read(self, index: int, key: ChunkKey, loads: Loads) -> ReadResult | None:
+        cpu, holders_of = self._tiers.cpu.name, self._catalog.holders
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._tiers.slots)):
-            holders = self._catalog.holders(key, reader.least)
-            name, ticket = self._load(key, reader, holders)
+            name, ticket = self._load(key, loads, holders_of(key, loads.least))
             if ticket is None:
-                return self._in_place(index, key, name, reader.peers) if name else None
+                return self._in_place(index, key, name, loads.peers) if name else None
             try:
-                reader.loads.wait(ticket)
-                if self._is_barred(key, reader.least):
-                    self._promote_soon(key, reader.loads.tenant, name)
-                    return self._read_bypass(index, key, name, reader.loads)
+                loads.wait(ticket)
+                # A copy of too low fidelity has the chunk's place in CPU memory.
+                if cpu in holders_of(key) and cpu not in holders_of(key, loads.least):
+                    self._promote_soon(key, loads.tenant, name)
+                    return self._read_bypass(index, key, name, loads)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
-                return self._read_bypass(index, key, name, reader.loads)
+                return self._read_bypass(index, key, name, loads)
             except DeadlineError:
                 return None
             except (ChunkCorruptError, TierUnavailableError):
                 continue
         return None
-
-    def _is_barred(self, key: ChunkKey, least: Fidelity) -> bool:
-        """Whether a copy of too low fidelity has the chunk's place in CPU memory."""
-        cpu = self._tiers.cpu.name
-        holders = self._catalog.holders
-        return cpu in holders(key) and cpu not in holders(key, least)
 
     def _in_place(
         self, index: int, key: ChunkKey, name: str, peers: Collection[int]
@@ -443,7 +421,7 @@ class Reads:
         info = self._catalog.copies(key).get(name)
         if info is None or not self.reserve_bypass(info.size_bytes):
             return None
-        work = partial(self._moves.read_bypass, info, slot)
+        work = partial(self.moves.read_bypass, info, slot)
         ticket = loads.submit(slot, b"bypass" + key, work)
         frame = None
         with suppress(KVStoreError):
@@ -466,11 +444,6 @@ class Reads:
         """Account for it no more."""
         with self._lock:
             self._bypass_bytes -= size_bytes
-
-
-def _prefetched(slot: TierSlot, keys: Sequence[ChunkKey]) -> bool:
-    slot.tier.prefetch(keys)
-    return True
 
 
 def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool:
@@ -509,22 +482,18 @@ class RangeRead:
 
     def place(self, key: ChunkKey, reach: Collection[Reach]) -> tuple[str, Place] | None:
         """Return the tier of the chosen copy and where a reader of *reach* reads it in place."""
-        name, info = self._chosen(key)
-        if info is None:
-            return None
+        name, _ = self._chosen(key)
+        filed = self._tiers.file_backed
         if name == self._tiers.cpu.name and Reach.memory in reach:
             held = self._tiers.cpu_tier.locate(key)
-            if held is None:
-                return None
-            where = (held.offset, held.size_bytes, held.generation)
-            return name, Place(held.slab_id, Reach.memory, 0, *where)
-        filed = self._tiers.file_backed
-        if filed is None or name != filed.name or Reach.file not in reach:
-            return None
-        lies = filed.tier.file_place(key)
-        if lies is None:
-            return None
-        return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
+            if held is not None:
+                where = (held.offset, held.size_bytes, held.generation)
+                return name, Place(held.slab_id, Reach.memory, 0, *where)
+        elif filed is not None and name == filed.name and Reach.file in reach:
+            lies = filed.tier.file_place(key)
+            if lies is not None:
+                return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
+        return None
 
     @contextmanager
     def read(self, key: ChunkKey, spans: Sequence[ByteRange]) -> Iterator[RangeData | None]:
@@ -535,10 +504,8 @@ class RangeRead:
             return
         if name == self._tiers.cpu.name:
             frame = self._tiers.cpu_tier.peek(key)
-            if frame is None:
-                yield None
-            else:
-                yield RangeData(name, len(frame), [frame[a:b] for a, b in spans])
+            data = [] if frame is None else [frame[a:b] for a, b in spans]
+            yield None if frame is None else RangeData(name, len(frame), data)
             return
         cut = [ByteRange(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
         size_bytes = sum(stop - start for start, stop in cut)

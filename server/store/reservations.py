@@ -82,15 +82,12 @@ class PutTicket:
 class Reservations:
     """Room for chunks that are put, which are pending from then on. Thread-safe.
 
-    ``headroom_percent`` of CPU memory are kept for loads: stores give way to them. *states* says
-    which recurrent states are kept; None: all of them.
+    *headroom_percent* of CPU memory are kept for loads. *states* says which recurrent states are
+    kept; None: all of them.
     """
 
     def __init__(
-        self,
-        moves: Moves,
-        headroom_percent: int,
-        states: StateAdmission | None = None,
+        self, moves: Moves, headroom_percent: int, states: StateAdmission | None = None
     ) -> None:
         self._moves = moves
         self._states = states
@@ -150,12 +147,11 @@ class Reservations:
                 return answer
         try:
             return self._moves.eviction.reserve_for_put(slot, room)
-        except TierFullError as error:
-            in_flight.end(key)
-            return self.refuse(key, str(error))
         except KVStoreError as error:
             in_flight.end(key)
-            self._record(key, Fate.refused, str(error))
+            if isinstance(error, TierFullError):
+                return self.refuse(key, str(error))
+            self._catalog.outcomes.note(key, Fate.refused, detail=str(error))
             raise
 
     def _begin_anew(self, kept: ChunkInfo, hints: Hints, note: str) -> PutResult | None:
@@ -180,9 +176,9 @@ class Reservations:
     ) -> KVLayout | None:
         """Return what is kept of a chunk whose state is not worth it; None: all of it."""
         bare = without_state(info.layout)
-        if bare is None or not self._catalog.is_absent_or_less_complete(info.key, info.layout):
+        if bare is None or not self._catalog.is_less_complete(info.key, info.layout, absent=True):
             return None
-        # Of a chunk that is known, and whose end is not, somebody asks a second time.
+        # A chunk that is known, and whose end is not, is wanted a second time.
         is_last = options.is_last is None and self._catalog.is_less_complete(info.key, info.layout)
         return None if states.admits(info.key, is_end=bool(options.is_last or is_last)) else bare
 
@@ -199,16 +195,13 @@ class Reservations:
     def refuse(self, key: ChunkKey, reason: str) -> PutResult:
         """Count and record that a chunk is not taken; return the answer."""
         self._counters.add("put_refused_chunks")
-        self._record(key, Fate.refused, reason)
+        self._catalog.outcomes.note(key, Fate.refused, detail=reason)
         return PutResult(PutOutcome.refused, reason)
 
     def reject(self, key: ChunkKey, error: KVStoreError) -> None:
         """Count and record a frame that is not what it should be."""
         self._counters.add("put_invalid_chunks")
-        self._record(key, Fate.invalid, str(error))
-
-    def _record(self, key: ChunkKey, fate: Fate, reason: str) -> None:
-        self._catalog.outcomes.note(key, fate, detail=reason)
+        self._catalog.outcomes.note(key, Fate.invalid, detail=str(error))
 
     def discard(self, ticket: PutTicket) -> None:
         """Free room that nothing is written into any more."""
@@ -256,33 +249,28 @@ class Reservations:
     def _commit_trimmed(
         self, ticket: PutTicket, header: FrameHeader, layout: KVLayout
     ) -> PutResult:
-        """The same of what is kept of a frame whose state was turned away."""
+        """The same of what is kept of a frame whose state was turned away, in room of its size."""
+        moves, cpu = self._moves, self._moves.tiers.cpu_tier
         ticket.kept_layout = None
         self._uncount(ticket)
         try:
-            fresh = self._trim(ticket, header, layout)
+            try:
+                fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
+            finally:
+                cpu.abort(ticket.reservation)
+            room = SpaceRequest(
+                fresh.info(), ticket.session.tenant, moves.clock() + _TRIM_S,
+                self._headroom_bytes, ticket.hints.category,
+            )  # fmt: skip
+            ticket.reservation = moves.eviction.reserve_for_put(moves.tiers.cpu, room)
         except KVStoreError as error:
             self._catalog.in_flight.end(ticket.key)
             return self.refuse(ticket.key, str(error))
+        copy_bytes(cpu.view(ticket.reservation), frame)
+        self._counters.add("put_states_left_out")
         result = self.commit(ticket, fresh)
         is_stored = result.outcome is PutOutcome.stored
         return replace(result, reason=WITHOUT_STATE) if is_stored else result
-
-    def _trim(self, ticket: PutTicket, header: FrameHeader, layout: KVLayout) -> FrameHeader:
-        """Put what is kept of a verified frame into room of its size; raise with neither left."""
-        moves, cpu = self._moves, self._moves.tiers.cpu_tier
-        try:
-            fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
-        finally:
-            cpu.abort(ticket.reservation)
-        room = SpaceRequest(
-            fresh.info(), ticket.session.tenant, moves.clock() + _TRIM_S,
-            self._headroom_bytes, ticket.hints.category,
-        )  # fmt: skip
-        ticket.reservation = moves.eviction.reserve_for_put(moves.tiers.cpu, room)
-        copy_bytes(cpu.view(ticket.reservation), frame)
-        self._counters.add("put_states_left_out")
-        return fresh
 
     def _hint(self, key: ChunkKey, hints: Hints) -> None:
         if hints != NO_HINTS:

@@ -9,7 +9,6 @@ import math
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -280,9 +279,10 @@ class StateKeeper:
 
         What is damaged or of another version is as good as not there, and counted.
         """
+        store = self._store
         try:
             with open(self._path, "rb") as file:
-                elapsed_s = self._wall() - os.fstat(file.fileno()).st_mtime
+                elapsed_s = max(0.0, self._wall() - os.fstat(file.fileno()).st_mtime)
                 sections = unpack_sections(file.read(MAX_FILE_BYTES + 1))
         except FileNotFoundError:
             return
@@ -290,10 +290,10 @@ class StateKeeper:
             self._note_lost({"everything": str(error)})
             return
         parts: dict[str, Callable[[], object]] = {
-            "history": partial(self._load_history, sections, max(0.0, elapsed_s)),
-            "models": lambda: self._store.spaces.restore(unpack_models(sections)),
-            "gates": lambda: self._store.blends.gates.restore(unpack_gates(sections)),
-            "variants": lambda: self._store.blends.contents.recall(unpack_variants(sections)),
+            "history": lambda: store.catalog.restore(unpack_history(sections, elapsed_s)),
+            "models": lambda: store.spaces.restore(unpack_models(sections)),
+            "gates": lambda: store.blends.gates.restore(unpack_gates(sections)),
+            "variants": lambda: store.blends.contents.recall(unpack_variants(sections)),
         }
         lost = {}
         for name, restore in parts.items():
@@ -303,9 +303,6 @@ class StateKeeper:
                 lost[name] = str(error)
         if lost:
             self._note_lost(lost)
-
-    def _load_history(self, sections: Sections, elapsed_s: float) -> None:
-        self._store.catalog.restore(unpack_history(sections, elapsed_s))
 
     def _note_lost(self, lost: Mapping[str, str]) -> None:
         self._store.counters.add("unusable_histories")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.store.store import Store
@@ -52,23 +52,19 @@ class Scrub:
 
     Damaged copies go into drop_corrupt, as those that gets find: they are deleted, counted in
     ``corrupt_chunks``, and can be put again. *bytes_per_s* is the rate of passes in the
-    background over *tiers*; 0 for none. *clock* returns monotonic seconds.
+    background over *tiers*; 0 for none.
     """
 
-    def __init__(
-        self,
-        moves: Moves,
-        tiers: Sequence[str],
-        bytes_per_s: int,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, moves: Moves, tiers: Sequence[str], bytes_per_s: int) -> None:
         self._moves = moves
+        self._slots = moves.tiers.slots
+        self._catalog = moves.catalog
         self._counters = moves.counters
-        self._tiers = [name for name in tiers if name in moves.tiers.slots]
+        self._clock = moves.clock
+        self._tiers = [name for name in tiers if name in self._slots]
         self._bytes_per_s = bytes_per_s
-        self._clock = clock
         self._report = ScrubReport()
-        self._asked: tuple[list[str], int] | None = None
+        self._requested: tuple[list[str], int] | None = None
         self._closed = False
         # Guards the three above; notified when one changes.
         self._changed = threading.Condition()
@@ -90,19 +86,18 @@ class Scrub:
             self._thread = thread
 
     def begin(self, tiers: Sequence[str], bytes_per_s: int) -> bool:
-        """Ask for a pass over *tiers*, none for the usual ones; False while one runs.
+        """Request a pass over *tiers*, none for the usual ones; False while one runs.
 
         Raises InvalidRequestError for a tier that this server has not.
         """
         for name in tiers:
-            if name not in self._moves.tiers.slots:
-                fix = f"use some of {', '.join(self._moves.tiers.slots)}"
-                raise InvalidRequestError("tiers", name, fix)
+            if name not in self._slots:
+                raise InvalidRequestError("tiers", name, f"use some of {', '.join(self._slots)}")
         with self._changed:
-            if self._report.is_running or self._asked is not None:
+            if self._report.is_running or self._requested is not None:
                 return False
             self._start_thread()
-            self._asked = (list(tiers) or self._tiers, bytes_per_s)
+            self._requested = (list(tiers) or self._tiers, bytes_per_s)
             self._report = ScrubReport(is_running=True, passes=self._report.passes)
             self._changed.notify_all()
         return True
@@ -128,7 +123,7 @@ class Scrub:
         With *representation* a frame that was stored for another one is damaged too.
         """
         moves = self._moves
-        info = moves.catalog.hold(key).get(slot.name)
+        info = self._catalog.hold(key).get(slot.name)
         try:
             if info is None:
                 return Verdict.absent, 0
@@ -136,8 +131,10 @@ class Scrub:
             frame = moves.tiers.cpu_tier.peek(key) if is_memory else moves.read_bypass(info, slot)
             if frame is None:
                 return Verdict.absent, 0
-            if _is_sound(frame, key, representation):
-                return Verdict.sound, len(frame)
+            with suppress(ChunkCorruptError):
+                header = verify(frame, key)
+                if not representation or header.representation == representation:
+                    return Verdict.sound, len(frame)
             moves.eviction.drop_corrupt(slot, key)
             return Verdict.damaged, len(frame)
         except ChunkCorruptError:
@@ -145,38 +142,35 @@ class Scrub:
         except TierUnavailableError:
             return Verdict.unread, 0
         finally:
-            moves.catalog.let_go(key)
+            self._catalog.let_go(key)
 
     def drop_damaged(self, keys: Sequence[ChunkKey], representation: bytes = b"") -> int:
         """Check the copies of chunks that a reader found damaged; return how many were.
 
         What a reader saw may be its network's doing: a copy that is sound stays.
         """
-        moves = self._moves
-        damaged = 0
-        for key in keys:
-            for name in moves.catalog.holders(key):
-                verdict, _ = self.check(key, moves.tiers.slots[name], representation)
-                damaged += verdict is Verdict.damaged
-        return damaged
+        verdicts = [
+            self.check(key, self._slots[name], representation)[0]
+            for key in keys
+            for name in self._catalog.holders(key)
+        ]
+        return verdicts.count(Verdict.damaged)
 
     def run_pass(self, tiers: Sequence[str], bytes_per_s: int) -> ScrubReport:
         """Check everything on *tiers* once, *bytes_per_s* at most; 0 for as fast as it goes."""
-        slots = [self._moves.tiers.slots[name] for name in tiers]
-        plan = [(slot, [info.key for info in slot.tier.scan()]) for slot in slots]
-        total = sum(len(keys) for _, keys in plan)
+        slots = [self._slots[name] for name in tiers]
+        plan = [(slot, info.key) for slot in slots for info in slot.tier.scan()]
         with self._changed:
-            self._report = ScrubReport(True, self._report.passes, total)
+            self._report = ScrubReport(True, self._report.passes, len(plan))
         started, taken = self._clock(), 0
-        for slot, keys in plan:
-            for key in keys:
-                if self._closed:
-                    return self.report()
-                verdict, size_bytes = self.check(key, slot)
-                self._note(verdict, size_bytes)
-                taken += size_bytes
-                if bytes_per_s:
-                    self._wait(started + taken / bytes_per_s - self._clock())
+        for slot, key in plan:
+            if self._closed:
+                return self.report()
+            verdict, size_bytes = self.check(key, slot)
+            self._note(verdict, size_bytes)
+            taken += size_bytes
+            if bytes_per_s:
+                self._wait(started + taken / bytes_per_s - self._clock())
         with self._changed:
             self._report = replace(self._report, is_running=False, passes=self._report.passes + 1)
         self._counters.add("scrub_passes")
@@ -203,30 +197,22 @@ class Scrub:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if self._asked is None and not self._closed:
+                if self._requested is None and not self._closed:
                     self._changed.wait(REST_S if self._bytes_per_s else None)
                 if self._closed:
                     return
-                asked, self._asked = self._asked, None
-            if asked is None and not self._bytes_per_s:
+                request, self._requested = self._requested, None
+            if request is None and not self._bytes_per_s:
                 continue
             try:
-                self.run_pass(*(asked or (self._tiers, self._bytes_per_s)))
+                self.run_pass(*(request or (self._tiers, self._bytes_per_s)))
             except TierUnavailableError:  # its list cannot be had; another pass comes
                 with self._changed:
                     self._report = replace(self._report, is_running=False)
 
 
-def _is_sound(frame: Bytes, key: ChunkKey, representation: bytes) -> bool:
-    try:
-        header = verify(frame, key)
-    except ChunkCorruptError:
-        return False
-    return not representation or header.representation == representation
-
-
 class Cleared(NamedTuple):
-    """What went, what somebody reads or pinned, and what there was no time for."""
+    """What went, what is read or pinned, and what there was no time for."""
 
     deleted: int = 0
     leased: int = 0

@@ -1,31 +1,31 @@
-"""The Store: owns placement. Every question that crosses rooms lands here."""
+"""The Store: put, lookup, get and forget over all tiers of a server."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    KVStoreError,
-    TierUnavailableError,
-)
-from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
-from kvstore.proto.types import ChunkKey, Fidelity, Match, Namespace, PutOutcome
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
+from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.blending.content_index import CONTENT_LIMIT
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
 from kvstore.server.index.hints import PutInfo
+from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.index.known_models import ImportanceTable, ModelRegistry
 from kvstore.server.index.prefix_ends import ResumeRequirements
-from kvstore.server.index.results import ChunkDetails, LeaseTerms, Leasing
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.values import GateTerms, StateRule
 from kvstore.server.store.lookup import Lookup
-from kvstore.server.store.parallel_writes import UNFINISHED_S, ParallelWrites, PartialChunkLimits
+from kvstore.server.store.parallel_writes import (
+    UNFINISHED_PERCENT,
+    UNFINISHED_S,
+    ParallelWrites,
+)
 from kvstore.server.store.plans import BatchPlan, plan_batch
-from kvstore.server.store.put_announcements import PutAnnouncements
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
 from kvstore.server.store.writes import Writes
@@ -71,7 +71,7 @@ class SlotStatus:
 
 
 class Store:
-    """Put, lookup, get and forget over all tiers. Thread-safe.
+    """Everything between the calls of a server and its tiers. Thread-safe.
 
     *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
     clock of *moves*.
@@ -81,22 +81,21 @@ class Store:
         self.moves = moves
         self.tiers = moves.tiers
         self.importance = ImportanceTable()
-        """Which tokens of chunks matter; who encodes is given the same one."""
+        """Which tokens of chunks matter; the same as the encoders'."""
         self.catalog = moves.catalog
         self.counters = moves.counters
         self.spaces = ModelRegistry()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
         self.reservations = Reservations(moves, limits.load_headroom_percent, self.states)
-        partial = PartialChunkLimits.of(moves.tiers.cpu_tier, limits.unfinished_s)
         clock, counters = moves.clock, moves.counters
+        unfinished_bytes = moves.tiers.cpu_tier.capacity_bytes * UNFINISHED_PERCENT // 100
         self.writes = Writes(
             self.reservations,
-            ParallelWrites(self.reservations, partial, clock, counters),
-            limits.max_reservations_per_session,
-            new_id,
-            clock,
-            counters,
-        )
+            ParallelWrites(
+                self.reservations, unfinished_bytes, limits.unfinished_s, clock, counters
+            ),
+            limits.max_reservations_per_session, new_id, clock, counters,
+        )  # fmt: skip
         self._prefetch = prefetch = Prefetch(moves, limits.prefetch_bytes)
         self.reads = Reads(moves, limits.bypass_bytes, prefetch.was_read)
         otherwise = WriteThrough() if limits.write_through else WriteBack()
@@ -108,14 +107,13 @@ class Store:
         self._new_id = new_id
         lower = moves.tiers.lower
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
-        self._durable = [
-            slot for slot in self._keepers if slot.encoder.is_exact and not slot.is_exclusive
-        ]
-        self.can_be_durable = bool(self._durable)
+        exact = (s for s in self._keepers if s.encoder.is_exact and not s.is_exclusive)
+        self._durable = next(exact, None)
+        self.can_be_durable = self._durable is not None
         """Whether a tier of this node survives a restart, and keeps chunks as they are."""
-        self.announcements = PutAnnouncements(self.catalog, self.counters, limits.waiting_lookups)
-        self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch)
-        self._lookup.states = self.states
+        self._waiters = threading.BoundedSemaphore(limits.waiting_lookups)
+        self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch, self.states)
+        self.lookup = self._lookup.lookup
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
         self.blends = Blending(
             moves, self._lookup.ready, limits.lease_ttl_ms, gates, limits.blend_contents
@@ -129,29 +127,26 @@ class Store:
         Return *results* with those refused that do not by the deadline. Raises
         InvalidRequestError when no tier of this node survives a restart.
         """
+        slot = self._durable
+        if slot is None:
+            fix = "start the server with a disk tier whose codec loses nothing"
+            raise InvalidRequestError("durable", True, fix)
         accepted = [
             key
             for key, result in zip(keys, results, strict=True)
             if result.outcome in (PutOutcome.stored, PutOutcome.exists)
         ]
-        reasons = dict(zip(accepted, self._make_durable(accepted, deadline), strict=True))
+        copied = self._copied(accepted, slot, deadline)
+        failure, lost = self._flushed(accepted, slot, deadline)
+        reasons = {
+            key: reason or failure or ("lost before it was flushed" if key in lost else "")
+            for key, reason in zip(accepted, copied, strict=True)
+        }
         return [
             PutResult(PutOutcome.refused, f"not durable: {reasons[key]}")
             if reasons.get(key)
             else result
             for key, result in zip(keys, results, strict=True)
-        ]
-
-    def _make_durable(self, keys: Sequence[ChunkKey], deadline: float) -> list[str]:
-        if not self._durable:
-            fix = "start the server with a disk tier whose codec loses nothing"
-            raise InvalidRequestError("durable", True, fix)
-        slot = self._durable[0]
-        copied = self._copied(keys, slot, deadline)
-        failure, lost = self._flushed(keys, slot, deadline)
-        return [
-            reason or failure or ("lost before it was flushed" if key in lost else "")
-            for key, reason in zip(keys, copied, strict=True)
         ]
 
     def _copied(self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float) -> list[str]:
@@ -168,7 +163,7 @@ class Store:
 
         def work() -> bool:
             slot.tier.flush()
-            # The medium itself is asked: a flush that failed before may have taken chunks
+            # By the medium itself: a flush that failed before may have taken chunks
             # that the catalog still names.
             found = slot.tier.find(keys)
             orphans = self.catalog.orphans(slot.name)
@@ -191,25 +186,42 @@ class Store:
         except KVStoreError as error:
             return str(error)
 
-    # --- lookup and leases
+    # --- puts to come
 
-    def lookup(
-        self,
-        session: Session,
-        keys: Sequence[ChunkKey],
-        deadline: float,
-        *,
-        lease: bool | Leasing,
-        min_fidelity: Fidelity = Fidelity.exact,
-        engine: EngineTerms | None = None,
-    ) -> Match:
-        """Find the longest prefix of *keys* that can be read, and lease it if asked to.
+    def await_puts(self, keys: Sequence[ChunkKey], deadline: float) -> None:
+        """Wait until the pending chunks behind those that are here are here too, or will not come.
 
-        With *engine* the answer has a plan.
+        No longer than *deadline*, and not at all where as many wait as may.
         """
-        return self._lookup.lookup(
-            session, keys, deadline, lease=lease, min_fidelity=min_fidelity, engine=engine
-        )
+        in_flight = self.catalog.in_flight
+        if not in_flight.is_any_coming(keys):
+            return
+        if not self._waiters.acquire(blocking=False):
+            self.counters.add("refused_waits")
+            return
+        try:
+            self.counters.add("waited_lookups")
+            in_flight.await_arrivals(keys, deadline)
+        finally:
+            self._waiters.release()
+
+    def announce_puts(self, session: Session, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
+        """Let lookups know that *session* will put *keys* within *ttl_ms*; 0: that it will not.
+
+        Return how many chunks are pending by that. Raises InvalidRequestError.
+        """
+        if ttl_ms > MAX_HANDOVER_MS:
+            raise InvalidRequestError("ttl_ms", ttl_ms, f"use 0 to {MAX_HANDOVER_MS}")
+        announce = self.catalog.in_flight.announce
+        count = announce(session.session_id, keys, ttl_ms / 1000)
+        if session.is_closed:  # its announcements were already ended; these are too late for that
+            announce(session.session_id, keys, 0.0)
+        if not ttl_ms:
+            return 0
+        self.counters.add("announced_puts", count)
+        return count
+
+    # --- leases
 
     def plan(
         self, session: Session, chains: Sequence[Sequence[ChunkKey]], ttl_s: float
@@ -252,36 +264,24 @@ class Store:
                 )
         return lease_id, len(keys)
 
-    # --- keeping and forgetting
-
-    def pin(self, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
-        """Keep chunks from eviction for *ttl_ms*; return how many are known."""
-        return self.catalog.pin(keys, ttl_ms / 1000)
-
-    def unpin(self, keys: Sequence[ChunkKey]) -> int:
-        """End pins; return how many there were."""
-        return self.catalog.unpin(keys)
+    # --- forgetting
 
     def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
         """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
         deleted = leased = 0
         self._lookup.query_shared(keys, deadline)
         for key in keys:
-            self._settle(key, deadline)
+            for ticket in self._work_queue.named(key):  # lest a move makes it visible again
+                self._outcome(ticket, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
             if gone and not tier:
-                self.moves.catalog.outcomes.note(key, Fate.deleted)
+                self.catalog.outcomes.note(key, Fate.deleted)
             self._purge(key, deadline)
             self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
-
-    def _settle(self, key: ChunkKey, deadline: float) -> None:
-        """Wait for moves of *key*, lest one makes it visible again after its deletion."""
-        for ticket in self._work_queue.named(key):
-            self._outcome(ticket, deadline)
 
     def _purge(self, key: ChunkKey, deadline: float) -> None:
         """Free what was cast out of *key*, now or before, on every tier that answers."""
@@ -290,18 +290,6 @@ class Store:
                 ticket = self.moves.eviction.delete_from(slot, key, urgent=True)
                 if ticket is not None:
                     self._outcome(ticket, deadline)
-
-    def clear(self, space: Namespace, deadline: float) -> tuple[int, int]:
-        """Forget every chunk of a namespace that this node knows and nobody reads."""
-        return self.delete(self.catalog.queries.keys_from(space), deadline)
-
-    def stat(self, keys: Sequence[ChunkKey]) -> list[ChunkDetails]:
-        """Return what is known of the chunks that exist."""
-        return [held for key in keys if (held := self.catalog.queries.details(key)) is not None]
-
-    def chunks_of(self, space: Namespace) -> list[ChunkDetails]:
-        """Return every chunk of a namespace that this node knows."""
-        return self.catalog.queries.chunks_of(space)
 
     # --- life
 
@@ -331,7 +319,7 @@ class Store:
         ]
 
     def weighs(self, tenant: str) -> bool:
-        """Whether a codec for the chunks of *tenant* asks which of their tokens matter."""
+        """Whether a codec for the chunks of *tenant* uses which of their tokens matter."""
         return any(s.encoder.weighs(tenant) for s in self.tiers.slots.values())
 
     def begin_session(self, session: Session) -> None:
@@ -364,7 +352,7 @@ class Store:
             for name in self.catalog.holders(key):
                 if self.catalog.cast_out(name, key, even_if_held=False):
                     self.counters.add("expired_chunks")
-                    self.moves.catalog.outcomes.note(key, Fate.expired, name)
+                    self.catalog.outcomes.note(key, Fate.expired, name)
                     with suppress(TierUnavailableError):  # an orphan; it is purged later
                         self.moves.eviction.delete_from(self.tiers.slots[name], key)
 
@@ -374,11 +362,10 @@ class Store:
         Return whether nothing is in memory alone: all of it was copied by the deadline, or is
         elsewhere, or nothing is there.
         """
-        self.writes.drain()
-        self.announcements.end()
-        self._lookup.drop_remote_hints(
-            everything=True
-        )  # what others have is no reason not to keep it
+        self.writes.is_draining = True
+        self.catalog.in_flight.end_waits()
+        # What others have is no reason not to keep it.
+        self._lookup.drop_remote_hints(everything=True)
         volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:
@@ -388,7 +375,3 @@ class Store:
         failure, lost = self._flushed(alone, slot, deadline)
         # A copy that came later may have pushed an earlier one out.
         return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
-
-    def is_alive(self) -> bool:
-        """Whether the WorkQueue's workers live."""
-        return self._work_queue.is_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -74,11 +75,11 @@ class Writes:
         options: PutOptions = NO_OPTIONS,
         part: ChunkPart | None = None,
     ) -> AnyTicket | PutResult:
-        """Reserve room for a frame, or say why there is nothing to write.
+        """Reserve room for the frame of a chunk, or of a *part* of it; or say why there is nothing
+        to write.
 
-        The caller commits or discards the put. *info* is that of the whole chunk, also where only
-        a *part* of it is put. Raises ShuttingDownError, QuotaExceededError, InvalidRequestError,
-        and LeaseExpiredError for a session that has ended.
+        Raises ShuttingDownError, QuotaExceededError, InvalidRequestError, and LeaseExpiredError
+        for a session that has ended.
         """
         if self.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
@@ -122,18 +123,16 @@ class Writes:
         return begun
 
     def _own(self, ticket: AnyTicket, until: float) -> None:
-        ticket.ticket_id = self._new_id()
+        session, ticket.ticket_id = ticket.session, self._new_id()
         if isinstance(ticket, PutTicket):
             ticket.until = until
-        session = ticket.session
         with self._lock:
-            owned = self._tickets.setdefault(session.session_id, {})
+            owned = self._tickets.get(session.session_id, {})
             # The puts of a session that has ended were aborted; this one is too late for that.
             if len(owned) < self._limit and not session.is_closed:
                 owned[ticket.ticket_id] = ticket
+                self._tickets[session.session_id] = owned
                 return
-            if not owned:
-                del self._tickets[session.session_id]
         self.discard(ticket)
         if session.is_closed:
             raise _closed(session)
@@ -161,7 +160,7 @@ class Writes:
             self.parallel.discard(ticket)
 
     def abort(self, session: Session, ticket_id: int) -> bool:
-        """Give up a put. Return whether the session had it."""
+        """Drop a put. Return whether the session had it."""
         try:
             ticket = self.claim(session, ticket_id)
         except LeaseExpiredError:
@@ -177,11 +176,10 @@ class Writes:
         frame: Bytes | None = None,
         is_last: bool = False,
     ) -> PutResult:
-        """Verify the frame of a put of the caller's and make it visible, or abort the put.
+        """Verify the frame of a put of the caller's and make it visible, or drop the put.
 
-        The frame was written into the ticket's room, where *check* followed it if its writer has no
-        hand on it, or is copied there from *frame*. *is_last*: it turned out that nothing of the
-        put continues it.
+        The frame is in the ticket's room, where *check* followed it if its writer cannot change it,
+        or is copied there from *frame*. *is_last*: nothing of the put continues it, after all.
         Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
         for frames that are not what was reserved; nothing of them stays.
         """
@@ -207,34 +205,28 @@ class Writes:
 
     def expire(self) -> int:
         """Give back room that nobody came to write to in time; return of how many chunks."""
-        now = self._clock()
-        with self._lock:
-            owned = [one for tickets in self._tickets.values() for one in tickets.values()]
-            late = [one for one in owned if one.until <= now]
-        count = sum(self.abort(one.session, one.ticket_id) for one in late)
+        count = self._abort_until(self._clock())
         self._counters.add("dropped_unfinished_chunks", count)
         return count + self.parallel.expire()
 
+    def _abort_until(self, until: float) -> int:
+        with self._lock:
+            owned = [one for tickets in self._tickets.values() for one in tickets.values()]
+        late = [one for one in owned if one.until <= until]
+        return sum(self.abort(one.session, one.ticket_id) for one in late)
+
     def abort_session(self, session: Session) -> None:
-        """Give up every put of a session that ended."""
+        """Drop every put of a session that ended."""
         with self._lock:
             owned = self._tickets.pop(session.session_id, {})
         for ticket in owned.values():
             self.discard(ticket)
         self.parallel.end_session(session.session_id)
 
-    def drain(self) -> None:
-        """Refuse new puts from now on."""
-        self.is_draining = True
-
     def close(self) -> None:
-        """Give up every put in progress: no room of the tiers is held any more."""
-        self.drain()
-        with self._lock:
-            tables, self._tickets = self._tickets, {}
-        for owned in tables.values():
-            for ticket in owned.values():
-                self.discard(ticket)
+        """Drop every put in progress, and refuse others: no room of the tiers is held any more."""
+        self.is_draining = True
+        self._abort_until(math.inf)
 
     def __len__(self) -> int:
         with self._lock:

@@ -1,13 +1,13 @@
-"""Events: which chunks the tiers of this node alone gain and lose, for who follows along.
+"""Events: which chunks the tiers of this node alone gain and lose, for readers that follow.
 
 After the KV events of vLLM (vllm/distributed/kv_events.py): numbered, kept for a while for readers
-that missed some, hints in any case: who acts on one that is wrong asks a node that misses.
+that missed some, and hints only: acting on one that is wrong ends in a miss.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from struct import Struct
 from threading import Event as Flag
 from time import sleep
@@ -33,7 +33,7 @@ class Event(NamedTuple):
     """A copy came to *tier*, or left it: then it has no tokens.
 
     *number* counts all events, *own* those of the key's namespace, so that nobody learns from it
-    how much others do. Both are 0 where what is here is told.
+    how much others do. Both are 0 for what is listed as held.
     """
 
     key: ChunkKey
@@ -51,7 +51,7 @@ class Event(NamedTuple):
 
 
 class EventRing:
-    """Keeps an event until *size* others came. An event's place is said by its number, from 1 on.
+    """Keeps an event until *size* others came, in the place of its number, from 1 on.
 
     One thread at a time puts, any number reads without a lock: a row is written and read in one
     call of ``struct`` each, between which the interpreter does not change threads.
@@ -94,7 +94,7 @@ Held = Callable[[int, Namespace | None], tuple[list[Event], int]]
 
 class Page(NamedTuple):
     """*events* in order. *cleared*: what was known before is void; *cursor*: where to go on from,
-    0 while what is here is still being told.
+    0 while what is held is still being listed.
     """
 
     events: list[Event]
@@ -106,9 +106,9 @@ class EventLog:
     """The latest *size* events of *tiers*, in a ring.
 
     One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: an
-    entry has its number, so who comes too late sees that another is in its place. Nobody who
-    writes ever waits for who reads. *held* says what is there now; *on_restart* is called when a
-    reader fell behind what the log keeps.
+    entry has its number, so a reader that is late sees that another is in its place. Writers never
+    wait for readers. *held* lists what is there now; *on_restart* is called when a reader fell
+    behind what the log keeps.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class EventLog:
         held: Held,
         on_restart: Callable[[], object] = bool,
     ) -> None:
-        self._held = held
-        self._on_restart = on_restart
+        self.held = held
+        self.on_restart = on_restart
         self._tiers = frozenset(tiers)
         self._size = size
         self._ring = EventRing(tiers, size)
@@ -128,14 +128,14 @@ class EventLog:
         """What a namespace that is not in *_counts* counts from."""
         self.last = 1
         """The number of the latest event; there was none before 2, as no cursor is 0."""
-        self._ended = Flag()
+        self.ended = Flag()
+        """Set when readers are to stop: the server does."""
 
-    # --- who writes
-
-    def stored(self, tier: str, info: ChunkInfo, put_info: object = None) -> None:
-        """A copy became visible on *tier*."""
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
+        """Copies became visible on *tier*."""
         if tier in self._tiers:
-            self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
+            for info in infos:
+                self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""
@@ -154,14 +154,12 @@ class EventLog:
         self._ring.put(Event(key, tier, tokens, parent, fidelity, number, own))
         self.last = number
 
-    # --- who reads
-
     def reader(self, space: Namespace | None = None) -> EventReader:
         """Return a reader of the events of *space*, or of all."""
-        return EventReader(self, self._held, space, self._on_restart)
+        return EventReader(self, space)
 
     def covers(self, tier: str) -> bool:
-        """Whether events of *tier* are told."""
+        """Whether there are events of *tier*."""
         return tier in self._tiers
 
     def since(self, number: int) -> list[Event] | None:
@@ -195,40 +193,21 @@ class EventLog:
                 return event.number - 1 if event.own == own + 1 else None
         return None
 
-    # --- its end
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep; return at once, and True, when the log has ended."""
-        return self._ended.wait(timeout_s)
-
-    def end(self) -> None:
-        """Have readers stop: the server does."""
-        self._ended.set()
-
 
 class EventReader:
-    """One reader's way through a log: what it is told next. Not thread-safe.
+    """One reader's way through the events of *space*, or of all. Not thread-safe.
 
-    A reader that has no place in the log begins with what is *held*. Its place is taken before it
-    looks, so what changes meanwhile is told behind it, maybe twice.
+    A reader that has no place in the log begins with what is held. Its place is taken before it
+    looks, so what changes meanwhile comes behind it, maybe twice.
     """
 
-    def __init__(
-        self,
-        log: EventLog,
-        held: Held,
-        space: Namespace | None = None,
-        on_restart: Callable[[], object] = bool,
-    ) -> None:
-        """*on_restart* is called when the reader fell behind what the log keeps."""
-        self._on_restart = on_restart
+    def __init__(self, log: EventLog, space: Namespace | None = None) -> None:
         self._log = log
-        self._held = held
         self._space = space
         self._at: int | None = None
         self._row = 0
         self.cursor = 0
-        """Behind what was told, once ``poll`` has nothing new."""
+        """Behind what was read, once ``poll`` has nothing new."""
 
     def go_on(self, cursor: int) -> None:
         """Go on behind the page of *cursor*, or begin with what is held if that is too long ago."""
@@ -237,25 +216,25 @@ class EventReader:
 
     @property
     def is_level(self) -> bool:
-        """Whether all that is here was told, so that only news come."""
+        """Whether all that is held was listed, so that only news come."""
         return self._at is not None and not self._row
 
     def poll(self) -> Page | None:
         """Return what comes next; None when there is nothing new."""
         if self._at is None:
-            # In this order: what comes between the two looks is told again.
+            # In this order: what comes between the two looks is listed again.
             self.cursor = self._log.count(self._space)
             self._at = self._log.last
-            return self._told(1, cleared=True)
+            return self._listed(1, cleared=True)
         if self._row:
-            return self._told(self._row)
+            return self._listed(self._row)
         return self._news(self._at)
 
-    def _told(self, row: int, *, cleared: bool = False) -> Page:
+    def _listed(self, row: int, *, cleared: bool = False) -> Page:
         events: list[Event] = []
         while row and not events:
             sleep(0)  # lets go of the interpreter: this may go through all there is
-            found, row = self._held(row, self._space)
+            found, row = self._log.held(row, self._space)
             events = [one for one in found if self._log.covers(one.tier)]
         self._row = row
         return Page(events, 0 if row else self.cursor, cleared)
@@ -270,6 +249,6 @@ class EventReader:
                 return Page(mine, self.cursor)
         if page is None:
             self._at = None
-            self._on_restart()
+            self._log.on_restart()
             return self.poll()
         return None

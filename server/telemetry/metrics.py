@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +36,7 @@ class Flows:
         """A chunk of so many bytes was copied."""
         with self._lock:
             chunks, moved_bytes = self._moved.get((source, target), (0, 0))
-            self._moved[source, target] = (chunks + 1, moved_bytes + size_bytes)
+            self._moved[source, target] = chunks + 1, moved_bytes + size_bytes
 
     def snapshot(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Return chunks and bytes by source and target."""
@@ -42,23 +44,19 @@ class Flows:
             return dict(self._moved)
 
 
-@dataclass(frozen=True, slots=True)
-class Finds:
-    """Chunks that were asked for, by whom and where they were found first."""
+class Finds(NamedTuple):
+    """Chunks of lookups: found first on each tier, and by tenant those looked up and found."""
 
-    tiers: Mapping[str, int]
-    asked: Mapping[str, int]
-    """By tenant."""
-    ready: Mapping[str, int]
+    tiers: dict[str, int]
+    asked: dict[str, int]
+    ready: dict[str, int]
 
 
 class FindTally:
     """Counts what lookups asked for and found. Thread-safe."""
 
     def __init__(self) -> None:
-        self._tiers: dict[str, int] = {}
-        self._asked: dict[str, int] = {}
-        self._ready: dict[str, int] = {}
+        self._counts = Finds(Counter(), Counter(), Counter())
         self._lock = threading.Lock()
 
     def note(
@@ -66,19 +64,20 @@ class FindTally:
     ) -> None:
         """A lookup of *asked* chunks found some, of which *sources* index *names*, the tiers."""
         by_tier = np.bincount(sources).tolist()
+        counts = self._counts
         with self._lock:
-            if tenant not in self._asked and len(self._asked) >= MAX_TENANTS:
+            if tenant not in counts.asked and len(counts.asked) >= MAX_TENANTS:
                 tenant = OTHERS
-            self._asked[tenant] = self._asked.get(tenant, 0) + asked
-            self._ready[tenant] = self._ready.get(tenant, 0) + len(sources)
+            counts.asked[tenant] += asked
+            counts.ready[tenant] += len(sources)
             for name, count in zip(names, by_tier, strict=False):
                 if count:
-                    self._tiers[name] = self._tiers.get(name, 0) + count
+                    counts.tiers[name] += count
 
     def snapshot(self) -> Finds:
         """Return all counts at one instant."""
         with self._lock:
-            return Finds(dict(self._tiers), dict(self._asked), dict(self._ready))
+            return Finds(*map(dict, self._counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class Times:
 
 
 class CallTimes:
-    """How long calls took in the server, by method; of TIMED alone. Thread-safe."""
+    """How long calls took in the server, by method of TIMED. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts = {name: [0] * (len(BOUNDS_S) + 1) for name in TIMED}
@@ -126,19 +125,18 @@ class CallTimes:
         """A call of *method* ended after *took_s* seconds."""
         name = method.rpartition("/")[2]
         counts = self._counts.get(name)
-        if counts is None:
-            return
-        at = bisect_left(BOUNDS_S, took_s)
-        with self._lock:
-            counts[at] += 1
-            self._totals_s[name] += took_s
+        if counts is not None:
+            at = bisect_left(BOUNDS_S, took_s)
+            with self._lock:
+                counts[at] += 1
+                self._totals_s[name] += took_s
 
     def snapshot(self) -> dict[str, Times]:
         """Return the times of each method."""
         with self._lock:
+            totals = self._totals_s
             return {
-                name: Times(tuple(counts), self._totals_s[name])
-                for name, counts in self._counts.items()
+                name: Times(tuple(counts), totals[name]) for name, counts in self._counts.items()
             }
 
 

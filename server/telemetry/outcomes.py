@@ -1,4 +1,4 @@
-"""Outcomes: what last became of a chunk, for who asks why it is not there."""
+"""Outcomes: what last became of a chunk, for Explain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_DETAIL_CHARS = 200
 
 
 class Fate(Enum):
-    """What can become of a chunk; the value is the word that Explain says."""
+    """What can become of a chunk; the value is Explain's word."""
 
     refused = "refused"
     invalid = "invalid"
@@ -46,11 +46,10 @@ class Outcomes:
         self._clock = clock
         # Ordered: a plain dictionary looks for its first entry among those that were deleted.
         self._by_key: OrderedDict[ChunkKey, Outcome] = OrderedDict()
-        # Guards the dictionary.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the dictionary
 
     def note(self, key: ChunkKey, fate: Fate, tier: str = "", detail: str = "") -> None:
-        """Take note of what became of a chunk; what was known of it before is forgotten."""
+        """Keep what became of a chunk in place of what was known of it."""
         outcome = Outcome(fate, tier, detail[:MAX_DETAIL_CHARS], self._clock())
         with self._lock:
             self._by_key[key] = outcome

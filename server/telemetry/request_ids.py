@@ -1,6 +1,6 @@
 """Request ids: what all log lines of one call have in common, in whatever thread they are written.
 
-A caller may bring one along as ``x-request-id``; else it is made up once something is logged.
+A caller may send one as ``x-request-id``; else it is made up once something is logged.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 from typing_extensions import override
@@ -25,9 +24,9 @@ _NUMBERS = count(int.from_bytes(os.urandom(8), "big") >> 1)
 
 
 class RequestId:
-    """The id of what is logged inside ``with``, and by moves that it asks for.
+    """The id of what is logged inside ``with``, and by moves that begin there.
 
-    *metadata* of the call are looked at only when somebody wants to know.
+    *metadata* of the call are read only when something is logged.
     """
 
     __slots__ = ("_metadata", "_number", "_text")
@@ -41,25 +40,18 @@ class RequestId:
         _CURRENT.set(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _CURRENT.set(None)  # not reset: a stream may end in another thread than it began in
 
     @override
     def __str__(self) -> str:
         if not self._text:
-            self._text = self._given() or f"{self._number:016x}"
+            sent = (value for name, value in self._metadata() or () if name == HEADER)
+            texts = (one for one in sent if isinstance(one, str) and len(one) <= MAX_ID_CHARS)
+            given = next(texts, "")
+            is_fit = given.isascii() and given.isprintable()
+            self._text = (is_fit and given) or f"{self._number:016x}"
         return self._text
-
-    def _given(self) -> str:
-        for name, value in self._metadata() or ():
-            if name == HEADER and isinstance(value, str) and len(value) <= MAX_ID_CHARS:
-                return value if value.isascii() and value.isprintable() else ""
-        return ""
 
 
 _CURRENT: ContextVar[RequestId | None] = ContextVar("request_id", default=None)

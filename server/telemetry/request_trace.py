@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -53,14 +54,14 @@ class LogPage(NamedTuple):
 class RequestLog:
     """A bounded log that is off until somebody reads it, and off again when nobody does.
 
-    Chunks get 8 bytes of a keyed hash under a key of *draw*, new for each recording and never
-    told: equal chunks have equal names, and no name can be tried against a prompt.
+    Chunks get 8 bytes of a keyed hash under a key of *draw*, new for each recording and secret:
+    equal chunks have equal names, and no name can be tried against a prompt. *clock* is in seconds
+    and does not jump back; *draw* returns so many random bytes.
     """
 
     def __init__(
         self, clock: Callable[[], float], draw: Callable[[int], bytes] = secrets.token_bytes
     ) -> None:
-        """*clock* is in seconds and does not jump back; *draw* returns so many random bytes."""
         self._clock = clock
         self._draw = draw
         self._recording = 0
@@ -80,8 +81,8 @@ class RequestLog:
         now_s = self._clock()
         with self._lock:
             recording, key = self._recording, self._key
-        if not recording:
-            return
+            if not recording:
+                return
         names = b"".join(blake3(one, key=key).digest(NAME_BYTES) for one in keys)
         with self._lock:
             if recording != self._recording:
@@ -105,7 +106,9 @@ class RequestLog:
             if self._recording and now_s - self._read_s > IDLE_S:
                 self._stop()
             if not recording and not self._recording:
-                self._start(now_s)
+                self._recording = int.from_bytes(self._draw(8), "little") | 1
+                self._key = self._draw(_KEY_BYTES)
+                self._began_s = now_s
             if recording not in (0, self._recording):
                 fix = f"nobody read it for {IDLE_S:g} s, or the server started anew: begin another"
                 raise InvalidRequestError("recording", recording, fix)
@@ -114,25 +117,15 @@ class RequestLog:
                 return LogPage(self._recording, [], self._last, 0)
             first = self._last - len(self._lookups) + 1
             skipped = max(0, min(after, self._last) + 1 - first)
-            lost = max(0, first - after - 1)
-            page = self._page(skipped)
-            return LogPage(recording, page, first + skipped + len(page) - 1, lost)
-
-    def _page(self, skipped: int) -> list[LoggedLookup]:
-        page: list[LoggedLookup] = []
-        size = 0
-        for at in range(skipped, len(self._lookups)):
-            size += len(self._lookups[at].names)
-            if page and (size > PAGE_CHUNKS * NAME_BYTES or len(page) == PAGE_LOOKUPS):
-                break
-            page.append(self._lookups[at])
-        return page
-
-    def _start(self, now_s: float) -> None:
-        self._recording = int.from_bytes(self._draw(8), "little") | 1
-        self._key = self._draw(_KEY_BYTES)
-        self._began_s = now_s
-        self._last = 0
+            page: list[LoggedLookup] = []
+            size = 0
+            for one in islice(self._lookups, skipped, None):
+                size += len(one.names)
+                if page and (size > PAGE_CHUNKS * NAME_BYTES or len(page) == PAGE_LOOKUPS):
+                    break
+                page.append(one)
+            last, lost = first + skipped + len(page) - 1, max(0, first - after - 1)
+            return LogPage(recording, page, last, lost)
 
     def _stop(self) -> None:
         self._recording = 0

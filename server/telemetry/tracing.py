@@ -1,6 +1,6 @@
-"""Tracing: spans of calls and of what they ask of tiers, by OpenTelemetry, the extra ``tracing``.
+"""Tracing: spans of calls and of their use of tiers, by OpenTelemetry, the extra ``tracing``.
 
-Nothing here is loaded, and nothing asked, unless ``--tracing-endpoint`` is set. Spans have names,
+Nothing here is loaded unless ``--tracing-endpoint`` is set. Spans have names,
 sizes and outcomes; no key, token, tenant or text of a caller is in them but its request id.
 """
 
@@ -57,7 +57,16 @@ class Tracing:
         """Send what waits, if the collector takes it. Idempotent."""
         self._provider.shutdown()
 
-    # --- calls
+    def _span(
+        self, name: str, attributes: dict[str, str], **options: Any
+    ) -> AbstractContextManager[Span]:
+        return self._tracer.start_as_current_span(
+            name,
+            attributes=attributes,
+            record_exception=False,  # its text may say what no span has
+            set_status_on_exception=False,
+            **options,
+        )
 
     def scope_of(
         self, method: str
@@ -68,14 +77,9 @@ class Tracing:
 
         @contextmanager
         def scope(request: Any, context: grpc.ServicerContext) -> Iterator[None]:
-            spanning = self._tracer.start_as_current_span(
-                f"{service}/{name}",
-                context=self._carrier.extract(_carried(context)),
-                kind=self._api.SpanKind.SERVER,
-                attributes=attributes,
-                record_exception=False,  # its text may say what no span has
-                set_status_on_exception=False,
-            )
+            carried = self._carrier.extract(_carried(context))
+            kind = self._api.SpanKind.SERVER
+            spanning = self._span(f"{service}/{name}", attributes, kind=kind, context=carried)
             with RequestId(context.invocation_metadata) as request_id, spanning as span:
                 try:
                     yield
@@ -100,14 +104,10 @@ class Tracing:
 
     @contextmanager
     def call(self, method: str, way: str, chunks: int = 0) -> Iterator[None]:
-        """A call of *method* that came over *way*, which carries no trace: the span is a first."""
-        with self._tracer.start_as_current_span(
-            f"{way}/{method}",
-            kind=self._api.SpanKind.SERVER,
-            attributes={"rpc.system": "kvstore", "rpc.service": way, "rpc.method": method},
-            record_exception=False,
-            set_status_on_exception=False,
-        ) as span:
+        """A call of *method* over *way*, which carries no trace: the span is a root."""
+        attributes = {"rpc.system": "kvstore", "rpc.service": way, "rpc.method": method}
+        kind = self._api.SpanKind.SERVER
+        with self._span(f"{way}/{method}", attributes, kind=kind) as span:
             if chunks:
                 span.set_attribute("kvstore.chunks", chunks)
             try:
@@ -117,19 +117,12 @@ class Tracing:
                 span.set_status(self._api.StatusCode.ERROR)
                 raise
 
-    # --- tiers
-
     def on_tier(self, tier: str, what: str, work: Callable[[], bool]) -> bool:
-        """Return what *work* does, in a span of the call that asked for it; of none without one."""
+        """Return what *work* returns, run in a span of the call that began it, if it is traced."""
         asking = self._api.get_current_span().get_span_context()
         if not (asking.is_valid and asking.trace_flags.sampled):  # the call itself may have ended
             return work()
-        with self._tracer.start_as_current_span(
-            f"{tier} {what}",
-            attributes={"kvstore.tier": tier},
-            record_exception=False,
-            set_status_on_exception=False,
-        ) as span:
+        with self._span(f"{tier} {what}", {"kvstore.tier": tier}) as span:
             done = False
             try:
                 done = work()
@@ -144,7 +137,7 @@ def _carried(context: grpc.ServicerContext) -> dict[str, str]:
 
 
 class _ToLog(logging.Handler):
-    """What OpenTelemetry says, as lines of the server's log."""
+    """Writes OpenTelemetry's log lines to the server's log."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
@@ -167,9 +160,9 @@ def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
     except ImportError as error:
         fix = f"needs OpenTelemetry ({error}): install kvstore-server[tracing]"
         raise InvalidRequestError("tracing_endpoint", endpoint, fix) from None
-    sayings = logging.getLogger("opentelemetry")
-    sayings.addHandler(_TO_LOG)
-    sayings.propagate = False
+    library_log = logging.getLogger("opentelemetry")
+    library_log.addHandler(_TO_LOG)
+    library_log.propagate = False
     exporter = OTLPSpanExporter(
         endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_TIMEOUT_S
     )

@@ -1,8 +1,8 @@
 """Admission: which chunks a tier is given a copy of, and when.
 
-Writes wear media out and take their time from reads, so a copy is made on evidence only. What
-the published stores do is here by name, beside the rule that weighs what a copy is worth; and
-what is worth promoting, and which recurrent states are kept.
+Writes wear media out and take time from reads, so a copy is made on evidence only. The rules of
+published stores are here by name, beside the one that weighs what a copy is worth; and what is
+worth promoting, and which recurrent states are kept.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Trigger(IntEnum):
 class CopyRequest:
     """A chunk without a copy on the tier, and what is known of it.
 
-    ``hits`` counts askings, the first included, those before an eviction too. ``chance`` is that
+    ``hits`` counts requests, the first included, those before an eviction too. ``chance`` is that
     of another before the tier would evict it. ``load_s`` is the estimated load from the tier and
-    ``compute_s`` what computing the chunk takes instead; 0 where nobody told.
+    ``compute_s`` what computing the chunk takes instead; 0 where that is not known.
     """
 
     moment: Trigger
@@ -56,17 +56,15 @@ class CopyRequest:
 
     @property
     def saved_share(self) -> float:
-        """The part of computing it that a load spares; all of it where nobody told."""
-        if not self.compute_s:
-            return 1.0
-        return max(0.0, 1.0 - self.load_s / self.compute_s)
+        """The part of computing it that a load spares; all of it where that is not known."""
+        return max(0.0, 1.0 - self.load_s / self.compute_s) if self.compute_s else 1.0
 
 
 class TierAdmission(ABC):
     """Decides for one tier. Keeps nothing of any chunk."""
 
     looks_ahead: ClassVar[bool] = False
-    """Whether it asks for more than the moment: hits and chances."""
+    """Whether it needs hits and chances."""
 
     def admits(self, offer: CopyRequest, pressure: float) -> bool:
         """Whether to make the copy. *pressure* is 0 for an idle tier, 1 for one that is behind.
@@ -76,7 +74,8 @@ class TierAdmission(ABC):
         """
         if offer.is_needed and offer.moment is Trigger.leaving:
             return True
-        return offer.saved_share > 0 and self._is_worth(offer, pressure)
+        saves = not offer.compute_s or offer.load_s < offer.compute_s
+        return saves and self._is_worth(offer, pressure)
 
     @abstractmethod
     def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
@@ -100,9 +99,8 @@ class WriteBack(TierAdmission):
 
 
 class AdmitOnSecondAccess(TierAdmission):
-    """A copy of what was asked for twice (HiCache's ``write_through_selective``, AIBrix's HOT).
-
-    The first asking may have been before an eviction: whoever counts ``hits`` remembers ghosts.
+    """A copy of what was requested twice (HiCache's ``write_through_selective``, AIBrix's HOT),
+    the first time maybe before an eviction.
     """
 
     looks_ahead = True
@@ -130,8 +128,7 @@ class ValueBasedAdmission(TierAdmission):
 
     def price(self, pressure: float) -> float:
         """Return the least value that is stored."""
-        pressure = min(1.0, max(0.0, pressure))
-        return self._least + (1.0 - self._least) * pressure
+        return self._least + (1.0 - self._least) * min(1.0, max(0.0, pressure))
 
     @override
     def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
@@ -155,27 +152,29 @@ def make_admission(name: str) -> TierAdmission:
     return _BY_NAME[name]()
 
 
+PRESSURE_WINDOW_S = 10.0
+"""In which a burst of writes is forgotten to about a third."""
+
+
 class Pressure:
     """How far behind a tier's writes are, from 0 to 1.
 
     The greater of two: the share of time it was writing of late, from one half (none) to four
-    fifths (full), and the share of its queue that is full. *window_s* is what "of late" means:
-    the time in which a burst is forgotten to about a third.
+    fifths (full), and the share of its queue that is full.
     """
 
-    def __init__(self, window_s: float = 10.0) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._busy = 0.0
         self._at_s = 0.0
 
     def note(self, seconds: float, now_s: float) -> None:
         """Take note of a write of *seconds* that ended at *now_s*."""
-        self._busy = self._faded(now_s) + max(0.0, seconds) / self._window_s
+        self._busy = self._faded(now_s) + max(0.0, seconds) / PRESSURE_WINDOW_S
         self._at_s = now_s
 
     def _faded(self, now_s: float) -> float:
         past_s = max(0.0, now_s - self._at_s)  # a clock that jumps back fades nothing
-        return self._busy * math.exp(-past_s / self._window_s)
+        return self._busy * math.exp(-past_s / PRESSURE_WINDOW_S)
 
     def level(self, queued_share: float, now_s: float) -> float:
         """Return the pressure now; *queued_share* is how full its queue of writes is."""
@@ -189,18 +188,16 @@ BURSTS_A_DAY = 24
 FIRST_PRICE = 0.5
 """The least value of a copy once the budget is spent; it rises to 1 with an hour's share owed."""
 MAX_AWAITED = 4096
-"""Copies that were admitted and not written yet; of more the oldest are taken for given up."""
+"""Copies that were admitted and not written yet; of more the oldest count as dropped."""
 
 
 class WriteBudget:
     """The writes of one tier, at most *bytes_a_day* over time and an hour's share at once.
 
-    Copies are paid for when they are admitted, so that a full queue of them cannot overrun it.
-    Those that nobody asked about (durable puts) are paid for as they are written, into debt if
-    need be. Not thread-safe: the owner locks. Times are seconds on the caller's clock; one that
-    goes back earns nothing, one that leaps ahead an hour's share at most.
-
-    Raises InvalidRequestError.
+    Copies are paid for when they are admitted, so that a full queue of them cannot overrun it;
+    those that need no admission (durable puts) as they are written, into debt if need be. Not
+    thread-safe: the owner locks. Times are seconds on the caller's clock; one that goes back earns
+    nothing, one that leaps ahead an hour's share at most. Raises InvalidRequestError.
     """
 
     def __init__(self, bytes_a_day: int, now_s: float) -> None:
@@ -233,17 +230,13 @@ class WriteBudget:
 
     def admitted(self, key: ChunkKey, size_bytes: int) -> None:
         """A copy of about *size_bytes* will be written: it is paid for."""
-        self._left_bytes -= size_bytes - self._awaited.pop(key, 0)
+        self.note_write(key, size_bytes)
         self._awaited[key] = size_bytes
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
 
-    def cancelled(self, key: ChunkKey) -> None:
-        """A copy that was paid for is not written after all."""
-        self._left_bytes += self._awaited.pop(key, 0)
-
     def note_write(self, key: ChunkKey, size_bytes: int) -> None:
-        """A copy was written, whoever asked for it."""
+        """A copy was written, admitted or not; of 0 bytes: it is not written after all."""
         self._left_bytes -= size_bytes - self._awaited.pop(key, 0)
 
 
@@ -260,7 +253,7 @@ class PromoteOnSecondHit:
         self._once: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def is_due(self, key: ChunkKey) -> bool:
-        """Take note of a read; return whether the chunk should be promoted now."""
+        """Count a read; return whether the chunk should be promoted now."""
         if self._once.pop(key, self) is None:
             return True
         self._once[key] = None
@@ -269,7 +262,7 @@ class PromoteOnSecondHit:
         return False
 
     def forget(self, key: ChunkKey) -> None:
-        """It was read by nobody."""
+        """Count the next read as the first."""
         self._once.pop(key, None)
 
     def __len__(self) -> int:
@@ -284,34 +277,27 @@ LEAST_SHARE = 0.25
 
 
 class EvictionValue:
-    """What a byte of a tier is worth to it: the mean value of those that it gave up of late.
+    """What a byte of a tier is worth to it: the mean value of the chunks that it evicted of late.
 
-    The value of a chunk on a tier is the chance that it is asked for before it would go, times
-    the seconds that a hit there saves, over its bytes. A tier that gave up nothing yet has room,
-    and takes everything: its price is 0. Not thread-safe: the owner locks.
+    The value of a chunk on a tier is the chance of a request before it would be evicted, times the
+    seconds that a hit there saves, over its bytes. A tier that evicted nothing yet has room, and
+    takes everything: its price is 0. Not thread-safe: the owner locks.
     """
 
-    def __init__(self, weight: float = PRICE_WEIGHT) -> None:
-        if not 0 < weight <= 1:
-            raise InvalidRequestError("weight", weight, "above 0, 1 at most")
-        self._weight = weight
-        self._price = 0.0
-        self._is_known = False
-
-    @property
-    def per_byte(self) -> float:
+    def __init__(self) -> None:
+        self.per_byte = 0.0
         """The price, in seconds a byte."""
-        return self._price
+        self._is_known = False
 
     def note_eviction(self, value_per_byte: float) -> None:
         """The tier evicts a chunk of this value."""
-        step = value_per_byte - self._price
-        self._price += step * self._weight if self._is_known else step
+        step = value_per_byte - self.per_byte
+        self.per_byte += step * PRICE_WEIGHT if self._is_known else step
         self._is_known = True
 
     def takes(self, value_per_byte: float) -> bool:
         """Whether a chunk of this value, read a second time, is worth what has to go for it."""
-        return value_per_byte >= LEAST_SHARE * self._price
+        return value_per_byte >= LEAST_SHARE * self.per_byte
 
 
 def value_per_byte(chance: float, saved_s: float, size_bytes: int) -> float:
@@ -324,11 +310,11 @@ MAX_REMEMBERED = 1 << 14
 
 
 class StateAdmission:
-    """Says of a chunk that is put with a state whether the state is worth its bytes. Thread-safe.
+    """Decides whether the state that a chunk is put with is worth its bytes. Thread-safe.
 
-    As Marconi admits (Pan et al., MLSys 2025, section 4.2): at the last token of a put, for who
-    goes on from there, and where a lookup left what is known, for who goes another way. A state
-    that was turned away is remembered, and admitted when it comes again.
+    As Marconi admits (Pan et al., MLSys 2025, section 4.2): at the last token of a put, for
+    prompts that go on from there, and where a lookup left what is known, for those that branch. A
+    state that was turned away is remembered, and admitted when it comes again.
     """
 
     def __init__(self, limit: int = MAX_REMEMBERED) -> None:
@@ -336,8 +322,7 @@ class StateAdmission:
         # Ordered: a plain dictionary looks for its first entry among those that were deleted.
         self._partings: OrderedDict[ChunkKey, None] = OrderedDict()
         self._turned_away: OrderedDict[ChunkKey, None] = OrderedDict()
-        # Guards both.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards both
 
     def parted(self, key: ChunkKey) -> None:
         """A lookup went no further than *key* in what is known."""

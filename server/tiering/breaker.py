@@ -25,8 +25,7 @@ class Breaker:
         self._failed = 0
         self._open_until = 0.0
         self._reason = ""
-        # Guards the fields above; never held over a call to the medium.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the fields above
 
     def allows(self) -> bool:
         """Whether the medium may be tried now. An open breaker lets one attempt a period."""
@@ -41,7 +40,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the medium is being left alone; asking does not use up an attempt."""
+        """Whether the medium is being left alone; this uses up no attempt."""
         with self._lock:
             return self._failed >= self._limit and self._clock() < self._open_until
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,9 +26,9 @@ def choose_codec(
 ) -> CodecSpeed | None:
     """Return the codec that loads fastest over the link; None where raw frames do.
 
-    A candidate has to win against raw frames even when its decoding waits for its load, so that
-    a single chunk is never later for it; of those, the one wins whose loads are fastest when
-    decoding runs beside the next load, and of equals the smaller. None loses more than *least*.
+    A candidate has to win against raw frames even when its decoding waits for its load, so that a
+    single chunk is never later for it; of those, the one whose loads are fastest when decoding
+    runs beside the next load, and of equals the smaller. None loses more than *least*.
     """
     worth = [
         one
@@ -48,70 +48,60 @@ QUEUE = "codec"
 logger = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class AutoCodec:
-    """A choice to be made for *slot*. *clock* returns monotonic seconds.
+def auto_codec(
+    slot: TierSlot, least: Fidelity, probe: ChunkKey, clock: Callable[[], float]
+) -> bool:
+    """Measure, choose a codec for *slot* that loses no more than *least*, and use it.
 
-    ``probe`` names a chunk that nobody else can name.
+    *probe* names a chunk that nobody else can name; *clock* returns monotonic seconds. Raises
+    nothing: what fails leaves what was.
     """
+    sample = make_sample()
+    layout, link = sample.template.layout, slot.rate.bytes_per_s
+    info = ChunkInfo(probe, sample.template.parent, layout, 0, raw_frame_bytes(layout))
+    try:
+        link = _link_bytes_per_s(slot, info, clock) or link
+    except (TierFullError, TierUnavailableError) as error:
+        logger.warning("link not measured", tier=slot.name, error=str(error))
+    # No codec decodes faster than raw frames are copied: on such links none is looked at.
+    copied = measure("raw", RawCodec(), sample, clock, 0.0).decode_bytes_per_s
+    names = candidates(least) if link < copied else []
+    speeds = measure_codecs(names, sample, clock, CALIBRATION_S * (1 - LINK_SHARE))
+    chosen = choose_codec(speeds, link, least)
+    name = "raw" if chosen is None else chosen.name
+    slot.encoder.use(name, " (auto)")
+    logger.info("codec chosen", tier=slot.name, codec=name, link_bytes_per_s=round(link))
+    return True
 
-    slot: TierSlot
-    least: Fidelity
-    probe: ChunkKey
-    clock: Callable[[], float]
 
-    def run(self) -> bool:
-        """Measure, choose and use the choice. Raises nothing: what fails leaves what was."""
-        sample = make_sample()
-        link = self._link_bytes_per_s(sample)
-        # No codec decodes faster than raw frames are copied: on such links none is looked at.
-        copied = measure("raw", RawCodec(), sample, self.clock, 0.0).decode_bytes_per_s
-        names = candidates(self.least) if link < copied else []
-        speeds = measure_codecs(names, sample, self.clock, CALIBRATION_S * (1 - LINK_SHARE))
-        chosen = choose_codec(speeds, link, self.least)
-        name = "raw" if chosen is None else chosen.name
-        self.slot.encoder.use(name, " (auto)")
-        logger.info("codec chosen", tier=self.slot.name, codec=name, link_bytes_per_s=round(link))
+def _link_bytes_per_s(slot: TierSlot, info: ChunkInfo, clock: Callable[[], float]) -> float:
+    """Return the speed of reading what was just written; 0 where the medium loses it."""
+    tier, end = slot.tier, clock() + CALIBRATION_S * LINK_SHARE
+    info = replace(info, size_bytes=min(info.size_bytes, tier.max_frame_bytes()))
+    frame = np.zeros(info.size_bytes, np.uint8)
+    reservation = tier.reserve(info)
+    fastest = 0.0
+
+    def write() -> bool:
+        tier.write(reservation, 0, frame)
         return True
 
-    def _link_bytes_per_s(self, sample: Sample) -> float:
-        """Return the speed of reading what was just written; what is guessed, if that fails."""
-        layout = sample.template.layout
-        info = ChunkInfo(self.probe, sample.template.parent, layout, 0, raw_frame_bytes(layout))
-        fallback = self.slot.rate.bytes_per_s
-        try:
-            return self._probe(info) or fallback
-        except (TierFullError, TierUnavailableError) as error:
-            logger.warning("link not measured", tier=self.slot.name, error=str(error))
-            return fallback
-
-    def _probe(self, info: ChunkInfo) -> float:
-        tier, guarded = self.slot.tier, self.slot.guarded
-        end = self.clock() + CALIBRATION_S * LINK_SHARE
-        info = replace(info, size_bytes=min(info.size_bytes, tier.max_frame_bytes()))
-        frame = np.zeros(info.size_bytes, np.uint8)
-        reservation = tier.reserve(info)
-        fastest = 0.0
-        try:
-            guarded(lambda: _written(tier.write(reservation, 0, frame)))
-        except TierUnavailableError:
-            tier.abort(reservation)
-            raise
-        try:
-            if not guarded(lambda: tier.seal(reservation)):
-                return 0.0
-            while not fastest or self.clock() < end:
-                begin = self.clock()
-                if not guarded(lambda: tier.read(info.key, frame)):
-                    break
-                fastest = max(fastest, info.size_bytes / max(self.clock() - begin, 1e-9))
-        finally:
-            guarded(lambda: tier.delete(info.key))
-        return fastest
-
-
-def _written(_: None) -> bool:
-    return True
+    try:
+        slot.guarded(write)
+    except TierUnavailableError:
+        tier.abort(reservation)
+        raise
+    try:
+        if not slot.guarded(lambda: tier.seal(reservation)):
+            return 0.0
+        while not fastest or clock() < end:
+            begin = clock()
+            if not slot.guarded(lambda: tier.read(info.key, frame)):
+                break
+            fastest = max(fastest, info.size_bytes / max(clock() - begin, 1e-9))
+    finally:
+        slot.guarded(lambda: tier.delete(info.key))
+    return fastest
 
 
 def candidates(least: Fidelity) -> list[str]:
@@ -135,10 +125,7 @@ def measure_codecs(
 
 
 def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
-    """Use a codec once, so that no copy that somebody waits for compiles it.
-
-    Beside a lossy one also what is used for chunks that stay exact.
-    """
+    """Use a tier's codecs once, so that no copy that somebody waits for compiles one."""
     used = {} if encoder.is_exact else {LOSSLESS: codec_by_name(LOSSLESS)}
     used[encoder.name] = encoder.of_tenant(DEFAULT_TENANT)
     sample = make_sample()
@@ -148,7 +135,7 @@ def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
 def begin_choices(
     moves: Moves, names: Mapping[str, str], random_bytes: Callable[[int], bytes]
 ) -> None:
-    """Have the codec chosen of each tier whose name among *names* asks for it, others compiled.
+    """Begin to choose the codec of each tier where *names* leaves that open, and compile others.
 
     In a queue of its own, as some compile for seconds: nobody waits for it.
     """
@@ -157,6 +144,6 @@ def begin_choices(
         work: Callable[[], bool] = partial(_warm_up, slot.encoder, clock)
         if is_auto(name):
             probe = ChunkKey(random_bytes(KEY_BYTES))  # of a namespace that no session has
-            work = AutoCodec(slot, auto_fidelity(name), probe, clock).run
+            work = partial(auto_codec, slot, auto_fidelity(name), probe, clock)
         if name != "raw":
             moves.work_queue.submit(QUEUE, slot.name.encode(), work)

@@ -33,19 +33,16 @@ class ReservedRoom:
     """Room by partition, from its reservation until it is filled or given back. Thread-safe."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, tuple[int, int]] = {}
+        self.waiting: dict[int, tuple[int, int]] = {}
+        """Bytes and chunks by partition."""
         self._lock = threading.Lock()  # guards it
 
     def add(self, partition: int, size_bytes: int, chunks: int) -> None:
         """Count room as the partition's; less than none: count it no longer."""
         with self._lock:
-            before_bytes, before = self._waiting.pop(partition, (0, 0))
+            before_bytes, before = self.waiting.pop(partition, (0, 0))
             if chunks + before:
-                self._waiting[partition] = before_bytes + size_bytes, before + chunks
-
-    def of(self, partition: int) -> tuple[int, int]:
-        """Return the bytes and chunks that are reserved for the partition."""
-        return self._waiting.get(partition, (0, 0))
+                self.waiting[partition] = before_bytes + size_bytes, before + chunks
 
 
 MAX_ROUNDS = 1000
@@ -84,10 +81,9 @@ class Eviction:
         """
         tier = slot.tier
         size = request.info.size_bytes
-        if size > tier.max_frame_bytes():
-            raise InvalidRequestError(
-                "frame_bytes", size, f"tier {tier.name!r} takes {tier.max_frame_bytes()} at most"
-            )
+        if size > (most := tier.max_frame_bytes()):
+            fix = f"tier {tier.name!r} takes {most} at most"
+            raise InvalidRequestError("frame_bytes", size, fix)
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - request.headroom_bytes
         key, tenant = request.info.key, request.tenant
@@ -112,8 +108,8 @@ class Eviction:
     def _free_own(self, slot: TierSlot, own: Wanted, request: SpaceRequest) -> None:
         """Evict of a partition what it would be over its quota. Raises TierFullError."""
         size, eviction = request.info.size_bytes, self._catalog.eviction
-        is_cpu = slot is self._tiers.cpu
-        waiting_bytes, waiting = self.reserved.of(own.partition) if is_cpu else (0, 0)
+        reserved = self.reserved.waiting if slot is self._tiers.cpu else {}
+        waiting_bytes, waiting = reserved.get(own.partition, (0, 0))
         need_bytes, need_chunks = size + waiting_bytes, 1 + waiting
         for _ in range(MAX_ROUNDS):
             owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
@@ -150,11 +146,13 @@ class Eviction:
         claim, tier = self._catalog.eviction.claim_victims, slot.tier
         victims = claim(slot.name, need_bytes, VICTIMS_PER_ROUND, wanted=wanted)
         victims = self._enough(slot, victims, need_bytes)
-        if victims and request is not None:
-            near = tier.eviction_run(victims[0], request.info.size_bytes, request.tenant)
-            if near:
-                self._catalog.eviction.unclaim(victims[1:])
-                return [victims[0], *claim(slot.name, 0, 0, near)]
+        if (
+            victims
+            and request is not None
+            and (near := tier.eviction_run(victims[0], request.info.size_bytes, request.tenant))
+        ):
+            self._catalog.eviction.unclaim(victims[1:])
+            return [victims[0], *claim(slot.name, 0, 0, near)]
         if victims and attempt % 4 == 3:
             victims += claim(slot.name, 0, 0, tier.chunks_sharing_block(victims[0]))
         return victims
@@ -164,14 +162,18 @@ class Eviction:
     ) -> None:
         """Evict claimed victims, or wait for others' moves when there are none."""
         if not victims:
-            if self._await_progress(slot, deadline):
+            # Evictions from it and moves to lower slots: only these end without our help.
+            if self._catalog.eviction.await_unclaimed(slot.name, deadline):
+                return
+            queues = [f"store-{target.name}" for target in self._tiers.below(slot)]
+            if self._work_queue.await_any(queues, deadline):
                 return
             stats = slot.tier.stats()
             raise TierFullError(slot.name, need_bytes, stats.capacity_bytes - stats.used_bytes)
         try:
             tickets = [(key, self._demote(slot, key)) for key in victims]
             for key, ticket in tickets:
-                self._give_up(slot, key, ticket, deadline)
+                self._drop_victim(slot, key, ticket, deadline)
         except DeadlineError:
             # Demotions go on; their victims stay until they have a copy elsewhere.
             raise TierFullError(slot.name, need_bytes, 0) from None
@@ -188,16 +190,6 @@ class Eviction:
                 self._catalog.eviction.unclaim(victims[at:])
                 return victims[:at]
         return victims
-
-    def _await_progress(self, slot: TierSlot, deadline: float) -> bool:
-        """Wait until something that keeps chunks on *slot* is done; False if nothing does.
-
-        That is evictions from it and moves to lower slots: only these end without our help.
-        """
-        if self._catalog.eviction.await_unclaimed(slot.name, deadline):
-            return True
-        queues = [f"store-{target.name}" for target in self._tiers.below(slot)]
-        return self._work_queue.await_any(queues, deadline)
 
     def _demote(self, slot: TierSlot, key: ChunkKey) -> Ticket | None:
         """Queue a copy to a lower slot that is in use, unless one has the chunk.
@@ -229,13 +221,10 @@ class Eviction:
         """Return what becomes at least of an exact *key* of *tenant* on *target*: what several
         prompts have stays exact, as it steers all their answers.
         """
-        return (
-            Fidelity.exact
-            if self._catalog.is_common(key)
-            else target.encoder.of_tenant(tenant).fidelity
-        )
+        kept = target.encoder.of_tenant(tenant).fidelity
+        return Fidelity.exact if self._catalog.is_common(key) else kept
 
-    def _give_up(
+    def _drop_victim(
         self, slot: TierSlot, key: ChunkKey, ticket: Ticket | None, deadline: float
     ) -> None:
         why = "no tier below took a copy" if self._tiers.below(slot) else ""
@@ -261,8 +250,6 @@ class Eviction:
                 self._counters.add("dropped_victims")
             elif exact == [slot.name]:
                 self._counters.add("lossy_victims")
-
-    # --- copies that go
 
     def reserve_for_put(self, slot: TierSlot, request: SpaceRequest) -> Reservation:
         """Reserve in memory for an original, which a lossy copy there gives way to.

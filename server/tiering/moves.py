@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import raw_frame_bytes, with_size
+from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.telemetry.metrics import Counters
@@ -276,10 +277,11 @@ class Moves:
                 return True
             if source.name not in copies:
                 return False
-            if self.work_queue.is_given_up():
+            if self.work_queue.is_cancelled():
                 raise DeadlineError(f"load from {source.name}: nobody waits for it any more")
             stored = copies[source.name]
-            info = with_size(stored, RawCodec.codec_id, raw_frame_bytes(stored.layout))
+            size = raw_frame_bytes(stored.layout)
+            info = replace(stored, codec_id=RawCodec.codec_id, size_bytes=size)
             deadline = self.clock() + self._move_timeout_s
             reservation = self.eviction.reserve(self._cpu, SpaceRequest(info, tenant, deadline))
             found = False
@@ -341,7 +343,7 @@ class Moves:
 
     def _read(self, stored: ChunkInfo, source: TierSlot, out: Bytes) -> bool:
         try:
-            header = source.read_verified(stored, out, self.work_queue.is_given_up)
+            header = source.read_verified(stored, out, self.work_queue.is_cancelled)
         except ChunkCorruptError:
             self.eviction.drop_corrupt(source, stored.key)
             raise

@@ -1,4 +1,4 @@
-"""Placement: asks each lower tier's admission about copies, with what is known of the chunk."""
+"""Placement: applies each lower tier's admission to copies, with what is known of the chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.queries import ReuseEstimate
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import (
     AdmitOnSecondAccess,
@@ -29,7 +28,7 @@ from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 
 MAX_ENGINES = 1024
-"""Models whose speed of prefill is remembered, the latest that told."""
+"""Models whose speed of prefill is remembered, the latest reported."""
 
 
 class Placement:
@@ -82,23 +81,18 @@ class Placement:
         prospect = self._catalog.queries.reuse_estimate(key, ahead=looks_ahead)
         if prospect is None:
             return False
-        offer = self._offer(moment, prospect, slot, engine)
-        if not rule.admits(offer, self.pressure(slot.name)):
-            return False
-        return budget is None or self._affords(budget, key, offer)
-
-    def _offer(
-        self, moment: Trigger, prospect: ReuseEstimate, slot: TierSlot, engine: PrefillModel | None
-    ) -> CopyRequest:
         load_s = compute_s = 0.0
         if engine is not None:
             load_s = float(slot.load_s(np.array([prospect.size_bytes]))[0])
             tokens, context = prospect.tokens, prospect.context_tokens
             compute_s = engine.token_s * tokens + engine.pair_s * tokens * context
-        return CopyRequest(
+        offer = CopyRequest(
             moment, prospect.size_bytes, prospect.hits, prospect.chance, load_s, compute_s,
             prospect.is_needed,
         )  # fmt: skip
+        if not rule.admits(offer, self.pressure(slot.name)):
+            return False
+        return budget is None or self._affords(budget, key, offer)
 
     def _affords(self, budget: WriteBudget, key: ChunkKey, offer: CopyRequest) -> bool:
         """Pay for a copy, if it is worth it: beyond the budget only what leaves memory may be."""
@@ -116,8 +110,7 @@ class Placement:
     def by_load(self, slots: Sequence[TierSlot], key: ChunkKey) -> Sequence[TierSlot]:
         """Return *slots* in the order in which a copy of *key* is worth less.
 
-        Where all of them weigh copies by value that is the order of loads as they are measured;
-        else, and of those that load alike, as given: the nearest first.
+        Where all weigh copies by value that is the order of measured loads; else as given.
         """
         weigh = all(isinstance(self._rules[slot.name], ValueBasedAdmission) for slot in slots)
         if len(slots) < 2 or not weigh:
@@ -152,19 +145,16 @@ class Placement:
         """A copy that was worth making was not begun."""
         with self._lock:
             if name in self._budgets:
-                self._budgets[name].cancelled(key)
+                self._budgets[name].note_write(key, 0)
 
     def budgets(self) -> dict[str, tuple[int, float]]:
         """Return, of tiers that have one, the budget in bytes a day and what is left of it now."""
         with self._lock:
-            now_s = self._clock()
-            return {
-                name: (budget.bytes_a_day, budget.left_bytes(now_s))
-                for name, budget in self._budgets.items()
-            }
+            now_s, known = self._clock(), self._budgets.items()
+            return {name: (one.bytes_a_day, one.left_bytes(now_s)) for name, one in known}
 
     def admits_on_lookup(self, slot: TierSlot) -> bool:
-        """Whether a copy on *slot* may follow from a chunk's being asked for."""
+        """Whether a lookup of a chunk may lead to a copy on *slot*."""
         return isinstance(self._rules[slot.name], AdmitOnSecondAccess)
 
     def pressure(self, name: str) -> float:
@@ -181,7 +171,7 @@ class Placement:
                 self._budgets[name].note_write(key, size_bytes)
 
     def note_engine(self, space: Namespace, prefill: PrefillModel) -> None:
-        """An engine said how long it computes."""
+        """An engine reported its speed of prefill."""
         with self._lock:
             self._engines.pop(space, None)
             self._engines[space] = prefill

@@ -1,4 +1,4 @@
-"""Prefetch: chains that were just found and leased come to memory before their get asks."""
+"""Prefetch: chains that were just found and leased come to memory before their get."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
 REMEMBERED = 4096
-"""Chunks loaded ahead whose get is awaited; of the oldest beyond them none is expected."""
+"""Chunks loaded ahead whose get is awaited, the latest."""
 LEAST_USED = 0.5
 """Below this share of loads that are read, most lookups are followed by none."""
 _PROBES = 16
@@ -60,7 +59,7 @@ class Prefetch:
         lower = np.flatnonzero(sources) if self._limit_bytes else sources[:0]
         if not len(lower) or (session.is_attached and self._moves.tiers.file_backed is not None):
             return
-        chain = list(keys)
+        chain, moves = list(keys), self._moves
         with self._lock:
             self._lookups += 1
             if self._used_share < LEAST_USED and self._lookups % _PROBES:
@@ -69,25 +68,23 @@ class Prefetch:
             left_bytes = self._limit_bytes - sum(size for _, size in self._under_way)
         begun: list[Ticket] = []
         for at in lower.tolist():
-            left_bytes -= int(sizes[at])
-            slot = self._moves.tiers.sources[int(sources[at])]
-            if slot not in self._moves.tiers.lower:
+            key, size_bytes = chain[at], int(sizes[at])
+            left_bytes -= size_bytes
+            slot = moves.tiers.sources[int(sources[at])]
+            if slot not in moves.tiers.lower:
                 continue
-            if slot.tier.peer_place(chain[at], session.reads_from) is not None:
+            if slot.tier.peer_place(key, session.reads_from) is not None:
                 continue
-            ticket = self._begin(session, chain[at], slot) if left_bytes >= 0 else None
+            if left_bytes < 0 or moves.work_queue.fullness(f"load-{slot.name}") > _FULLEST:
+                break
+            ticket = moves.load(key, slot, session.tenant, claimed=True)
             if ticket is None:
                 break
             begun.append(ticket)
-            self._note(chain[at], ticket, int(sizes[at]))
+            self._note(key, ticket, size_bytes)
         if begun:
             with self._lock:
                 self._by_lease[lease_id] = begun
-
-    def _begin(self, session: Session, key: ChunkKey, slot: TierSlot) -> Ticket | None:
-        if self._moves.work_queue.fullness(f"load-{slot.name}") > _FULLEST:
-            return None
-        return self._moves.load(key, slot, session.tenant, claimed=True)
 
     def _note(self, key: ChunkKey, ticket: Ticket, size_bytes: int) -> None:
         self._counters.add("prefetched_chunks")

@@ -211,17 +211,17 @@ class TierSlot:
         self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
 
     def read_verified(
-        self, info: ChunkInfo, out: Bytes, is_given_up: Callable[[], bool] = lambda: False
+        self, info: ChunkInfo, out: Bytes, is_cancelled: Callable[[], bool] = lambda: False
     ) -> FrameHeader | None:
         """Fill *out* with the frame of *info* and verify it; None when the tier lost it.
 
         Raises ChunkCorruptError for bytes that are not the frame, whatever is wrong with them,
-        and DeadlineError between parts of its first half once *is_given_up*.
+        and DeadlineError between parts of its first half once *is_cancelled*.
         """
         started = self.clock()
 
         def arriving(size_bytes: int) -> None:
-            if 2 * size_bytes < len(out) and is_given_up():  # else it is better done
+            if 2 * size_bytes < len(out) and is_cancelled():  # else it is better done
                 raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
 
         verifier = FrameVerifier(out, info.key, header_bytes(info.layout), arriving)

@@ -42,8 +42,6 @@ class Ticket:
     error: Exception | None = None
     claims: int | None = None
     """How many want it, of those that may lose interest; None: it is done whatever they want."""
-    is_given_up: bool = False
-    """Nobody wants it any more, and it has ended for that, or is about to."""
     batch_key: object = None
     """What it has in common with others that are better done one after the other by one worker."""
 
@@ -145,7 +143,7 @@ class WorkQueue:
     def let_go(self, ticket: Ticket) -> bool:
         """Undo one claim. Return whether the work ends, or never begins, for that.
 
-        What is running ends where it next asks ``is_given_up``.
+        What is running ends where it next calls ``is_cancelled``.
         """
         with self._changed:
             if ticket.done or not ticket.claims:
@@ -158,22 +156,18 @@ class WorkQueue:
                 if ticket in tickets:
                     tickets.remove(ticket)
                     ticket.error = DeadlineError(f"{ticket.queue}: nobody waits for it any more")
-                    ticket.is_given_up = True
                     self._end(ticket)
             return True
 
-    def is_given_up(self) -> bool:
+    def is_cancelled(self) -> bool:
         """Whether nobody wants the work that this thread does; from then on nobody joins it."""
         ticket: Ticket | None = getattr(self._this_thread, "ticket", None)
         if ticket is None or ticket.claims != 0:
             return False
         with self._changed:
-            if ticket.claims != 0:
-                return False
-            ticket.is_given_up = True
-            if self._open.get((ticket.queue, ticket.name)) is ticket:
+            if ticket.claims == 0 and self._open.get((ticket.queue, ticket.name)) is ticket:
                 del self._open[ticket.queue, ticket.name]
-            return True
+            return ticket.claims == 0
 
     def wait(self, ticket: Ticket, deadline: float) -> object:
         """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
@@ -244,6 +238,8 @@ class WorkQueue:
         Workers that are stuck leave one of the queue to other batch keys.
         """
         runs = [run for run in self._runs if run.queue == queue]
+        if not runs:
+            return set(), None
         at_it = Counter(run.batch_key for run in runs)
         moving = Counter(run.batch_key for run in runs if run.since > self._clock() - STUCK_S)
         parallelism = self._parallelism[queue]

@@ -24,15 +24,15 @@ from functools import partial
 
 import msgspec
 import structlog
+import zmq
 
 from kvstore.proto.types import ROOT, Fidelity
 from kvstore.server.api.event_calls import POLL_S
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import Settings
-from kvstore.server.store.store import Store
 from kvstore.server.telemetry.events import Event, EventLog, Page
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.web.event_sockets import EventSockets, load_keys, parse_readers
+from kvstore.server.web.event_sockets import EventSockets, load_key, parse_readers
 
 MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
 """What vLLM calls the media of tiers."""
@@ -174,6 +174,15 @@ class EventPublisher:
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
 
+    @property
+    def addresses(self) -> list[str]:
+        """Those to connect to."""
+        return self._sockets.addresses
+
+    def tick(self) -> None:
+        """Take in a file of readers that was replaced or deleted. Called a few times a second."""
+        self._sockets.refresh()
+
     def is_alive(self) -> bool:
         """Whether the thread that owns the sockets lives."""
         return self._thread.is_alive()
@@ -207,7 +216,10 @@ class EventPublisher:
             return True
         message = self._message(self._number, words)
         self._number += 1
-        self._keep(message)
+        self._kept.append(message)
+        self._kept_bytes += len(message[2])
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BATCH_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[2])
         self._counters.add("event_batches")
         if self._sockets.pub is not None:
             self._sockets.pub.send_multipart(message, copy=False)
@@ -217,16 +229,8 @@ class EventPublisher:
         batch = encode(self._wall_clock(), words)
         return self.topic, number.to_bytes(_NUMBER_BYTES, "big"), batch
 
-    def _keep(self, message: Message) -> None:
-        self._kept.append(message)
-        self._kept_bytes += len(message[2])
-        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BATCH_BYTES:
-            self._kept_bytes -= len(self._kept.popleft()[2])
-
     def _receive(self) -> bool:
         """Take one request for a replay; False when there is none."""
-        import zmq
-
         if self._sockets.replay is None:
             return False
         try:
@@ -297,8 +301,6 @@ class EventPublisher:
 
     def _send(self, who: list[bytes], message: Message) -> bool | None:
         """Send *message* to a reader; False when it has too many to read, None when it is gone."""
-        import zmq
-
         assert self._sockets.replay is not None
         try:
             self._sockets.replay.send_multipart((*who, *message), zmq.NOBLOCK, copy=False)
@@ -321,63 +323,17 @@ def _words(page: Page) -> list[Word]:
 logger = structlog.get_logger(__name__)
 
 
-class NodeEvents:
-    """The log that the RPC reads, and the publisher; either may be None."""
-
-    def __init__(
-        self,
-        config: Settings,
-        store: Store,
-        boot_id: int,
-        closers: list[Callable[[], object]],
-    ) -> None:
-        """Events count from here on. Raises InvalidRequestError for what cannot be bound."""
-        self.log: EventLog | None = None
-        self.publisher: EventPublisher | None = None
-        self.addresses: list[str] = []
-        self._readers: WatchedFile[frozenset[bytes]] | None = None
-        if not config.limits.events_kept:
-            return
-        slots = store.tiers.slots.values()
-        tiers = [one.name for one in slots if not one.tier.shared]
-        restarted = partial(store.counters.add, "event_restarts")
-        held = store.catalog.queries.held_from
-        self.log = EventLog(tiers, config.limits.events_kept, held, restarted)
-        store.catalog.listeners.append(self.log)
-        if (config.events, config.events_replay) != ("off", "off"):
-            self._publish(config, store, boot_id, self.log)
-            closers.append(self.close)
-
-    def _publish(self, config: Settings, store: Store, boot_id: int, log: EventLog) -> None:
-        path = config.events_readers
-        if path is not None:
-            self._readers = WatchedFile((path,), parse_readers, frozenset[bytes])
-        readers = self._readers
-        keys = None if readers is None else load_keys(config.events_keys)
-        refused = partial(store.counters.add, "zmq_refused_connections")
-        sockets = EventSockets(config.events, config.events_replay, keys, readers, refused)
-        self.addresses = sockets.addresses
-        self.publisher = EventPublisher(
-            sockets, log, boot_id, store.counters, time.time, time.monotonic
-        )
-        public_key = keys.public.decode() if keys else ""
-        logger.info("events are published", addresses=self.addresses, public_key=public_key)
-
-    def tick(self) -> None:
-        """Take in a file of readers that was replaced or deleted. Called a few times a second."""
-        if self._readers is not None:
-            self._readers.refresh()
-
-    def is_alive(self) -> bool:
-        """Whether the publisher's thread lives, if there is one."""
-        return self.publisher is None or self.publisher.is_alive()
-
-    def end(self) -> None:
-        """Have readers of the RPC stop."""
-        if self.log is not None:
-            self.log.end()
-
-    def close(self) -> None:
-        """Stop publishing. Idempotent."""
-        if self.publisher is not None:
-            self.publisher.close()
+def open_publisher(
+    config: Settings, log: EventLog, boot_id: int, counters: Counters
+) -> EventPublisher:
+    """Return what publishes *log*. Raises InvalidRequestError for what cannot be bound."""
+    readers, secret = None, b""
+    if config.events_readers is not None:
+        readers = WatchedFile((config.events_readers,), parse_readers, frozenset[bytes])
+        secret = load_key(config.events_keys)
+    refused = partial(counters.add, "zmq_refused_connections")
+    sockets = EventSockets(config.events, config.events_replay, secret, readers, refused)
+    publisher = EventPublisher(sockets, log, boot_id, counters, time.time, time.monotonic)
+    public_key = zmq.curve_public(secret).decode() if secret else ""
+    logger.info("events are published", addresses=sockets.addresses, public_key=public_key)
+    return publisher

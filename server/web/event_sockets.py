@@ -9,56 +9,58 @@ import stat
 import struct
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
+import zmq
+from zmq.utils import z85
+
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.values import parse_endpoint
 
-if TYPE_CHECKING:
-    import zmq
-
-    Socket = zmq.Socket[bytes]
-
+Socket: TypeAlias = "zmq.Socket[bytes]"
 
 SECRET_NAME = "server.secret"  # noqa: S105 - a file's name
 _KEY_CHARS = 40
 
 
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
-    """A key pair as Z85 text of 40 characters each."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-
-def load_keys(folder: Path) -> CurveKeys:
-    """Return the keys kept in *folder*, made there when there are none.
+def load_key(folder: Path) -> bytes:
+    """Return the secret key kept in *folder*, as Z85 text, made there when there is none.
 
     Raises InvalidRequestError when the folder or the key cannot be used, or others could read
     them.
     """
-    import zmq
-
     path = folder / SECRET_NAME
+    fix = "others could read the key; chown it to this user, chmod go="
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_if_open(folder)
+        _make_private(folder, "events_keys", fix)
         if not path.exists():
             _write(path, zmq.curve_keypair()[1])
-        _refuse_if_open(path)
+        _check_private(path, "events_keys", fix)
         secret = path.read_bytes().strip()
     except OSError as error:
         fix = f"{error.strerror}; name a folder that this user can write"
         raise InvalidRequestError("events_keys", str(folder), fix) from None
     try:
-        return CurveKeys(zmq.curve_public(secret), secret)
+        zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):
         fix = f"holds no key of {_KEY_CHARS} characters; delete it to have another made"
         raise InvalidRequestError("events_keys", str(path), fix) from None
+    return secret
+
+
+def _make_private(folder: Path, name: str, fix: str) -> None:
+    """Make *folder* for this user alone, or refuse one that others may enter. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder, name, fix)
+
+
+def _check_private(path: Path, name: str, fix: str) -> None:
+    found = path.stat()
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise InvalidRequestError(name, str(path), fix)
 
 
 def _write(path: Path, secret: bytes) -> None:
@@ -77,14 +79,6 @@ def _write(path: Path, secret: bytes) -> None:
         os.unlink(draft)
 
 
-def _refuse_if_open(path: Path) -> None:
-    found = path.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise InvalidRequestError(
-            "events_keys", str(path), "others could read the key; chown it to this user, chmod go="
-        )
-
-
 _EVENT = struct.Struct("=Hi")
 
 
@@ -99,8 +93,6 @@ class ConnectionCap:
     """
 
     def __init__(self, socket: Socket, most: int, refused: Callable[[], object]) -> None:
-        import zmq
-
         self._socket = socket
         self._most = most
         self._refused = refused
@@ -118,8 +110,6 @@ class ConnectionCap:
 
     def hold(self) -> None:
         """Take in who came and went, and hang up on who is too many."""
-        import zmq
-
         while True:
             try:
                 event, _ = self.news.recv_multipart(zmq.NOBLOCK)
@@ -170,12 +160,14 @@ def _own_end(link: sockets.socket) -> object:
 
 def _bound_end(socket: Socket) -> object:
     """Return the port or path that *socket* is bound to."""
-    import zmq
+    url = _bound(socket)
+    return url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
 
+
+def _bound(socket: Socket) -> str:
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
-    url = endpoint.rstrip(b"\0").decode()
-    return url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
+    return endpoint.rstrip(b"\0").decode()
 
 
 SEND_QUEUE_BATCHES = 10_000
@@ -191,15 +183,6 @@ _HEARTBEAT_MS, _SILENCE_MS = 5000, 15_000
 _HANDLER = "inproc://zeromq.zap.01"  # by ZeroMQ's RFC 27, which asks it about each connection
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 _KEY = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
-
-
-class Readers(Protocol):
-    """The public keys of who may read, as Z85 text; changes are seen by the next to connect."""
-
-    value: frozenset[bytes]
-
-    def refresh(self) -> bool:
-        """Look again whether they have changed."""
 
 
 def parse_readers(data: bytes) -> frozenset[bytes]:
@@ -228,34 +211,24 @@ def bind_to(socket: Socket, endpoint: str) -> str:
     return f"tcp://*:{urlsplit(bound).port}" if host in _ANY_HOST else bound
 
 
-def _bound(socket: Socket) -> str:
-    import zmq
-
-    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes)
-    return bound.rstrip(b"\0").decode()
-
-
 class EventSockets:
     """A PUB socket and a ROUTER for replays, either of which may be None, and what admits to them.
 
-    With *keys* and *readers* who connects proves by CURVE to be one of them. ``addresses`` are
-    those to connect to. *refused* is called for each connection that is one too many. Raises
-    InvalidRequestError.
+    With the server's *secret* key and *readers*, keys as Z85 text, who connects proves by CURVE to
+    be one of them. ``addresses`` are those to connect to. *refused* is called for each connection
+    that is one too many. Raises InvalidRequestError.
     """
 
     def __init__(
         self,
         publish: str,
         replay: str,
-        keys: CurveKeys | None,
-        readers: Readers | None,
+        secret: bytes = b"",
+        readers: WatchedFile[frozenset[bytes]] | None = None,
         refused: Callable[[], object] = lambda: None,
     ) -> None:
-        import zmq
-
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
-        self._keys, self._readers, self._refused = keys, readers, refused
+        self._secret, self._readers, self._refused = secret, readers, refused
         self._caps: list[ConnectionCap] = []
         self.addresses: list[str] = []
         self.pub: Socket | None = None
@@ -279,10 +252,14 @@ class EventSockets:
         return socket
 
     def _bound(self, kind: int, endpoint: str, name: str) -> Socket:
-        import zmq
-
         if endpoint.startswith("ipc:"):
-            _check_private(Path(endpoint.removeprefix("ipc:")).parent, name)
+            folder = Path(endpoint.removeprefix("ipc:")).parent
+            try:
+                fix = "others could connect; use a folder of this user's alone: chmod 700"
+                _make_private(folder, name, fix)
+            except OSError as error:
+                fix = f"{error.strerror}; choose another folder"
+                raise InvalidRequestError(name, str(folder), fix) from None
         socket = self._socket(kind)
         socket.sndhwm = SEND_QUEUE_BATCHES
         if kind == zmq.ROUTER:
@@ -294,9 +271,10 @@ class EventSockets:
         socket.heartbeat_ivl = _HEARTBEAT_MS
         socket.heartbeat_timeout = _SILENCE_MS
         socket.copy_threshold = 0  # what is sent again is one piece of memory, however many wait
-        if self._keys is not None:
+        if self._readers is not None:
             socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+            socket.curve_publickey = zmq.curve_public(self._secret)
+            socket.curve_secretkey = self._secret
             socket.setsockopt(zmq.ZAP_DOMAIN, b"events")
         cap = ConnectionCap(socket, MAX_CONNECTIONS, self._refused)
         self._caps.append(cap)
@@ -309,10 +287,13 @@ class EventSockets:
             raise InvalidRequestError(name, endpoint, fix) from None
         return socket
 
+    def refresh(self) -> None:
+        """Look again whether the readers have changed."""
+        if self._readers is not None:
+            self._readers.refresh()
+
     def wait(self, timeout_ms: int) -> None:
         """Wait until a reader asks for something, or somebody connects."""
-        import zmq
-
         poller = zmq.Poller()
         for socket in (self.replay, self._admission, *(cap.news for cap in self._caps)):
             if socket is not None:
@@ -327,8 +308,6 @@ class EventSockets:
 
     def admit(self) -> bool:
         """Answer one connection that asks to be let in; False when there is none."""
-        import zmq
-
         if self._admission is None or self._readers is None:
             return False
         try:
@@ -354,19 +333,4 @@ class EventSockets:
 
 
 def _text_of(proof: list[bytes]) -> bytes:
-    from zmq.utils import z85
-
     return z85.encode(proof[0]) if len(proof) == 1 and len(proof[0]) == 32 else b""
-
-
-def _check_private(folder: Path, name: str) -> None:
-    """Make *folder* for this user alone, or refuse one that others may look into."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-    except OSError as error:
-        fix = f"{error.strerror}; choose another folder"
-        raise InvalidRequestError(name, str(folder), fix) from None
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        fix = "others could connect; use a folder of this user's alone: chmod 700"
-        raise InvalidRequestError(name, str(folder), fix)

@@ -232,7 +232,7 @@ class HttpPort:
 def exposure_of(config: Settings) -> Exposure:
     """Return what of the port is for other hosts."""
 
-    is_guarded = config.http_tls and config.asks_who_calls
+    is_guarded = config.http_tls and config.authenticates_callers
     return Exposure(
         shows_dashboard=config.insecure or is_guarded,
         asks_for_metrics=not (config.open_pages or config.insecure),

@@ -127,7 +127,7 @@ def test_deleting_what_is_used_most_does_not_push_the_clock_ahead() -> None:
 def put(
     policy: GdsfEviction, history: AccessHistory, row: int, flops: float, size_bytes: int
 ) -> None:
-    history.seen(row, NO_ROW, InsertInfo(flops=flops), 0.0)
+    history.seen_chain(np.array([row]), NO_ROW, InsertInfo(flops=flops), 0.0)
     policy.insert(row, NO_ROW, size_bytes, 0.0)
 
 
@@ -267,11 +267,11 @@ def test_a_row_that_is_another_chunks_now_is_no_ghost() -> None:
     for is_new in (False, True):
         history = AccessHistory()
         policy = half(history)
-        history.seen(1, NO_ROW, NO_INFO, 0.0)
+        history.seen_chain(np.array([1]), NO_ROW, NO_INFO, 0.0)
         play(policy, "1 2 3 !")
         if is_new:
-            history.forget(1)
-            history.seen(1, NO_ROW, NO_INFO, 0.0)
+            history.forget_all(np.array([1]))
+            history.seen_chain(np.array([1]), NO_ROW, NO_INFO, 0.0)
         else:
             history.asked(np.array([1]), 1, 0.0)
         play(policy, "1 4")
@@ -387,7 +387,9 @@ def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -
         history = AccessHistory()
         policy = MarconiLinearEviction(history, alpha)
         for chunk in range(1, 30):
-            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0)
+            history.seen_chain(
+                np.array([chunk]), NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0
+            )
             policy.insert(chunk, NO_ROW, 100, 0.0)
         places.append(everyone(policy).index(1))
     assert places == sorted(set(places))

@@ -11,7 +11,7 @@ from kvstore.cli.doctor_checks import CHECKS
 from kvstore.cli.doctor_files import BELIEVED, SECRET, check_files
 from kvstore.cli.finding import Finding
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import OwnFile
+from kvstore.server.settings.values import ReadableFile
 
 
 def findings(setting: str, path: Path, mode: int, **others: object) -> list[Finding]:
@@ -49,9 +49,14 @@ def test_the_secret_that_tokens_are_signed_with_is_no_public_key(tmp_path: Path)
 
 
 def test_every_setting_that_names_a_file_of_trust_is_looked_at() -> None:
-    is_readable = get_args(OwnFile)[1]
+    is_readable = get_args(ReadableFile)[1]
     public = {"tls_cert", "tls_crl", "redis_tls_cert"}  # shown to whoever connects, or signed
-    named = {name for name, field in Settings.model_fields.items() if is_readable in field.metadata}
+    kinds = {name: get_args(field.annotation) for name, field in Settings.model_fields.items()}
+    named = {
+        name
+        for name, parts in kinds.items()
+        if any(is_readable in getattr(part, "__metadata__", ()) for part in parts)
+    }
     assert {*SECRET, *BELIEVED} == named - public
 
 

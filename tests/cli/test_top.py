@@ -110,10 +110,10 @@ def test_hints_reach_the_server_by_every_way_to_connect(make_server: ServerMaker
     server = make_server("--bulk", "127.0.0.1:0")
     for seed, transport in enumerate(("shm", "grpc", "tcp")):
         client = server.connect(transport)  # type: ignore[arg-type]
-        before = server.node.store.catalog.state.metadata.hints.expiring_count
+        before = server.node.store.catalog.state.metadata.hints.expiring
         keys = store(client, seed, 3, hints=Hints(ttl_ms=60_000))
         known = server.node.store.catalog.state.metadata.hints
-        assert known.expiring_count == before + 3, transport
+        assert known.expiring == before + 3, transport
         with client.lease(keys) as lease:
             lease.release(Hints(priority=7))
         row = server.node.store.catalog.state.index.row(keys[0])

@@ -17,7 +17,7 @@ from device_engine import (
     blocks_for,
     raw_bytes,
 )
-from gpu_twin import use_device
+from gpu_twin import frame_on_device, use_device
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import SMALL, chunks_of, keys_of, tensors_of, tokens
 from slow_device import SlowDevice
@@ -219,9 +219,7 @@ def test_a_frame_damaged_on_the_device_is_not_counted_and_is_dropped(
     keys = store(client, 1, 4)
     warm(gpu_server, client, keys)
     gpu = gpu_of(gpu_server)
-    with gpu.lend(keys[damaged], gpu.device.stream()) as frame:
-        assert frame is not None
-        frame[-1] ^= 1
+    frame_on_device(gpu, keys[damaged])[-1] ^= 1
     engine = Engine(SMALL, blocks_for(4))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == damaged
     assert eventually(lambda: gpu.find([keys[damaged]]) == [None])
@@ -235,9 +233,7 @@ def test_a_damaged_header_on_the_device_is_a_miss(
     keys = store(client, 1, 2)
     warm(gpu_server, client, keys)
     gpu = gpu_of(gpu_server)
-    with gpu.lend(keys[1], gpu.device.stream()) as frame:
-        assert frame is not None
-        frame[40] ^= 1
+    frame_on_device(gpu, keys[1])[40] ^= 1
     engine = Engine(SMALL, blocks_for(2))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == 1
 
@@ -249,11 +245,7 @@ def test_a_place_with_another_chunk_ends_the_prefix(
     keys = store(client, 1, 4)
     warm(gpu_server, client, keys)
     gpu = gpu_of(gpu_server)
-    stream = gpu.device.stream()
-    with gpu.lend(keys[0], stream) as first, gpu.lend(keys[wrong], stream) as frame:
-        assert first is not None
-        assert frame is not None
-        frame[:] = first
+    frame_on_device(gpu, keys[wrong])[:] = frame_on_device(gpu, keys[0])
     engine = Engine(SMALL, blocks_for(4))
     assert client.get_device_pages(keys, engine.pages, engine.block_ids) == wrong
 

@@ -476,7 +476,7 @@ def test_a_draining_server_takes_no_puts_out_of_device_memory(
 ) -> None:
     chunks = ring.write(keys_of(client, 1, 1))
     headers = headers_of(client, ring, chunks)
-    server.node.store.writes.drain()
+    server.node.store.writes.is_draining = True
     with pytest.raises(KVStoreError, match="drains"):
         call(client, headers, [0])
 

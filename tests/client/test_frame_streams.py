@@ -27,7 +27,7 @@ from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
 from kvstore.proto import bulk
-from kvstore.proto.bulk_reader import FrameAssembler
+from kvstore.proto.bulk import FrameAssembler
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -37,12 +37,11 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import FramedSocket
+from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.plans import Hints, Reuse
-from kvstore.proto.tls import make_tls
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.service import BulkService
-from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
+from kvstore.server.cluster.peer_connections import PeerSession, StreamLink
 from kvstore.server.store.writes import Writes
 
 SOON_S = 20.0
@@ -307,10 +306,10 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
     began, go_on = threading.Event(), threading.Event()
     answer = BulkService.get
 
-    def held_up(*terms: Any) -> None:
+    def held_up(*terms: Any) -> Any:
         began.set()
         assert go_on.wait(SOON_S)
-        answer(*terms)
+        return answer(*terms)
 
     monkeypatch.setattr(BulkService, "get", held_up)
     with ThreadPoolExecutor(1) as pool:
@@ -543,9 +542,9 @@ def late_tls() -> Iterator[Entrance]:
 def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
     late_tls: Entrance, whose: str
 ) -> None:
-    terms = PeerTerms(late_tls.where, late_tls.certificate, 7, bytes(16), 60_000, 1, 1)
+    terms = PeerSession(late_tls.where, late_tls.certificate, 7, bytes(16), 60_000, 1, 1)
     link = StreamLink(terms, time.monotonic)
-    reach = link.reach if whose == "server" else partial(FrameStream, late_tls, lambda: False)
+    reach = link.connect if whose == "server" else partial(FrameStream, late_tls, lambda: False)
     began = time.monotonic()
     with pytest.raises(DeadlineError):
         reach(1.0)

@@ -18,7 +18,8 @@ from kvstore.cli.status import ask_status
 from kvstore.client import Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
+from kvstore.server.cluster.directory import Directory, DirectoryTerms
+from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient

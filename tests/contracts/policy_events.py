@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
@@ -46,7 +47,7 @@ def evicted_by(
                 evicted.append(victim)
             parent = chain[at - 1] if at else NO_ROW
             facts = InsertInfo(flops=1e9 * at, reuse=draw.choice(hints))
-            history.seen(chain[at], parent, facts, now_s)
+            history.seen_chain(np.array([chain[at]]), parent, facts, now_s)
             policy.insert(chain[at], parent, 100, now_s)
             here[chain[at]] = None
     everything = list(policy.victims(_keep_none, 400.0))
@@ -66,7 +67,7 @@ def fuzz(policy: EvictionPolicy, history: AccessHistory, seed: int, events: int)
         match draw.randrange(8):
             case 0 | 1:
                 facts = InsertInfo(flops=draw.choice([0.0, 1e9, 1e12]), reuse=draw.randrange(3))
-                history.seen(row, parent, facts, now_s)
+                history.seen_chain(np.array([row]), parent, facts, now_s)
                 policy.insert(row, parent, draw.choice(_SIZES), now_s)
                 here.add(row)
             case 2:
@@ -82,13 +83,13 @@ def fuzz(policy: EvictionPolicy, history: AccessHistory, seed: int, events: int)
                 policy.remove(row)
                 here.discard(row)
                 if draw.random() < 0.5:
-                    history.forget(row)
+                    history.forget_all(np.array([row]))
             case 7:
                 kept = {draw.randrange(1, 300) for _ in range(draw.randrange(20))}
                 gone = list(islice(policy.victims(kept.__contains__, now_s), draw.randrange(12)))
                 assert here.issuperset(gone)
                 assert kept.isdisjoint(gone)
-                policy.remove_all(gone)
+                deque(map(policy.remove, gone), maxlen=0)
                 here.difference_update(gone)
         assert len(policy) == len(here)
         if event % 500 == 0:

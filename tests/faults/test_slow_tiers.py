@@ -151,7 +151,7 @@ def store_again(client: Client) -> list[ChunkKey]:
 def test_a_slow_disk_costs_a_get_its_deadline_and_no_other_get_anything(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvstore.tiers.disk_io import CachedIO
+    from kvstore.tiers.disk_io import FileIO
 
     server = make_server()
     writer, client = server.connect("grpc"), server.connect(options=DEADLINE)
@@ -159,14 +159,14 @@ def test_a_slow_disk_costs_a_get_its_deadline_and_no_other_get_anything(
     assert in_time(lambda: client.lookup(high))
     server.settled()
     server.leave_memory(low)
-    read = CachedIO.read
+    read = FileIO.read
     is_well = threading.Event()
 
-    def slowly(self: CachedIO, *arguments: object) -> bool:
+    def slowly(self: FileIO, *arguments: object) -> bool:
         is_well.wait(60)
         return read(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CachedIO, "read", slowly)
+    monkeypatch.setattr(FileIO, "read", slowly)
     try:
         found: list[int] = []
         assert in_time(lambda: found.append(verified(client, low)))

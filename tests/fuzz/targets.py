@@ -6,6 +6,7 @@ it takes, for fuzzers to begin with.
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ from kvstore.tiers.encrypted import (
     cells,
 )
 from kvstore.tiers.redis_chunks import Manifest, parse_manifest
-from kvstore.tiers.redis_connection import ReplyParser
+from kvstore.tiers.redis_connection import ReplyReader
 
 Target = Callable[[bytes], object]
 
@@ -127,7 +128,14 @@ def redis_manifest(data: bytes) -> None:
 
 def redis_reply(data: bytes) -> None:
     """What a Redis says."""
-    ReplyParser(1).feed(data)
+    stream = io.BytesIO(data)
+
+    def receive(room: memoryview) -> int:
+        if count := stream.readinto(room):
+            return count
+        raise RedisError("the server hung up")
+
+    ReplyReader(receive, 1 << 20).read(1)
 
 
 def lmdb_row(data: bytes) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto import bulk
-from kvstore.proto.bulk import Kind, Word, guest_token, pack, unpack
+from kvstore.proto.bulk import Word, guest_token, pack, unpack
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierFullError
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -45,7 +45,7 @@ def payload_limit(word: Word) -> int | None:
 
 def test_every_kind_has_a_word_and_every_word_a_kind() -> None:
     assert {shape.kind for shape in bulk.SHAPES.values()} == set(get_args(Word))
-    assert set(bulk.SHAPES) == set(Kind)
+    assert sorted(bulk.SHAPES) == [*range(1, 6), *range(7, 15)]
 
 
 @given(WORDS)

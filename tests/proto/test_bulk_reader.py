@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.proto import bulk
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.bulk_reader import FrameAssembler, ReceivedFrame
+from kvstore.proto.bulk import FrameAssembler, ReceivedFrame
 from kvstore.proto.errors import InvalidFrameError, LeaseExpiredError
 
 LIMIT_BYTES = 100

@@ -14,8 +14,8 @@ import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, bytes_of, open_files, put
 
-from kvstore.proto import cuda_device
-from kvstore.proto.cuda_device import CudaDevice
+from kvstore.proto import cuda
+from kvstore.proto.cuda import CudaDevice
 from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
@@ -160,7 +160,7 @@ def test_device_memory_that_is_not_as_large_as_its_owner_says_is_not_kept_mapped
 ) -> None:
     runtime = OpeningRuntime()
     full_device._cupy.cuda.runtime = runtime
-    monkeypatch.setattr(cuda_device, "allocated_bytes", lambda pointer: 100)
+    monkeypatch.setattr(cuda, "allocated_bytes", lambda pointer: 100)
     with pytest.raises(TierUnavailableError, match=f"it has 100 bytes, not {size_bytes}"):
         full_device.import_memory(payload(1, 64), size_bytes)
     assert runtime.closed == 1

@@ -37,7 +37,6 @@ from kvstore.proto.frame import (
     parse_header,
     raw_frame_bytes,
     unpack_components,
-    with_size,
 )
 from kvstore.proto.types import (
     ChainDigest,
@@ -275,13 +274,6 @@ def test_component_tables_longer_than_any_header_holds_are_refused() -> None:
     assert len(unpack_components(row * MAX_COMPONENTS).components) == MAX_COMPONENTS
     with pytest.raises(InvalidFrameError, match="components"):
         unpack_components(row * (MAX_COMPONENTS + 1))
-
-
-def test_an_info_under_another_codec_differs_in_codec_and_size_alone() -> None:
-    info = parse_header(encoded(RawCodec(), filled(SMALL), SMALL)).info()
-    other = with_size(info, 1, 777)
-    assert (other.codec_id, other.size_bytes) == (1, 777)
-    assert with_size(other, info.codec_id, info.size_bytes) == info
 
 
 # --- headers like one that was parsed

@@ -23,7 +23,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import MAX_COMPONENTS, check_frame
 from kvstore.proto.keys import cut_keys, join_digests, keys_of_digests, split_digests
 from kvstore.proto.messages import (
-    layout_fits,
     layout_from_message,
     layout_to_message,
     match_from_message,
@@ -258,15 +257,15 @@ def test_bad_layouts_are_refused() -> None:
 def test_a_layout_fits_the_representation_it_was_made_from_and_no_other() -> None:
     group = REPRESENTATION.layer_groups[0]
     for tokens in (16, 200, 8192):
-        assert layout_fits(KVLayout.of(REPRESENTATION, tokens), REPRESENTATION)
+        assert KVLayout.of(REPRESENTATION, tokens).is_of(REPRESENTATION)
     for other in (
         replace(group, dtype=DType.float16),
         replace(group, kv_heads=3),
         replace(group, head_dim=9),
         replace(group, layer_ids=(0, 1, 2)),
     ):
-        assert not layout_fits(LAYOUT, replace(REPRESENTATION, layer_groups=(other,)))
+        assert not LAYOUT.is_of(replace(REPRESENTATION, layer_groups=(other,)))
     ragged = KVLayout((LAYOUT.components[0], replace(LAYOUT.components[0], tokens=32)))
-    assert not layout_fits(ragged, replace(REPRESENTATION, layer_groups=(group, replace(
+    assert not ragged.is_of(replace(REPRESENTATION, layer_groups=(group, replace(
         group, layer_ids=(2, 3))),
     ))  # fmt: skip

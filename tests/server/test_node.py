@@ -199,6 +199,34 @@ def test_health_fails_once_a_worker_died(server: LocalServer, channel: grpc.Chan
         assert eventually(lambda name=name: status(name) == States.NOT_SERVING)  # type: ignore[misc]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("worker", ["maintenance", "learner"])
+def test_health_fails_once_a_thread_of_the_node_died(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, worker: str
+) -> None:
+    server = make_server("--tiers", "cpu")
+    node = server.node
+    assert node.is_alive()
+
+    def end(*_: object) -> None:
+        raise SystemExit
+
+    if worker == "maintenance":
+        monkeypatch.setattr(node._maintenance, "run_due", end)
+    else:
+        monkeypatch.setattr(node._content_reader, "step", end)
+    assert eventually(lambda: not node.is_alive())
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("liveness", "readiness"):
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert eventually(
+                lambda request=request: (  # type: ignore[misc]
+                    stub.Check(request, timeout=20).status == States.NOT_SERVING
+                )
+            )
+
+
 def test_reflection_names_the_service(channel: grpc.Channel) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")

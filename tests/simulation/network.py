@@ -89,7 +89,7 @@ class NetworkSchedule:
         checks = Checks(ServiceLimits(64, 1 << 16, 1000), world.clock)
         identity = Identity(1, "simulated", "", 0.0)
         tiers = [slot.name for slot in world.slots]
-        self._scrub = Scrub(world.store.moves, tiers, 0, world.clock)
+        self._scrub = Scrub(world.store.moves, tiers, 0)
         backend = Backend(world.store, world.sessions, checks, identity, scrub=self._scrub)
         self.service = servicer_of(backend)
 
@@ -310,7 +310,7 @@ class NetworkSchedule:
             world.store.tick()
             world.settle()
         assert len(world.sessions) == 0
-        assert world.catalog.held_count() == world.catalog.lease_count() == 0
+        assert world.catalog.state.holds.leases.pins.total() == world.catalog.lease_count() == 0
         assert world.catalog.in_flight.count() == len(world.store.writes) == 0
         assert world.cpu.stats().reservations == 0
         client = Client()

@@ -83,7 +83,9 @@ class Oracle:
         world = self.world
         assert not world.work_queue.surprises, world.work_queue.surprises
         leased = sum(len(held.keys) for held in self.leases.values())
-        assert world.catalog.held_count() == leased, "pins do not add up to the live leases"
+        assert world.catalog.state.holds.leases.pins.total() == leased, (
+            "pins do not add up to the live leases"
+        )
         assert world.catalog.lease_count() == len(self.leases)
         assert world.catalog.in_flight.count() == len(self.puts) == len(world.store.writes)
         stats = world.cpu.stats()
@@ -139,7 +141,7 @@ class Oracle:
         """Keys of the catalog's copies by tier."""
         names: dict[str, set[ChunkKey]] = {slot.name: set() for slot in self.world.slots}
         for space in {key[:16] for key in self._offered}:
-            for holding in self.world.catalog.queries.chunks_of(space):  # type: ignore[arg-type]
+            for holding in self.world.catalog.queries.page(space):  # type: ignore[arg-type]
                 for name in holding.copies:
                     names[name].add(holding.key)
         return names

@@ -200,7 +200,7 @@ class Schedule:
         world.store.tick()
         world.settle()
         self.oracle.check(thoroughly=True)
-        assert world.catalog.held_count() == world.catalog.in_flight.count() == 0
+        assert world.catalog.state.holds.leases.pins.total() == world.catalog.in_flight.count() == 0
         assert world.work_queue.is_idle()
         self._read_everything()
         self._clear_everything()
@@ -228,8 +228,9 @@ class Schedule:
         world = self.world
         for tenant in TENANTS:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
-            world.store.clear(session.namespace, world.clock() + 1)
-            assert world.store.chunks_of(session.namespace) == []
+            mine = world.catalog.queries.keys_from(session.namespace)
+            world.store.delete(mine, world.clock() + 1)
+            assert world.catalog.queries.page(session.namespace) == []
             self.writers.put_one(session, universe().chains[tenant][0][0])
             assert world.sessions.close(session.session_id)
         world.settle()

@@ -171,7 +171,7 @@ def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
     in_cpu = Reads._in_cpu
 
     def other(self: Reads, index: int, key: ChunkKey) -> object:
-        first = next(self._moves.tiers.cpu_tier.scan()).key
+        first = next(self.moves.tiers.cpu_tier.scan()).key
         result = in_cpu(self, index, first)
         return result and replace(result, index=index)
 

@@ -188,9 +188,10 @@ class Writers:
         until = self.world.clock() + ttl_ms / 1000
         known = [key for key in keys if self.world.catalog.copies(key)]
         try:
-            count = self.world.store.pin(keys, ttl_ms)
+            count = self.world.catalog.pin(keys, ttl_ms / 1000)
         except QuotaExceededError:
-            held = self.world.store.stat(keys)
+            details = self.world.catalog.queries.details
+            held = [one for key in keys if (one := details(key)) is not None]
             self.oracle.pins |= {h.key: until for h in held if h.is_pinned}
             return
         assert count == len(known)
@@ -198,7 +199,7 @@ class Writers:
 
     def unpin(self, session: Session) -> None:
         keys = self.keys_of(session.tenant)
-        assert self.world.store.unpin(keys) == sum(key in self.oracle.pins for key in keys)
+        assert self.world.catalog.unpin(keys) == sum(key in self.oracle.pins for key in keys)
         for key in keys:
             self.oracle.pins.pop(key, None)
 
@@ -239,14 +240,15 @@ class Writers:
         theirs = [key for tenant in others for chain in universe().chains[tenant] for key in chain]
         # What they do not hold may be evicted meanwhile, as ever.
         kept = [k for k in theirs if self.oracle.is_held(k) and self.world.catalog.copies(k)]
-        known = {holding.key for holding in self.world.store.chunks_of(session.namespace)}
+        known = {holding.key for holding in self.world.catalog.queries.page(session.namespace)}
         deadline = self.deadline()
         with bounded(self.world, deadline):
-            self.world.store.clear(session.namespace, deadline)
+            mine = self.world.catalog.queries.keys_from(session.namespace)
+            self.world.store.delete(mine, deadline)
         self.oracle.durable = {k for k in self.oracle.durable if k[:16] != session.namespace}
         if self.world.plan.is_quiet:
             assert all(self.world.catalog.copies(key) for key in kept)
-            left = {holding.key for holding in self.world.store.chunks_of(session.namespace)}
+            left = {holding.key for holding in self.world.catalog.queries.page(session.namespace)}
             if deadline > self.world.clock():
                 assert all(self.oracle.is_held(key) for key in known & left)
 

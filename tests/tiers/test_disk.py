@@ -358,7 +358,7 @@ def test_write_outside_the_frame_is_refused(tmp_path: Path) -> None:
 def test_full_index_refuses_and_takes_chunks_again_after_deletes(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, 16 << 20, index_bytes=1 << 20)
     sealed: list[ChunkInfo] = []
-    while tier.lost_seals == 0:
+    while tier._commit.lost_rows == 0:
         info = make_info(len(sealed), 1_000)
         try:
             put(tier, info, bytes_of(info), durable=True)
@@ -366,7 +366,7 @@ def test_full_index_refuses_and_takes_chunks_again_after_deletes(tmp_path: Path)
             break
         sealed.append(info)
     assert_counts(tier, sealed, [])
-    assert tier.lost_seals == 1
+    assert tier._commit.lost_rows == 1
     with pytest.raises(TierFullError):
         tier.reserve(make_info(3_000, 1_000))
     for info in sealed[::2]:

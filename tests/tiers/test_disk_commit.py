@@ -97,9 +97,9 @@ def test_seal_is_visible_at_once_and_survives_a_crash_after_flush(tmp_path: Path
     second = put_some(tier, 2)
     third = put_some(tier, 3, durable=True)
     assert found_after_crash(tmp_path / "disk") == [first, second, third]
-    assert tier.commits == 2
+    assert tier._commit.commits == 2
     tier.flush()
-    assert tier.commits == 2
+    assert tier._commit.commits == 2
     tier.close()
 
 
@@ -107,25 +107,25 @@ def test_seal_nobody_waits_for_is_committed_when_old_enough(tmp_path: Path) -> N
     now_s = [100.0]
     tier = DiskTier(tmp_path, 1 << 20, index_bytes=1 << 20, clock=lambda: now_s[0])
     put_some(tier, 1)
-    assert tier.commits == 0
+    assert tier._commit.commits == 0
     now_s[0] += COMMIT_AGE_S
-    while tier.commits == 0:
+    while tier._commit.commits == 0:
         time.sleep(0.01)
     tier.delete(make_info(1, 1).key)
     now_s[0] += COMMIT_AGE_S
-    while tier.commits == 1:
+    while tier._commit.commits == 1:
         time.sleep(0.01)
     tier.close()
-    assert tier.commits == 2
+    assert tier._commit.commits == 2
 
 
 def test_seals_nobody_waits_for_are_committed_when_many(tmp_path: Path) -> None:
     tier = open_disk(tmp_path / "disk")
     for seed in range(MAX_PENDING_ROWS - 1):
         put(tier, make_info(seed, 500), bytes_of(make_info(seed, 500)))
-    assert tier.commits == 0
+    assert tier._commit.commits == 0
     put(tier, make_info(999, 500), bytes_of(make_info(999, 500)))
-    assert tier.commits == 1
+    assert tier._commit.commits == 1
     assert len(found_after_crash(tmp_path / "disk")) == MAX_PENDING_ROWS
     tier.close()
 
@@ -137,7 +137,7 @@ def test_chunk_deleted_before_its_commit_never_reaches_the_index(tmp_path: Path)
     kept = put_some(tier, 2, durable=True)
     assert found_after_crash(tmp_path / "disk") == [kept]
     assert_absent(tier, gone)
-    assert tier.lost_seals == 0
+    assert tier._commit.lost_rows == 0
     tier.close()
 
 
@@ -174,7 +174,7 @@ def test_burst_of_durable_seals_shares_commits(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         infos = [info for some in pool.map(work, range(8)) for info in some]
-    assert 20 <= tier.commits < len(infos) == 160
+    assert 20 <= tier._commit.commits < len(infos) == 160
     assert {info.key for info in found_after_crash(tmp_path / "disk")} == {i.key for i in infos}
     tier.close()
 
@@ -190,7 +190,7 @@ def test_failed_sync_fails_the_seal_and_frees_its_room(
         put_some(tier, 3, durable=True)
     assert_counts(tier, [kept], [])
     assert_absent(tier, unwaited)
-    assert tier.lost_seals == 2
+    assert tier._commit.lost_rows == 2
     assert found_after_crash(tmp_path / "disk") == [kept]
     again = put_some(tier, 3, durable=True)
     assert found_after_crash(tmp_path / "disk") == [kept, again]

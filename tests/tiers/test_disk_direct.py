@@ -27,7 +27,6 @@ from kvstore.tiers.disk_io import (
     BLOCK_BYTES,
     BOUNCE_BUFFERS,
     BOUNCE_BYTES,
-    CachedIO,
     DirectIO,
     FileIO,
 )
@@ -89,7 +88,7 @@ def test_any_range_is_written_and_nothing_beside_it(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, BOUNCE_BYTES), max_size=5), st.integers(0, FILE_BYTES), st.data())
-@pytest.mark.parametrize("io", [CachedIO(), DirectIO()], ids=["cached", "direct"])
+@pytest.mark.parametrize("io", [FileIO(), DirectIO()], ids=["cached", "direct"])
 def test_any_ranges_are_read_and_nothing_beside_them(
     file: Path, io: FileIO, sizes: list[int], offset: int, data: st.DataObject
 ) -> None:
@@ -193,7 +192,7 @@ def test_reading_ahead_is_left_to_the_page_cache(
 ) -> None:
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, how: told.append((at, size)))
-    monkeypatch.setattr(CachedIO, "is_near", lambda *_: False)
+    monkeypatch.setattr(FileIO, "is_near", lambda *_: False)
     for tier, count in ((open_disk(tmp_path / "a"), 3), (open_direct(tmp_path / "b"), 0)):
         infos = [make_info(seed, 9_000) for seed in range(3)]
         for info in infos:

@@ -271,7 +271,7 @@ def test_seals_on_a_disk_that_dies_fail_and_those_beside_them_do_not(
     with pytest.raises(TierUnavailableError, match="Input/output error") as caught:
         tier.flush()
     assert caught.value.is_partial
-    assert tier.lost_seals == len(lost) == 5
+    assert tier._commit.lost_rows == len(lost) == 5
     for info in infos:
         if info in lost:
             assert_absent(tier, info)

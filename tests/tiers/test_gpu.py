@@ -13,11 +13,12 @@ import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, open_files, put
 from contracts.tier import TierContract
+from gpu_twin import frame_on_device
 from slow_device import SlowDevice, SlowStream
 from typing_extensions import override
 
 from kvstore.proto.device import HostDevice, open_device
-from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.gpu import BLOCK_HEADER_BYTES, GRANULE_BYTES, GpuTier
@@ -93,10 +94,8 @@ def test_frames_lie_on_lines_of_device_memory_behind_their_generation(tier: GpuT
         place = tier.locate(info.key)
         assert place is not None
         assert place.offset % GRANULE_BYTES == 0
-        with tier.lend(info.key, tier.device.stream()) as frame:
-            assert frame is not None
-            assert bytes(frame.numpy()) == bytes_of(info).tobytes()
-            assert _generation(tier, info) == place.generation
+        assert bytes(frame_on_device(tier, info.key).numpy()) == bytes_of(info).tobytes()
+        assert _generation(tier, info) == place.generation
 
 
 def _generation(tier: GpuTier, info: ChunkInfo) -> int:
@@ -181,73 +180,6 @@ def test_a_writer_may_reuse_its_memory_at_once(slow: GpuTier, device: SlowDevice
         assert_holds(slow, info, bytes_of(info))
 
 
-def test_room_of_a_deleted_frame_waits_for_those_it_was_lent_to(
-    slow: GpuTier, device: SlowDevice
-) -> None:
-    info = make_info(1, slow.max_frame_bytes())
-    _put(slow, info)
-    engine = device.stream()
-    copied = torch.zeros(info.size_bytes, dtype=torch.uint8)
-    with slow.lend(info.key, engine) as frame:
-        assert frame is not None
-        engine.copy(copied, frame)
-    assert slow.delete(info.key)
-    assert_absent(slow, info)
-    assert slow.stats().used_bytes == slow.capacity_bytes, "its room is not free yet"
-    reservation = slow.reserve(make_info(2, slow.max_frame_bytes()))
-    assert np.array_equal(copied.numpy(), bytes_of(info)), "reserve waited for the reader"
-    slow.abort(reservation)
-    assert_counts(slow, [], [])
-
-
-def test_a_frame_that_is_lent_right_now_keeps_its_room(slow: GpuTier, device: SlowDevice) -> None:
-    info = make_info(1, slow.max_frame_bytes())
-    _put(slow, info)
-    with slow.lend(info.key, device.stream()):
-        assert slow.delete(info.key)
-        with pytest.raises(TierFullError):
-            slow.reserve(make_info(2, 100))
-    slow.abort(slow.reserve(make_info(2, 100)))
-
-
-def test_nothing_is_lent_of_an_absent_frame(tier: GpuTier) -> None:
-    with tier.lend(make_info(1, 1).key, tier.device.stream()) as frame:
-        assert frame is None
-
-
-def test_a_seal_waits_for_work_of_the_engine_that_fills_the_frame(
-    slow: GpuTier, device: SlowDevice
-) -> None:
-    info = make_info(1, 3000)
-    engine = device.stream()
-    reservation = slow.reserve(info)
-    with slow.filling(reservation, engine) as frame:
-        engine.copy(frame, torch.from_numpy(bytes_of(info)))
-    assert slow.seal(reservation)
-    assert_holds(slow, info, bytes_of(info))
-
-
-def test_work_of_a_filler_that_failed_still_ends_before_the_room_is_written(
-    slow: GpuTier, device: SlowDevice
-) -> None:
-    engine = device.stream()
-    rubbish = torch.full((slow.max_frame_bytes(),), 7, dtype=torch.uint8)
-    reservation = slow.reserve(make_info(1, slow.max_frame_bytes()))
-
-    def fail() -> None:
-        with slow.filling(reservation, engine) as frame:
-            engine.copy(frame, rubbish)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    slow.abort(reservation)
-    info = make_info(2, slow.max_frame_bytes())
-    _put(slow, info)
-    device.streams[-1].run()
-    assert_holds(slow, info, bytes_of(info))
-
-
 def test_a_filler_waits_for_what_is_still_on_its_way_into_the_room(
     slow: GpuTier, device: SlowDevice
 ) -> None:
@@ -258,8 +190,7 @@ def test_a_filler_waits_for_what_is_still_on_its_way_into_the_room(
     engine = device.stream()
     assert isinstance(engine, SlowStream)
     reservation = slow.reserve(info)
-    with slow.filling(reservation, engine) as frame:
-        engine.copy(frame, torch.from_numpy(bytes_of(info)))
+    engine.copy(slow.opened(reservation, engine), torch.from_numpy(bytes_of(info)))
     engine.run()
     assert slow.seal(reservation)
     assert_holds(slow, info, bytes_of(info))
@@ -300,35 +231,6 @@ def test_a_device_that_comes_back_is_used_again(slow: GpuTier, device: SlowDevic
         _put(slow, info)
         assert_holds(slow, info, bytes_of(info))
         slow.delete(info.key)
-
-
-def test_a_device_that_fails_when_it_is_asked_who_reads_frees_nothing_twice(
-    slow: GpuTier, device: SlowDevice
-) -> None:
-    infos = [make_info(seed, 700) for seed in (1, 2)]
-    engines = []
-    for info in infos:
-        _put(slow, info)
-        engine = device.stream()
-        with slow.lend(info.key, engine) as frame:
-            assert frame is not None
-            engine.copy(torch.empty(700, dtype=torch.uint8), frame)
-        engines.append(engine)
-        slow.delete(info.key)
-    used_bytes = slow.stats().used_bytes
-    first, last = engines
-    assert isinstance(first, SlowStream)
-    assert isinstance(last, SlowStream)
-    first.run()
-    last.fails = True
-    with pytest.raises(TierUnavailableError):
-        slow.reserve(make_info(3, 700))
-    assert slow.stats().used_bytes == used_bytes
-    last.fails = False
-    last.run()
-    reservation = slow.reserve(make_info(3, 700))
-    slow.abort(reservation)
-    assert_counts(slow, [], [])
 
 
 class _FullDevice(HostDevice):

@@ -35,7 +35,7 @@ from kvstore.tiers.redis_connection import (
     MovedError,
     RedisConnection,
     Reply,
-    ReplyParser,
+    ReplyReader,
     SlotLostError,
     WrongTypeError,
     error_of,
@@ -66,34 +66,46 @@ def _depth(reply: Reply) -> int:
     return 1 + max(map(_depth, reply), default=0) if isinstance(reply, list) else 0
 
 
+def read_replies(count: int, *pieces: bytes) -> list[Reply]:
+    """Read *count* replies that come in *pieces*, after which the server hangs up."""
+    left = iter(pieces)
+
+    def receive(room: memoryview) -> int:
+        piece = next(left, None)
+        if piece is None:
+            raise ConnectionError
+        room[: len(piece)] = piece
+        return len(piece)
+
+    return ReplyReader(receive, 1 << 22).read(count)
+
+
 @given(
     st.lists(_REPLIES.filter(lambda reply: _depth(reply) <= 6), min_size=1, max_size=3), st.data()
 )
-def test_replies_are_parsed_once_they_are_whole_and_not_before(
+def test_replies_are_read_however_they_are_cut_and_not_before_they_are_whole(
     replies: list[Reply], data: st.DataObject
 ) -> None:
     said = b"".join(map(_said, replies))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(said)), max_size=4)))
-    parser = ReplyParser(len(replies))
-    for start, stop in pairwise([0, *cuts]):
-        parser.feed(said[start:stop])
-        whole = len(parser.replies)
-        assert parser.replies == replies[:whole]
-        assert len(b"".join(map(_said, replies[:whole]))) <= stop
-        assert len(b"".join(map(_said, replies[: whole + 1]))) > stop or whole == len(replies)
-    parser.feed(said[max(cuts, default=0) :])
-    assert parser.replies == replies
+    cuts = sorted(data.draw(st.lists(st.integers(1, len(said) - 1), max_size=4, unique=True)))
+    pieces = [said[start:stop] for start, stop in pairwise([0, *cuts, len(said)])]
+    assert read_replies(len(replies), *pieces) == replies
+    with pytest.raises(ConnectionError):
+        read_replies(len(replies), *pieces[:-1], pieces[-1][:-1])
     with pytest.raises(InvalidResponse, match="more replies than commands"):
-        parser.feed(b"+")
+        read_replies(len(replies), *pieces[:-1], pieces[-1] + b"+")
 
 
 @given(st.binary(max_size=60))
-def test_no_bytes_crash_the_parser(raw: bytes) -> None:
+def test_no_bytes_crash_the_reader(raw: bytes) -> None:
     for first in (b"", b"$", b"*", b":", b"-", b"+"):
-        parser = ReplyParser(1)
-        with suppress(InvalidResponse):
-            parser.feed(first + raw + b"\r\n")
-        assert len(parser.replies) <= 1
+        with suppress(InvalidResponse, ConnectionError):
+            assert len(read_replies(1, first + raw + b"\r\n")) == 1
+
+
+def test_more_than_the_limit_is_refused_however_it_comes() -> None:
+    with pytest.raises(InvalidResponse, match="larger than any right one"):
+        read_replies(1, b"*100000\r\n", *[b"$1000\r\n" + bytes(1000) + b"\r\n"] * 5000)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +129,7 @@ def test_no_bytes_crash_the_parser(raw: bytes) -> None:
 )
 def test_replies_beyond_the_protocol_or_its_limits_are_refused(said: bytes) -> None:
     with pytest.raises(InvalidResponse):
-        ReplyParser(1).feed(said)
+        read_replies(1, said)
 
 
 @pytest.mark.parametrize(

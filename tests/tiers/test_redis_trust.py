@@ -18,7 +18,8 @@ from redis_process import RedisProcess, TlsFiles
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.server.cluster.directory import Directory, DirectoryTerms, NodeAddress
+from kvstore.server.cluster.directory import Directory, DirectoryTerms
+from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis import RedisTier, check_health
@@ -194,10 +195,10 @@ def directories(url: str, count: int) -> Iterator[list[Directory]]:
 def test_node_directory_works_for_such_a_user(deployment: Deployment) -> None:
     keys = [make_info(seed, 1).key for seed in range(40)]
     with directories(deployment.url, 2) as (first, second):
-        first.sealed(keys)
+        first.announce(keys)
         assert eventually(lambda: len(second.holders(keys, 5.0)) == 40)
         assert second.holders(keys, 5.0)[keys[7]] == (first.me,)
-        first.gone(keys[:20])
+        first.withdraw(keys[:20])
         assert eventually(lambda: set(second.holders(keys, 5.0)) == set(keys[20:]))
 
 
@@ -216,7 +217,7 @@ def test_master_of_a_tls_cluster_that_is_down_costs_its_slots_alone_and_is_named
     lost = {info.key for info in infos if manifest(info.key.hex()) in held}
     assert lost
     with directories(deployment.url, 2) as (first, second):
-        first.sealed(keys)
+        first.announce(keys)
         assert eventually(lambda: len(second.holders(keys, 5.0)) == 12)
         gone.stop()
         found = tier.find(keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,17 +14,18 @@ Slots = NDArray[np.intp]
 
 NO_SLOT = -1
 ROOT = 0
-"""The number of the root, which is the parent of none but the first positions."""
+"""The number of the root, which has no parent."""
 
 _FIRST_ROWS = 64
-MOST_HITS, MOST_TURNS = 0xFFFF, 0xFF
+_FIRST_BUCKETS = 64
+_NO_COLUMNS = {"_free", "_buckets"}
+_PARENT_FACTOR, _TOKEN_FACTOR = 0x9E3779B1, 0x85EBCA6B
+_TOKEN_MASK = 0xFFFFFFFF
+_SHIFT = 15
 
 
 class _Columns:
-    """Columns of one length with a list of free places; each grows by a sixteenth."""
-
-    _names: Sequence[str] = ()
-    """Those that are numpy's."""
+    """Columns of one length with a list of free places; all grow by a sixteenth, with zeros."""
 
     def __init__(self) -> None:
         self._free = array("I")
@@ -36,23 +37,23 @@ class _Columns:
             return self._free.pop()
         self._end += 1
         if self._end > self._length:
-            self._grow(spare_rows(self._length))
+            count = spare_rows(self._length)
+            self._length += count
+            for name, column in list(vars(self).items()):
+                if isinstance(column, np.ndarray):
+                    setattr(self, name, np.concatenate([column, np.zeros(count, column.dtype)]))
+                elif isinstance(column, array) and name not in _NO_COLUMNS:
+                    column.frombytes(bytes(count * column.itemsize))
         return self._end - 1
-
-    def _grow(self, count: int) -> None:
-        self._length += count
-        for name in self._names:
-            column = getattr(self, name)
-            setattr(self, name, np.concatenate([column, np.zeros(count, column.dtype)]))
 
 
 class NodeColumns(_Columns):
-    """What is known of every position, by ``Node.number``; the first is the root's.
+    """What is known of every position, by ``Node.number``, and which is below which.
 
-    What single positions are asked for are arrays, which are quicker at that than numpy's.
+    The first is the root's. What is read of single positions are arrays, which are quicker at
+    that than numpy's. A child is found by its parent and the first token of its edge in a table
+    of chains, in the mean in one or two steps; those of one parent are linked both ways.
     """
-
-    _names = ("last_s", "classes", "ever")
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class NodeColumns(_Columns):
         self.ever = np.zeros(_FIRST_ROWS, np.bool_)
         """Whether it had a state once: only then do its classes and ages mean anything."""
         self.depths = array("I", bytes(4 * _FIRST_ROWS))
-        self.slots = array("i", [NO_SLOT]) * _FIRST_ROWS
+        self.slots = array("i", bytes(4 * _FIRST_ROWS))
         """Where its state is in HeldColumns; NO_SLOT where there is none."""
         self.below = array("I", bytes(4 * _FIRST_ROWS))
         """Resident states here and further down: KV of the edge is kept for them."""
@@ -73,24 +74,28 @@ class NodeColumns(_Columns):
         self.turns = array("B", bytes(_FIRST_ROWS))
         self.ends = array("B", bytes(_FIRST_ROWS))
         """1 where a request ended, with its last decoded token."""
+        self.parents = array("I", bytes(4 * _FIRST_ROWS))
+        self.counts = array("I", bytes(4 * _FIRST_ROWS))
+        """Children of each."""
+        self._tokens = array("i", bytes(4 * _FIRST_ROWS))
+        self._first = array("I", bytes(4 * _FIRST_ROWS))
+        self._next = array("I", bytes(4 * _FIRST_ROWS))
+        self._before = array("I", bytes(4 * _FIRST_ROWS))
+        """Links among children of one parent."""
+        self._chained = array("I", bytes(4 * _FIRST_ROWS))
+        """Links among those of one bucket."""
+        self._buckets = array("I", bytes(4 * _FIRST_BUCKETS))
+        self._linked = 0
         self.edges: list[bytes] = []
         """The tokens from the parent to here, int32 each."""
         self.add(0, b"")
 
-    def _grow(self, count: int) -> None:
-        super()._grow(count)
-        self.slots.extend(array("i", [NO_SLOT]) * count)
-        for column in (
-            *(self.depths, self.below, self.slots_below),
-            *(self.ticks, self.hits, self.turns, self.ends),
-        ):
-            column.frombytes(bytes(count * column.itemsize))
-
     def add(self, depth: int, edge: bytes) -> int:
-        """Return the number of a position that is new."""
+        """Return the number of a position that is new, without a parent."""
         number = self._take()
         if number == len(self.edges):
             self.edges.append(edge)
+            self.slots[number] = NO_SLOT
         else:
             self.edges[number] = edge
             self.ticks[number] = self.hits[number] = self.turns[number] = self.ends[number] = 0
@@ -99,23 +104,93 @@ class NodeColumns(_Columns):
         return number
 
     def forget(self, number: int) -> None:
-        """Give a number back; nothing holds a state there."""
+        """Give a number back; nothing holds a state there, and nothing links to it."""
         self.ever[number] = False
         self.edges[number] = b""
         self._free.append(number)
 
+    # --- children
+
+    def find(self, parent: int, token: int) -> int:
+        """Return the child of *parent* whose edge begins with *token*; ROOT without one."""
+        at = self._buckets[self._bucket(parent, token)]
+        parents, tokens = self.parents, self._tokens
+        while at and not (tokens[at] == token and parents[at] == parent):
+            at = self._chained[at]
+        return at
+
+    def children(self, parent: int) -> Iterator[int]:
+        """Yield the children of *parent*; nothing may change before this is dropped."""
+        at = self._first[parent]
+        while at:
+            yield at
+            at = self._next[at]
+
+    def link(self, number: int, parent: int, token: int) -> None:
+        """Let *number*, which has no parent, be a child of *parent*."""
+        self._linked += 1
+        if self._linked > len(self._buckets):
+            self._widen()
+        self.parents[number], self._tokens[number] = parent, token
+        self._chain(number)
+        first = self._first[parent]
+        self._next[number], self._before[number] = first, ROOT
+        if first:
+            self._before[first] = number
+        self._first[parent] = number
+        self.counts[parent] += 1
+
+    def unlink(self, number: int) -> None:
+        """Let *number* have no parent."""
+        parent = self.parents[number]
+        bucket = self._bucket(parent, self._tokens[number])
+        at = self._buckets[bucket]
+        if at == number:
+            self._buckets[bucket] = self._chained[number]
+        else:
+            while self._chained[at] != number:
+                at = self._chained[at]
+            self._chained[at] = self._chained[number]
+        following, before = self._next[number], self._before[number]
+        if before:
+            self._next[before] = following
+        else:
+            self._first[parent] = following
+        if following:
+            self._before[following] = before
+        self.parents[number] = ROOT
+        self.counts[parent] -= 1
+        self._linked -= 1
+
+    def _bucket(self, parent: int, token: int) -> int:
+        mixed = parent * _PARENT_FACTOR ^ (token & _TOKEN_MASK) * _TOKEN_FACTOR
+        return mixed >> _SHIFT & (len(self._buckets) - 1)
+
+    def _chain(self, number: int) -> None:
+        bucket = self._bucket(self.parents[number], self._tokens[number])
+        self._chained[number] = self._buckets[bucket]
+        self._buckets[bucket] = number
+
+    def _widen(self) -> None:
+        """Double the table."""
+        before, chained = self._buckets, self._chained
+        self._buckets = array("I", bytes(8 * len(before)))
+        for number in before:
+            while number:
+                after = chained[number]
+                self._chain(number)
+                number = after
+
 
 class HeldColumns(_Columns):
     """What ranks score resident states by, by slot. 40 bytes a state."""
-
-    _names = ("depths", "marginal", "above", "freed", "branches", "ticks", "numbers", "pins")
 
     def __init__(self) -> None:
         super().__init__()
         self.depths = np.zeros(_FIRST_ROWS, np.int32)
         self.marginal = np.zeros(_FIRST_ROWS, np.int32)
         """Tokens from the nearest resident state above to this one."""
-        self.above = np.full(_FIRST_ROWS, NO_SLOT, np.int32)
+        self.above = np.zeros(_FIRST_ROWS, np.int32)
         """The slot of that state; NO_SLOT where there is none."""
         self.freed = np.zeros(_FIRST_ROWS, np.int64)
         """Bytes that go with the state: its own, and KV that no other state needs."""

@@ -3,23 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.server.eviction.states.children import Children
-from kvstore.server.eviction.states.columns import (
-    MOST_HITS,
-    MOST_TURNS,
-    NO_SLOT,
-    ROOT,
-    HeldColumns,
-    NodeColumns,
-)
-from kvstore.server.eviction.states.hybrid_model import HybridModel
+from kvstore.proto.errors import InvalidRequestError
+from kvstore.server.eviction.states.columns import NO_SLOT, ROOT, HeldColumns, NodeColumns
 
 Tokens = NDArray[np.int32]
+
+_MOST_HITS, _MOST_TURNS = 0xFFFF, 0xFF
+
+
+@dataclass(frozen=True)
+class HybridModel:
+    """A stack of recurrent (Mamba2), attention and MLP layers, without grouped heads.
+
+    The formulas are those of Marconi (Pan et al., MLSys 2025, section 5 and appendix): KV grows
+    with the tokens, a recurrent state is of one size and is of exactly one position.
+    """
+
+    name: str
+    state_layers: int
+    attention_layers: int
+    mlp_layers: int
+    width: int
+    """Hidden size, D."""
+    state_width: int
+    """States a channel has, N."""
+    element_bytes: int = 2
+    conv_kernel: int = 4
+    expand: int = 2
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and value < 1:
+                raise InvalidRequestError(field.name, value, "at least 1")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one checkpoint: the states and convolution windows of all recurrent layers."""
+        window = self.expand * (self.width + self.state_width) * self.conv_kernel
+        return self.state_layers * (self.width * self.state_width + window) * self.element_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token, over all attention layers."""
+        return self.attention_layers * 2 * self.width * self.element_bytes
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a prefill that grow with its tokens."""
+        wide = self.width * self.width
+        recurrent = 12 * wide + 16 * self.width * self.state_width + 10 * self.width
+        return (
+            self.state_layers * recurrent
+            + self.attention_layers * 8 * wide
+            + self.mlp_layers * 16 * wide
+        )
+
+    @property
+    def flops_per_token_squared(self) -> int:
+        """FLOPs of a prefill that grow with the square of its tokens: attention's."""
+        return self.attention_layers * 4 * self.width
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of a prefill of *tokens* tokens; exact, so that sums are in any order."""
+        return (self.flops_per_token + self.flops_per_token_squared * tokens) * tokens
+
+
+HYBRID_7B = HybridModel("hybrid-7b", 24, 4, 28, 4096, 128)
+"""NVIDIA's attention-Mamba2 hybrid of 7 B, as in Marconi's evaluation."""
 
 
 class Node:
@@ -46,20 +102,9 @@ class Node:
         return self._tree.known.depths[self.number]
 
     @property
-    def edge(self) -> Tokens:
-        """The tokens from the parent to here; not to be written to."""
-        return np.frombuffer(self._tree.known.edges[self.number], np.int32)
-
-    @property
-    def parent(self) -> Node | None:
-        """The position before; None for the root, and for one that was forgotten."""
-        is_forgotten = not self._tree.known.edges[self.number]
-        return None if is_forgotten else Node(self._tree, self._tree.children.parents[self.number])
-
-    @property
     def children(self) -> int:
         """How many edges go on from here."""
-        return self._tree.children.counts[self.number]
+        return self._tree.known.counts[self.number]
 
     @property
     def slot(self) -> int:
@@ -72,11 +117,6 @@ class Node:
         return self._tree.known.slots[self.number] != NO_SLOT
 
     @property
-    def below(self) -> int:
-        """Resident states here and further down."""
-        return self._tree.known.below[self.number]
-
-    @property
     def hits(self) -> int:
         """How often a request ran through, up to 65,535."""
         return self._tree.known.hits[self.number]
@@ -84,7 +124,7 @@ class Node:
     def hit(self) -> None:
         """Count a request that runs through."""
         known = self._tree.known
-        known.hits[self.number] = min(known.hits[self.number] + 1, MOST_HITS)
+        known.hits[self.number] = min(known.hits[self.number] + 1, _MOST_HITS)
 
     @property
     def turn(self) -> int:
@@ -99,12 +139,7 @@ class Node:
     def end(self, turn: int) -> None:
         """Take note that a request ended here, the *turn*-th of its conversation."""
         known = self._tree.known
-        known.turns[self.number], known.ends[self.number] = min(turn, MOST_TURNS), 1
-
-    def up(self) -> Iterator[Node]:
-        """Yield the node and its ancestors, without the root."""
-        for number in self._tree.path_up(self.number):
-            yield Node(self._tree, number)
+        known.turns[self.number], known.ends[self.number] = min(turn, _MOST_TURNS), 1
 
 
 @dataclass(frozen=True)
@@ -122,9 +157,9 @@ class CheckpointTree:
     """Sequences of tokens, the positions in them that have states, and exact sizes.
 
     KV lies on edges: an edge has it while a resident state lies at its end or further down. A
-    recurrent state stands for one position, so a prompt can start only from a node that matches
+    recurrent state is of one position, so a prompt can start only from a node that matches
     entirely and whose state is resident (Marconi, section 4.1). Nodes without a state are
-    *ghosts*: they say what was seen. Not thread-safe: the owner locks.
+    *ghosts*: they keep what was seen. Not thread-safe: the owner locks.
 
     ``size_bytes`` = states x state_bytes + tokens of edges with KV x kv_bytes_per_token, always.
     Memory: some 130 bytes a node with its ghost's place, 40 more a state, and the tokens of edges.
@@ -134,7 +169,6 @@ class CheckpointTree:
         self.model = model
         self.known = NodeColumns()
         self.held = HeldColumns()
-        self.children = Children()
         self.root = Node(self, ROOT)
         self.size_bytes = 0
         self.nodes = 0
@@ -155,7 +189,7 @@ class CheckpointTree:
         number, at, end = ROOT, 0, len(tokens)
         edges, whole = self.known.edges, _bytes_of(tokens)
         while at < end:
-            child = self.children.find(number, int(tokens[at]))
+            child = self.known.find(number, int(tokens[at]))
             if not child:
                 break
             edge = edges[child]
@@ -169,7 +203,7 @@ class CheckpointTree:
 
     def path_up(self, number: int) -> Iterator[int]:
         """Yield a position and those before it, without the root."""
-        parents = self.children.parents
+        parents = self.known.parents
         while number:
             yield number
             number = parents[number]
@@ -178,12 +212,10 @@ class CheckpointTree:
         """Return the position of the state in a slot."""
         return Node(self, int(self.held.numbers[slot]))
 
-    def bytes_alone(self, node: Node) -> int:
-        """Return what a state would take if there were no other."""
-        return self.model.state_bytes + node.depth * self.model.kv_bytes_per_token
-
-    def pinned_bytes(self, also: Node) -> int:
-        """Return what would be left if all went that may, and *also* had a state."""
+    def least_bytes(self, also: Node) -> int:
+        """Return what would be left if all went that is not pinned, and *also* had a state."""
+        if not self.pinned:
+            return self.model.state_bytes + also.depth * self.model.kv_bytes_per_token
         held = self.held
         ends = {also.number, *held.numbers[(held.ticks > 0) & (held.pins > 0)].tolist()}
         kept: set[int] = set()
@@ -198,18 +230,10 @@ class CheckpointTree:
     def _edge_tokens(self, number: int) -> int:
         return len(self.known.edges[number]) // 4
 
-    def __iter__(self) -> Iterator[Node]:
-        """Yield every node but the root; the tree may not change meanwhile."""
-        left = list(self.children.of(ROOT))
-        while left:
-            number = left.pop()
-            left.extend(self.children.of(number))
-            yield Node(self, number)
-
     # --- sequences
 
     def next_tick(self) -> int:
-        """Return the number of the next event: what orders uses, whatever clocks say."""
+        """Return the number of the next event: what orders uses, whatever clocks do."""
         self._tick += 1
         return self._tick
 
@@ -225,44 +249,37 @@ class CheckpointTree:
         depth = self.known.depths[leaves]
         if depth == len(tokens):
             return Node(self, leaves), Node(self, leaves)
-        return Node(self, leaves), Node(self, self._append(leaves, tokens[depth:]))
-
-    def _add(self, depth: int, edge: bytes) -> int:
-        number = self.known.add(depth, edge)
-        self.children.reach(number + 1)
+        end = self.known.add(len(tokens), _bytes_of(tokens[depth:]))
+        self.known.link(end, leaves, int(tokens[depth]))
         self.nodes += 1
-        return number
+        self.tokens += len(tokens) - depth
+        return Node(self, leaves), Node(self, end)
 
     def _split(self, child: int, shared: int) -> int:
-        known, children = self.known, self.children
-        above, edge = children.parents[child], known.edges[child]
-        number = self._add(known.depths[above] + shared, edge[: 4 * shared])
+        known = self.known
+        above, edge = known.parents[child], known.edges[child]
+        number = known.add(known.depths[above] + shared, edge[: 4 * shared])
+        self.nodes += 1
         known.edges[child] = edge[4 * shared :]
-        children.unlink(child)
-        children.link(number, above, _first_of(edge))
-        children.link(child, number, _first_of(known.edges[child]))
+        known.unlink(child)
+        known.link(number, above, _first_of(edge))
+        known.link(child, number, _first_of(known.edges[child]))
         known.below[number] = known.below[child]
         known.slots_below[number] = known.slots_below[child]
         return number
 
-    def _append(self, above: int, tokens: Tokens) -> int:
-        number = self._add(self.known.depths[above] + len(tokens), _bytes_of(tokens))
-        self.children.link(number, above, int(tokens[0]))
-        self.tokens += len(tokens)
-        return number
-
     def forget(self, node: Node) -> None:
         """Take out a node without a state and with at most one child, which takes its edge."""
-        known, children, number = self.known, self.children, node.number
+        known, number = self.known, node.number
         assert number != ROOT, "the root stays"
         assert not node.held, "a resident state is not forgotten"
-        above, edge = children.parents[number], known.edges[number]
-        child = next(children.of(number), ROOT)
-        children.unlink(number)
+        above, edge = known.parents[number], known.edges[number]
+        child = next(known.children(number), ROOT)
+        known.unlink(number)
         if child:
-            children.unlink(child)
+            known.unlink(child)
             known.edges[child] = edge + known.edges[child]
-            children.link(child, above, _first_of(edge))
+            known.link(child, above, _first_of(edge))
         else:
             self.tokens -= len(edge) // 4
         known.forget(number)
@@ -278,20 +295,12 @@ class CheckpointTree:
         above = next((one for one in path if below[one]), ROOT)
         shrunk = known.slots_below[above] if below[above] == 1 else NO_SLOT
         slot = slots[number] = held.add(number, known.depths[number])
-        kept = 0
-        for one in path:
-            if not below[one]:
-                kept += self._edge_tokens(one)
-                self._count_branch(one, 1)
-            below[one] += 1
-            known.slots_below[one] ^= slot
-        self._keep_tokens(kept)
-        self.size_bytes += self.model.state_bytes
+        self._count(path, slot, 1)
         nearest = next((slots[one] for one in path[1:] if slots[one] != NO_SLOT), NO_SLOT)
         held.hang(np.array([slot]), nearest)
         if below[number] > 1:
             held.hang(np.array(self._next_held(number), np.int64), slot)
-        held.branches[slot] = sum(1 for child in self.children.of(number) if below[child])
+        held.branches[slot] = sum(1 for child in self.known.children(number) if below[child])
         self._weigh(slot)
         if shrunk != NO_SLOT:
             self._weigh(shrunk)
@@ -303,18 +312,25 @@ class CheckpointTree:
         known.slots[number] = NO_SLOT
         self.held.remove(slot)
         path = list(self.path_up(number))
-        kept = 0
-        for one in path:
-            below[one] -= 1
-            known.slots_below[one] ^= slot
-            if not below[one]:
-                kept -= self._edge_tokens(one)
-                self._count_branch(one, -1)
-        self._keep_tokens(kept)
-        self.size_bytes -= self.model.state_bytes
+        self._count(path, slot, -1)
         above = next((one for one in path if below[one]), ROOT)
         if below[above] == 1:
             self._weigh(known.slots_below[above])
+
+    def _count(self, path: Sequence[int], slot: int, change: int) -> None:
+        """Count the state of a slot, which came to the first of *path* (1) or went (-1)."""
+        known, model, tokens = self.known, self.model, 0
+        for one in path:
+            before = known.below[one]
+            known.below[one] = before + change
+            known.slots_below[one] ^= slot
+            if not before or not known.below[one]:
+                tokens += self._edge_tokens(one)
+                above = known.slots[known.parents[one]]
+                if above != NO_SLOT:
+                    self.held.branches[above] += change
+        self.kept_tokens += change * tokens
+        self.size_bytes += change * (model.state_bytes + tokens * model.kv_bytes_per_token)
 
     def use(self, node: Node) -> None:
         """Take note that a resident state was used just now."""
@@ -325,15 +341,6 @@ class CheckpointTree:
         assert node.held, "only a resident state is leased"
         self.held.pins[node.slot] += count
         self.pinned += count
-
-    def _keep_tokens(self, count: int) -> None:
-        self.kept_tokens += count
-        self.size_bytes += count * self.model.kv_bytes_per_token
-
-    def _count_branch(self, child: int, count: int) -> None:
-        slot = self.known.slots[self.children.parents[child]]
-        if slot != NO_SLOT:
-            self.held.branches[slot] += count
 
     def _weigh(self, slot: int) -> None:
         known, number = self.known, int(self.held.numbers[slot])
@@ -349,13 +356,13 @@ class CheckpointTree:
         """The slots of the nearest states below a position."""
         below, slots = self.known.below, self.known.slots
         found: list[int] = []
-        left = [child for child in self.children.of(number) if below[child]]
+        left = [child for child in self.known.children(number) if below[child]]
         while left:
             one = left.pop()
             if slots[one] != NO_SLOT:
                 found.append(slots[one])
             else:
-                left.extend(child for child in self.children.of(one) if below[child])
+                left.extend(child for child in self.known.children(one) if below[child])
         return found
 
 

@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
     UnknownCodecError,
 )
-from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS, ErrorInterceptor
+from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS, CallInterceptor
 
 ERRORS: list[KVStoreError] = [
     KVStoreError("something else"),
@@ -83,7 +83,7 @@ def faulty(no_leaks: None) -> Iterator[tuple[_Faulty, Call]]:
     """A server of such methods, and how to call one: the replies before the error."""
     service = _Faulty()
     workers = futures.ThreadPoolExecutor(4)
-    server = grpc.server(workers, interceptors=[ErrorInterceptor()])
+    server = grpc.server(workers, interceptors=[CallInterceptor()])
     server.add_generic_rpc_handlers((service.handlers(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

@@ -45,7 +45,7 @@ def test_an_executor_counts_what_waits_and_not_what_runs() -> None:
     executor = BoundedExecutor("test", 1, 2)
     gate = threading.Event()
     first = executor.submit(gate.wait)
-    assert eventually(lambda: not executor.waiting)
+    assert eventually(lambda: not executor._queued_at)
     others = [executor.submit(int) for _ in range(2)]
     assert executor.is_full
     gate.set()
@@ -62,14 +62,14 @@ def test_an_executor_is_late_when_calls_waited_too_long_and_many_are_to_come() -
     for gate in gates:
         executor.submit(gate.wait)
     last = executor.submit(int)
-    assert eventually(lambda: executor.waiting == 3)
+    assert eventually(lambda: len(executor._queued_at) == 3)
     now[0] += 2 * LATE_S
     assert not executor.is_late, "a thread that stands still says nothing of those that come"
     gates[0].set()
-    assert eventually(lambda: executor.waiting == 2)
+    assert eventually(lambda: len(executor._queued_at) == 2)
     assert executor.is_late
     gates[1].set()
-    assert eventually(lambda: executor.waiting == 1)
+    assert eventually(lambda: len(executor._queued_at) == 1)
     assert not executor.is_late, "what is next is soon begun"
     gates[2].set()
     last.result(10)
@@ -124,7 +124,7 @@ def test_probes_that_send_nothing_hold_up_no_refusal(
             call(silent(), timeout=120)
 
     wire = wire_to(server)
-    monkeypatch.setattr(server.node.store.announcements, "wait", lambda *_: over.wait(120))
+    monkeypatch.setattr(server.node.store, "await_puts", lambda *_: over.wait(120))
     request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
     count = 2 * CALLS_PER_WORKER + 4
     refused: list[QuotaExceededError] = []
@@ -147,7 +147,7 @@ def test_lookups_beyond_their_queue_are_refused_at_once_and_served_again_after(
 ) -> None:
     wire = wire_to(busy)
     gate = threading.Event()
-    monkeypatch.setattr(busy.node.store.announcements, "wait", lambda *_: gate.wait(20))
+    monkeypatch.setattr(busy.node.store, "await_puts", lambda *_: gate.wait(20))
     request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
     count = 2 * CALLS_PER_WORKER + 4
     refused: list[QuotaExceededError] = []
@@ -171,7 +171,7 @@ def test_lookups_are_refused_before_their_queue_is_full_when_they_wait_too_long(
         begun.set()
         gate.wait(20)
 
-    monkeypatch.setattr(busy.node.store.announcements, "wait", wait)
+    monkeypatch.setattr(busy.node.store, "await_puts", wait)
     monkeypatch.setattr(load_shedding, "LATE_S", -1.0)
     request = pb.LookupRequest(digests=wire.key(1)[16:], wait_ms=10_000)
     count = 2 * CALLS_PER_WORKER
@@ -198,7 +198,7 @@ def test_a_call_that_waited_past_its_deadline_is_not_begun(
         begun.append(1)
         gate.wait(20)
 
-    monkeypatch.setattr(busy.node.store.announcements, "wait", wait)
+    monkeypatch.setattr(busy.node.store, "await_puts", wait)
     first = pb.LookupRequest(
         session_id=wire.terms.session_id, digests=wire.key(1)[16:], wait_ms=10_000
     )

@@ -39,7 +39,7 @@ def table(draw: Callable[[], float] | None = None, terms: GateTerms = TERMS) -> 
 
 def calibrate(gates: Gates, name: GateName = NAME) -> GateState:
     for _ in range(TRIALS):
-        gate = gates.record(name, good(gates.state(name).ratio))
+        gate = gates.record(name, good(gates.view(name).ratio))
     return gate
 
 
@@ -60,8 +60,8 @@ def test_trials_over_a_few_tokens_are_not_counted_but_what_is_open_is_watched_by
         assert gates.record(NAME, Shadow(0.0, 1.0, 15, 0.3)).shadows == 0
     assert gates.record(NAME, Shadow(0.0, 1.0, 16, 0.3)).shadows == 1
     calibrate(gates)
-    assert gates.state(NAME).is_open
-    before = gates.state(NAME).shadows
+    assert gates.view(NAME).is_open
+    before = gates.view(NAME).shadows
     assert gates.record(NAME, Shadow(0.0, 1.0, 1, 0.3)).shadows == before + 1
 
 
@@ -90,7 +90,7 @@ def test_bad_trials_raise_the_ratio_until_it_is_too_much() -> None:
     gates = table()
     ratios = []
     for _ in range(5 * TRIALS):
-        ratios.append(gates.state(NAME).ratio)
+        ratios.append(gates.view(NAME).ratio)
         gate = gates.record(NAME, bad(ratios[-1]))
     assert sorted(set(ratios)) == pytest.approx([0.3, 0.45, 0.675])
     assert not gate.is_open
@@ -100,7 +100,7 @@ def test_bad_trials_raise_the_ratio_until_it_is_too_much() -> None:
 def test_trials_that_are_good_at_a_higher_ratio_open_it_there() -> None:
     gates = table()
     for _ in range(3 * TRIALS):
-        ratio = gates.state(NAME).ratio
+        ratio = gates.view(NAME).ratio
         gate = gates.record(NAME, good(ratio) if ratio > 0.5 else bad(ratio))
         if gate.is_open:
             break
@@ -113,7 +113,7 @@ def test_a_model_that_blends_badly_closes_it_within_200_requests() -> None:
         gates = table(random.Random(seed).random)
         calibrate(gates)
         assert serve(gates, bad, 200) < 200, seed
-        gate = gates.state(NAME)
+        gate = gates.view(NAME)
         assert (gate.is_open, gate.is_calibrated) == (False, False)
         assert gates.closed == 1
 
@@ -129,14 +129,14 @@ def test_a_model_that_blends_well_stays_open_at_its_ratio() -> None:
     gates = table()
     calibrate(gates)
     assert serve(gates, good, 5000) == 5000
-    assert gates.state(NAME).ratio == 0.3
+    assert gates.view(NAME).ratio == 0.3
 
 
 def test_a_model_that_is_good_enough_with_more_settles_there() -> None:
     gates = table()
     calibrate(gates)
     assert serve(gates, lambda ratio: good(ratio) if ratio > 0.5 else bad(ratio), 3000) == 3000
-    assert gates.state(NAME).ratio == pytest.approx(0.675)
+    assert gates.view(NAME).ratio == pytest.approx(0.675)
     assert gates.closed == 0
 
 
@@ -146,7 +146,7 @@ def test_one_bad_comparison_among_good_ones_changes_nothing() -> None:
     for number in range(40):
         outcome = Shadow(0.06, 0.94, GOOD_TOKENS, 0.3) if number % 10 == 9 else good(0.3)
         assert gates.record(NAME, outcome).is_open
-    assert gates.state(NAME).ratio == 0.3
+    assert gates.view(NAME).ratio == 0.3
 
 
 def test_comparisons_are_frequent_after_a_change_and_rare_later() -> None:
@@ -164,8 +164,8 @@ def test_comparisons_at_less_than_its_ratio_are_not_counted() -> None:
     calibrate(gates)
     for _ in range(50):
         gates.record(NAME, bad(0.05))
-    assert gates.state(NAME).is_open
-    assert gates.state(NAME).shadows == 0
+    assert gates.view(NAME).is_open
+    assert gates.view(NAME).shadows == 0
 
 
 def test_models_and_tags_have_gates_of_their_own() -> None:
@@ -182,7 +182,7 @@ def test_strangers_cannot_push_an_open_gate_out() -> None:
     for number in range(2 * MAX_GATES):
         gates.record((number.to_bytes(16, "big"), ""), bad(0.3))
     assert len(gates) == MAX_GATES
-    assert gates.state(NAME).is_open
+    assert gates.view(NAME).is_open
 
 
 def test_open_gates_are_open_after_a_restart_and_closed_ones_closed() -> None:

@@ -117,7 +117,7 @@ def test_tokens_that_were_not_measured_keep_what_they_had() -> None:
 def test_a_partial_report_says_nothing_of_a_content_that_is_new() -> None:
     known = TokenPriorities()
     known.note(NAME, scores(-1.0, 9.0))
-    assert len(known) == 0
+    assert levels(known) == []
 
 
 def test_scores_of_another_length_are_passed_over() -> None:
@@ -137,6 +137,3 @@ def test_the_limit_holds_and_the_longest_unreported_goes() -> None:
     known.note(names[3], np.arange(16, dtype=np.float32))
     assert known.size_bytes <= room
     assert [bool(known.levels(name)) for name in names] == [True, False, True, True]
-    known.forget(names[0])
-    known.forget(names[0])
-    assert known.size_bytes == 2 * (16 + OVERHEAD_BYTES)

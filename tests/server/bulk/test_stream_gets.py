@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
@@ -14,6 +14,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError, TierUnavailableError
+from kvstore.proto.types import ChunkKey
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
 
 ServerMaker = Callable[..., LocalServer]
@@ -98,6 +99,10 @@ def test_a_reader_cannot_ask_for_another_session(server: LocalServer, reader: St
 @pytest.fixture
 def wide(server: LocalServer) -> tuple[pb.OpenSessionResponse, bytes]:
     """The terms of a session, and the names of 32 MiB of its chunks: more than sockets hold."""
+    return wide_of(server)
+
+
+def wide_of(server: LocalServer) -> tuple[pb.OpenSessionResponse, bytes]:
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     client = server.connect("grpc", MEDIUM, options)
     keys = store(client, 1, 24)
@@ -158,6 +163,47 @@ def test_a_reader_that_takes_nothing_is_hung_up_on_and_others_are_served(
         assert eventually(
             lambda: all(one.session.session_id != terms.session_id for one in streams)
         )
+
+
+def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "SILENCE_S", 60.0)
+    server = make_server("--bulk", "127.0.0.1:0", "--workers", "2", "--cpu", "64MiB")
+    terms, digests = wide_of(server)
+    streams = server.node.bulk
+    assert streams is not None
+    with ExitStack() as stack:
+        readers = [stack.enter_context(closing(StreamCaller(terms))) for _ in range(5)]
+        begun: list[StreamCaller] = []
+        for reader in readers:
+            reader.say(get_word(terms, deadline_ms=60_000), digests)
+            begun.append(reader)
+            assert eventually(lambda: server.usage().leases == len(begun))
+            assert eventually(lambda: streams._clients_served == 0)
+        assert [one.sending is not None for one in streams._streams] == [True] * 5
+        for reader in readers[:2]:
+            sizes = []
+            while isinstance((said := reader.hear())[0], bulk.Part):
+                sizes.append(len(said[1]))
+            assert said[0] == bulk.Done(1, 24)
+            assert sum(sizes) == 24 * len(frame_of(ChunkKey(bytes(32)), MEDIUM, 512))
+        assert server.usage().leases == 3
+    assert eventually(lambda: server.usage().leases == 0)
+    assert server.settled().leases == 0
+
+
+def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_deadline(
+    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes]
+) -> None:
+    terms, digests = wide
+    assert server.node.bulk is not None
+    streams = server.node.bulk._streams
+    with closing(StreamCaller(terms)) as mute:
+        mute.say(get_word(terms, deadline_ms=500), digests)
+        assert eventually(lambda: server.usage().leases == 1)
+        assert eventually(lambda: not streams)
+        assert server.settled().leases == 0
 
 
 @pytest.mark.parametrize("word", [bulk.Attached(1), bulk.Done(1, 1), bulk.Failed(1)])

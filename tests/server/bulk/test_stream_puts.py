@@ -240,7 +240,7 @@ def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
 def test_a_drained_server_refuses_puts(
     server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
-    server.node.store.writes.drain()
+    server.node.store.writes.is_draining = True
     writer.say(put_word(terms))
     writer.hear()
     writer.say(*parts_of(frame_of(key_of(terms), SMALL))[0])

@@ -15,16 +15,14 @@ from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.announcements import MAX_PENDING, Announcements
+from kvstore.server.cluster.announcements import MAX_PENDING, Announcements, UnknownMembers
 from kvstore.server.cluster.directory import (
     BUCKETS,
     MAX_HOLDERS,
     Directory,
     DirectoryTerms,
-    NodeAddress,
-    UnknownMembers,
 )
-from kvstore.server.cluster.membership import Membership, MembershipState
+from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import NodeDown, RedisClient
@@ -119,25 +117,25 @@ def test_what_a_node_seals_others_find_and_it_does_not_find_itself(
     make_directory: DirectoryMaker,
 ) -> None:
     first, second = two(make_directory, LONG_MS)
-    first.sealed([key(1), key(2)])
+    first.announce([key(1), key(2)])
     assert eventually(lambda: finds(second, 1, 2, 3, 4) == {1: ("n1",), 2: ("n1",)})
     assert second.holders([key(1)], PATIENT_S)[key(1)] == (first.me,)
     assert finds(first, 1, 2) == {}
-    second.sealed([key(2)])
+    second.announce([key(2)])
     assert eventually(lambda: finds(first, 1, 2) == {2: ("n2",)})
 
 
 def test_what_a_node_evicts_is_no_longer_found(make_directory: DirectoryMaker) -> None:
     first, second = two(make_directory)
-    first.sealed([key(1), key(2)])
+    first.announce([key(1), key(2)])
     assert eventually(lambda: len(finds(second, 1, 2)) == 2)
-    first.gone([key(1), key(9)])
+    first.withdraw([key(1), key(9)])
     assert eventually(lambda: finds(second, 1, 2) == {2: ("n1",)})
 
 
 def test_many_keys_are_asked_for_in_one_round_trip_for_512(make_directory: DirectoryMaker) -> None:
     first, second = two(make_directory, LONG_MS)
-    first.sealed([key(number) for number in range(600)])
+    first.announce([key(number) for number in range(600)])
     assert eventually(lambda: said(first) == 600)
     before = second._counters["directory_questions"]
     assert len(finds(second, *range(512))) == 512
@@ -168,10 +166,10 @@ def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_a
     roster = Membership(votes, PREFIX, node(1), TTL_MS)  # type: ignore[arg-type]
     if before is MembershipState.known:
         roster.beat()
-    assert roster.standing is before
+    assert roster.state is before
     votes.words = words
     roster.beat()
-    assert roster.standing is after
+    assert roster.state is after
 
 
 def test_node_that_falls_silent_is_nobody_and_its_entries_are_taken_out(
@@ -195,7 +193,7 @@ def at(number: int) -> str:
 
 def test_node_that_leaves_is_gone_at_once(make_directory: DirectoryMaker) -> None:
     first, second = two(make_directory, LONG_MS)
-    first.sealed([key(1)])
+    first.announce([key(1)])
     assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
     first.close()
     third = make_directory(ttl_ms=LONG_MS)
@@ -217,7 +215,7 @@ def test_two_nodes_with_one_id_are_found_out_and_the_later_stays_out(
     (error,) = [row for row in logs if row["log_level"] == "error"]
     assert error["other"] == first.me.grpc_address
     assert "--node-id" in error["fix"]
-    later.sealed([key(1)])
+    later.announce([key(1)])
     time.sleep(2 * TTL_MS / 1000)
     assert first.report().standing is MembershipState.known
     assert later.report().standing is MembershipState.taken
@@ -231,7 +229,7 @@ def test_redis_that_lost_everything_is_told_again(
     make_directory: DirectoryMaker, redis: RedisProcess
 ) -> None:
     first, second = two(make_directory)
-    first.sealed([key(1)])
+    first.announce([key(1)])
     assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
     redis.client.flushall()
     assert eventually(lambda: finds(second, 1) == {1: ("n1",)})
@@ -249,7 +247,7 @@ def test_redis_that_is_down_finds_nobody_within_the_deadline_and_is_told_later(
     )
     first, second = two(lasting)
     with redis.frozen():
-        first.sealed([key(1)])
+        first.announce([key(1)])
         started = time.monotonic()
         assert second.holders([key(1)], 0.05) == {}
         assert time.monotonic() - started < 10.0, "half of what Redis is waited for elsewhere"
@@ -272,7 +270,7 @@ def test_node_alone_asks_nothing(make_directory: DirectoryMaker) -> None:
 
 def test_rubbish_in_redis_is_nobody(make_directory: DirectoryMaker, redis: RedisProcess) -> None:
     first, second = two(make_directory, LONG_MS)
-    first.sealed([key(1)])
+    first.announce([key(1)])
     assert eventually(lambda: said(first) == 1)
     redis.client.set(at(2), b"a string")
     redis.client.sadd(at(3), b"word", b"9" * 40, b"-0", b"\xff\xfe", b"two words")
@@ -302,10 +300,10 @@ def test_full_redis_is_said_and_what_was_to_be_said_is_when_there_is_room(
     make_directory: DirectoryMaker, redis: RedisProcess
 ) -> None:
     first, second = two(make_directory)
-    first.sealed([key(1)])
+    first.announce([key(1)])
     assert eventually(lambda: said(first) == 1)
     redis.client.config_set("maxmemory", 1)
-    first.sealed([key(2)])
+    first.announce([key(2)])
     assert eventually(lambda: "Redis is full; raise its maxmemory" in first.report().failure)
     redis.client.config_set("maxmemory", 0)
     assert eventually(lambda: first.report().is_up)
@@ -369,18 +367,17 @@ def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten() -> No
 def test_strangers_are_dead_only_after_a_while_unknown() -> None:
     now = [0.0]
     strangers = UnknownMembers(10.0, lambda: now[0])
-    strangers.met(key(1), b"5")
-    strangers.met(key(1), b"6")
+    strangers.note(key(1), b"5")
+    strangers.note(key(1), b"6")
     now[0] = 9.0
-    strangers.forget({b"6"})
+    assert strangers.take_stale({b"6"}, 10) == []
     now[0] = 10.0
-    strangers.met(key(2), b"5")
-    strangers.met(key(2), b"6")
-    assert strangers.take(10) == [(key(2), b"5")]
-    assert strangers.take(10) == []
-    strangers.met(key(3), b"5")
-    strangers.forget({b"5"})
-    assert strangers.take(10) == [], "it is back: what it says by now stays"
+    strangers.note(key(2), b"5")
+    strangers.note(key(2), b"6")
+    assert strangers.take_stale((), 10) == [(key(2), b"5")]
+    assert strangers.take_stale((), 10) == []
+    strangers.note(key(3), b"5")
+    assert strangers.take_stale({b"5"}, 10) == [], "it is back: its entries stay"
 
 
 @pytest.mark.parametrize(

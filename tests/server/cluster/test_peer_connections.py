@@ -32,17 +32,15 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
-from kvstore.proto.framing import MAX_HEADER_BYTES, FramedSocket
-from kvstore.proto.tls import make_tls
+from kvstore.proto.framing import MAX_HEADER_BYTES, FramedSocket, make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import MAX_STRANGERS, STREAMS_PER_SESSION
-from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
-from kvstore.server.cluster.peer_dial import LetIn, PeerAccess
+from kvstore.server.cluster.peer_connections import PeerAccess, PeerSession, StreamLink
 from kvstore.server.cluster.peer_tier import PeerTier
-from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
+from kvstore.server.cluster.peers import PeerChunk, Peers, PeersTerms
 from kvstore.server.security.audit_log import audit_files, read_chain
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.telemetry.metrics import Counters
@@ -71,19 +69,19 @@ def infos(server: LocalServer) -> list[ChunkInfo]:
 
 
 @pytest.fixture
-def terms(server: LocalServer) -> PeerTerms:
-    return PeerAccess().dial(server.address, "other", SILENCE_S).terms
+def terms(server: LocalServer) -> PeerSession:
+    return PeerAccess().dial(server.address, "other", SILENCE_S)
 
 
 @pytest.fixture
-def link(terms: PeerTerms) -> Iterator[StreamLink]:
+def link(terms: PeerSession) -> Iterator[StreamLink]:
     with closing(reached(terms)) as one:
         yield one
 
 
-def reached(terms: PeerTerms) -> StreamLink:
+def reached(terms: PeerSession) -> StreamLink:
     link = StreamLink(terms, time.monotonic)
-    link.reach(SILENCE_S)
+    link.connect(SILENCE_S)
     return link
 
 
@@ -160,7 +158,7 @@ def test_what_is_not_in_memory_is_nothing(infos: list[ChunkInfo], link: StreamLi
 
 
 def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
-    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerSession, server: LocalServer
 ) -> None:
     out = np.zeros(infos[0].size_bytes, np.uint8)
     with closing(link.read(infos[0], out, 0, SILENCE_S)) as steps:
@@ -232,7 +230,7 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     assert server.node.bulk is not None
     peer_server = server.node.bulk.service.peer_server
-    with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S).terms)) as link:
+    with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S))) as link:
         with peer_server.admitted(bulk.Get(1, 1, 0, 1000, 0)):
             (info,) = find(link, keys)
             assert info is not None
@@ -241,13 +239,13 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
         assert len(read(link, info)) == info.size_bytes
 
 
-def test_who_shows_another_token_is_not_let_in(terms: PeerTerms) -> None:
+def test_who_shows_another_token_is_not_let_in(terms: PeerSession) -> None:
     with pytest.raises(UnauthenticatedError):
         reached(replace(terms, token=bytes(16)))
 
 
 def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
-    infos: list[ChunkInfo], server: LocalServer, terms: PeerTerms
+    infos: list[ChunkInfo], server: LocalServer, terms: PeerSession
 ) -> None:
     reply = open_session(server.dial(), MEDIUM)
     theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
@@ -260,7 +258,7 @@ def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
 
 
 def test_clients_have_so_many_streams_and_servers_find_room_beside_them(
-    server: LocalServer, terms: PeerTerms, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, terms: PeerSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 1)
     reply = open_session(server.dial(), MEDIUM)
@@ -281,7 +279,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     (info,) = (one for one in server.node.store.tiers.cpu.tier.find(keys) if one)
-    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S)
 
     def came(**wanted: object) -> bool:
         written = read_chain(audit_files(log))
@@ -304,7 +302,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
 def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
     server: LocalServer,
     infos: list[ChunkInfo],
-    terms: PeerTerms,
+    terms: PeerSession,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:
@@ -332,7 +330,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
         read(link, infos[0])
 
 
-def test_a_session_has_so_many_streams_and_no_more(terms: PeerTerms) -> None:
+def test_a_session_has_so_many_streams_and_no_more(terms: PeerSession) -> None:
     links = [reached(terms) for _ in range(STREAMS_PER_SESSION)]
     try:
         with pytest.raises(QuotaExceededError, match="streams_per_session=16"):
@@ -343,7 +341,7 @@ def test_a_session_has_so_many_streams_and_no_more(terms: PeerTerms) -> None:
     assert eventually(lambda: _is_let_in(terms))
 
 
-def _is_let_in(terms: PeerTerms) -> bool:
+def _is_let_in(terms: PeerSession) -> bool:
     try:
         reached(terms).close()
     except QuotaExceededError:
@@ -352,7 +350,7 @@ def _is_let_in(terms: PeerTerms) -> bool:
 
 
 def test_a_session_that_ends_ends_its_streams(
-    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerSession, server: LocalServer
 ) -> None:
     server.node.sessions.close(terms.session_id)
     with pytest.raises(LeaseExpiredError):
@@ -363,7 +361,7 @@ def test_a_session_that_ends_ends_its_streams(
 
 
 def test_what_is_no_get_of_a_peer_is_hung_up_on(
-    infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+    infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
 ) -> None:
     for word, payload in (
         (bulk.Get(1, terms.session_id, 0, 1000, 0), infos[0].key[16:]),
@@ -386,7 +384,7 @@ def test_what_is_no_get_of_a_peer_is_hung_up_on(
     ],
 )
 def test_strangers_who_say_anything_else_are_hung_up_on(
-    said: bytes, infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+    said: bytes, infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
 ) -> None:
     with connected(terms) as stranger:
         stranger.sendall(said)
@@ -396,7 +394,7 @@ def test_strangers_who_say_anything_else_are_hung_up_on(
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(
-    infos: list[ChunkInfo], link: StreamLink, terms: PeerTerms, server: LocalServer
+    infos: list[ChunkInfo], link: StreamLink, terms: PeerSession, server: LocalServer
 ) -> None:
     silent = [connected(terms) for _ in range(MAX_STRANGERS + 8)]
     try:
@@ -410,7 +408,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(
 
 
 def test_strangers_who_only_begin_keep_nobody_out(
-    infos: list[ChunkInfo], terms: PeerTerms, server: LocalServer
+    infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
 ) -> None:
     begun = b"\x16\x03\x01" if terms.certificate else b"\x20"
     for _ in range(3):
@@ -430,7 +428,7 @@ def test_strangers_who_only_begin_keep_nobody_out(
                 one.close()
 
 
-def test_a_first_word_may_come_in_pieces(terms: PeerTerms, server: LocalServer) -> None:
+def test_a_first_word_may_come_in_pieces(terms: PeerSession, server: LocalServer) -> None:
     if terms.certificate:
         pytest.skip("TLS cuts it as it likes")
     word = bulk.pack(bulk.Attach(1, terms.session_id, terms.token))
@@ -443,7 +441,7 @@ def test_a_first_word_may_come_in_pieces(terms: PeerTerms, server: LocalServer) 
     assert attached == (bulk.Attached(1), 0)
 
 
-def connected(terms: PeerTerms) -> socket.socket:
+def connected(terms: PeerSession) -> socket.socket:
     where = urlsplit(terms.address)
     return socket.create_connection((where.hostname or "", where.port or 0), SILENCE_S)
 
@@ -460,7 +458,7 @@ def ends(link: socket.socket) -> bool:
 
 def test_a_server_with_another_certificate_is_not_believed(make_server: ServerMaker) -> None:
     server = make_server("--bulk", "0.0.0.0:0", "--insecure", "--cpu", "64MiB")
-    terms = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    terms = PeerAccess().dial(server.address, "other", SILENCE_S)
     for certificate in (make_tls().certificate, b"no certificate"):
         with pytest.raises(TierUnavailableError):
             reached(replace(terms, certificate=certificate))
@@ -492,10 +490,10 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
     keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
     is_reached = False
 
-    def dial(address: str, node_id: str, within_s: float) -> LetIn:
+    def dial(address: str, node_id: str, within_s: float) -> PeerSession:
         told = PeerAccess().dial(address, node_id, SILENCE_S)
-        where = told.terms.address if is_reached else NOWHERE
-        return LetIn(told.boot_id, replace(told.terms, address=where))
+        where = told.address if is_reached else NOWHERE
+        return replace(told, address=where)
 
     terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S), failures=1, retry_ms=1)
     with closing(Peers(terms, dial, Counters(), time.monotonic)) as peers:
@@ -508,7 +506,7 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
         assert eventually(lambda: peer.is_up)
         for offer in peers.find(keys).values():
             frame = np.zeros(offer.info.size_bytes, np.uint8)
-            *_, (sender, arrived) = peers.read(offer.info, offer.peers, frame, 0)
+            *_, (sender, arrived) = peers.read(offer, frame, 0)
             assert (sender, arrived) == (peer, len(frame))
             assert check_frame(frame, offer.info.key).info() == offer.info
         assert len(peer._idle) == 1
@@ -529,22 +527,22 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
         found = peers.find(keys)
         offers = [found[key] for key in keys]
 
-        def read_one(offer: Offer, following: list[Offer]) -> None:
+        def read_one(offer: PeerChunk, following: list[PeerChunk]) -> None:
             frame = np.zeros(offer.info.size_bytes, np.uint8)
-            *_, (_, arrived) = peers.read(offer.info, offer.peers, frame, 0, following)
+            *_, (_, arrived) = peers.read(offer, frame, 0, following)
             assert arrived == len(frame)
             assert check_frame(frame, offer.info.key).info() == offer.info
 
         read_one(offers[0], offers[1:])
-        assert peers.runs.sender(keys[1]) is peer
+        assert peers.pipeline.sender(keys[1]) is peer
         read_one(offers[1], offers[2:])
-        assert (len(peer._lent), peer._idle) == (1, [])
+        assert (len(peer._in_use), peer._idle) == (1, [])
         read_one(offers[3], [])
-        assert peers.runs.sender(keys[2]) is None
-        assert not peer._lent
+        assert peers.pipeline.sender(keys[2]) is None
+        assert not peer._in_use
         read_one(offers[2], offers[3:])
-        peers.runs.end()
-        assert not peer._lent
+        peers.pipeline.expect(())
+        assert not peer._in_use
         assert peer.is_up
     assert server.settled().held == 0
 
@@ -563,9 +561,9 @@ def test_a_get_from_a_peer_asks_for_several_chunks_at_once(make_server: ServerMa
     with client.lease(keys) as lease:
         assert len(lease.get()) == 8
     assert first.counter("peer_served_chunks") == 8
-    streams = [*peer._idle, *peer._lent]
+    streams = [*peer._idle, *peer._in_use]
     assert sum(stream._requests for stream in streams) < 8
-    assert not peer._lent
+    assert not peer._in_use
     assert first.settled().held == 0
 
 
@@ -591,5 +589,5 @@ def test_wrong_bytes_over_a_stream_are_a_miss_and_count_against_who_sent_them(
     with reader.lease(keys) as lease:
         assert len(lease.get()) == 1
     assert eventually(lambda: second.counter("peer_corrupt_chunks") >= 1)
-    assert peer._lies >= 1
+    assert peer._faults >= 1
     assert second.settled().held == 0

@@ -22,8 +22,7 @@ from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.shm import ShmTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.bulk import GUEST_S, guest_token, pack_wanted
-from kvstore.proto.bulk_reader import FrameAssembler
+from kvstore.proto.bulk import GUEST_S, FrameAssembler, guest_token, pack_wanted
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -36,7 +35,7 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.cluster.peer import MAX_LIES, Lent
+from kvstore.server.cluster.peer import MAX_FAULTS, DirectReadGrant
 from kvstore.server.cluster.peer_tier import PeerTier
 
 BOTH_WAYS = pytest.mark.parametrize("pair", ["plain", "tls"], indirect=True)
@@ -212,11 +211,11 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> No
     frame[-100] ^= 1
     assert len(pair.reader.get(keys)) == 1
     (peer,) = tier_of(pair.second).peers.known()
-    assert eventually(lambda: peer._lies == 1)
+    assert eventually(lambda: peer._faults == 1)
     del frame
     assert_reads(pair.reader, keys[:1])  # a second time: it is there when the peer is barred
     assert eventually(lambda: set(pair.reader.lookup(keys[:1]).tiers) == {"cpu"})
-    for _ in range(2 * MAX_LIES):
+    for _ in range(2 * MAX_FAULTS):
         pair.reader.lookup(keys)
         assert len(pair.reader.get(keys)) == 1
     assert peer.is_barred
@@ -316,7 +315,7 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
 def test_a_server_that_is_learnt_of_by_a_get_is_read_from_at_the_next(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PeerTier, "lent", lambda _: [])
+    monkeypatch.setattr(PeerTier, "reachable", lambda _: [])
     reader = client_of(pair.second)
     reads = reads_of(reader)
     for number, (lent, loaded) in enumerate([(0, CHUNKS), (CHUNKS, CHUNKS)]):
@@ -349,20 +348,20 @@ def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
 # --- a guest that asks for more
 
 
-def lent_to(pair: Pair, space: Namespace) -> Lent:
+def lent_to(pair: Pair, space: Namespace) -> DirectReadGrant:
     (peer,) = tier_of(pair.second).peers.known()
-    lent = peer.let_guest(space)
+    lent = peer.grant_direct_reads(space)
     assert lent is not None
     return lent
 
 
-def enter(lent: Lent, guest: bulk.Guest | bulk.Attach | None = None) -> FrameStream:
+def enter(lent: DirectReadGrant, guest: bulk.Guest | bulk.Attach | None = None) -> FrameStream:
     where, certificate = lent.address, lent.certificate
     return FrameStream(Entrance(where, certificate, guest or lent.guest), lambda: False, SOON_S)
 
 
 def frames_of(
-    stream: FrameStream, lent: Lent, keys: list[ChunkKey], flags: int = bulk.PEER
+    stream: FrameStream, lent: DirectReadGrant, keys: list[ChunkKey], flags: int = bulk.PEER
 ) -> list[bytes]:
     """Return what is sent of *keys*. Raises the server's errors."""
     deadline = time.monotonic() + SOON_S

@@ -27,11 +27,11 @@ from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.cluster.membership import NodeAddress
-from kvstore.server.cluster.peer import BARRED_S, MAX_LIES, Peer
-from kvstore.server.cluster.peer_dial import PeerAccess
-from kvstore.server.cluster.peer_tier import ASKED_AGAIN, ASKED_AGAIN_S, KNOWN_S, PeerTier
+from kvstore.server.cluster.peer import BARRED_S, MAX_FAULTS, PeerNode
+from kvstore.server.cluster.peer_connections import PeerAccess
+from kvstore.server.cluster.peer_tier import CHECK_AGAIN_S, CHECKED_AGAIN, KNOWN_S, PeerTier
 from kvstore.server.cluster.peers import Peers, PeersTerms
-from kvstore.server.store.lookup import ASKING
+from kvstore.server.store.lookup import MAX_PEER_QUERIES
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 
@@ -193,7 +193,8 @@ def test_whom_the_directory_names_is_reached_and_asked_once_a_lookup(
     keys = store(client_of(first), 1, 40)
     address = NodeAddress("first", 5, "", first.address)
     peers = tier_of(second).peers
-    peers.directory = directory = OneNode(address, keys[:30])
+    directory = OneNode(address, keys[:30])
+    peers.holders = directory.holders
     reader = client_of(second)
     reader.lookup(keys)  # who is unknown is not waited for
     assert eventually(lambda: is_up(second))
@@ -205,7 +206,7 @@ def test_whom_the_directory_names_is_reached_and_asked_once_a_lookup(
     reader.lookup(keys_of(reader, 9, 1) + keys)
     peer = next(one for one in peers.known() if one.address == first.address)
     (stranger,) = keys_of(reader, 8, 1)
-    peers._listed_as(directory.node)
+    peers._peer_of(directory.node)
     assert peer.incarnation == 6
     assert reader.lookup([stranger]).ready == 0
 
@@ -251,7 +252,7 @@ def test_who_has_no_key_of_a_peer_is_not_let_in(make_server: ServerMaker, tmp_pa
         assert ("has not the role" in known.breaker.reason) is not is_let_in
 
 
-def _is_decided(peer: Peer) -> bool:
+def _is_decided(peer: PeerNode) -> bool:
     return peer.is_up or bool(peer.breaker.reason)
 
 
@@ -268,7 +269,7 @@ def test_over_tls_only_a_peer_that_the_authority_signed_is_shown_the_key(
     proofs = ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-keys", str(tmp_path / "keys"))
     first = node(make_server, *proofs)
     access = PeerAccess(tmp_path / "shown", right.path)
-    assert access.dial(first.address, "second", 20.0).terms.session_id
+    assert access.dial(first.address, "second", 20.0).session_id
     with pytest.raises(TierUnavailableError, match="UNAVAILABLE"):
         PeerAccess(tmp_path / "shown", wrong.path).dial(first.address, "second", 20.0)
 
@@ -449,7 +450,7 @@ def test_what_a_liar_sends_is_a_miss_and_counts_against_it(
     assert server.counter("peer_invalid_answers") >= 3 * (len(LIES) - 3)
 
 
-def _is_found_out(peer: Peer, reader: Client, keys: list[ChunkKey]) -> bool:
+def _is_found_out(peer: PeerNode, reader: Client, keys: list[ChunkKey]) -> bool:
     """Ask for *keys*, which must be misses; return whether *peer* is left alone by now."""
     for key in keys:
         assert asked(reader, key) == []
@@ -493,11 +494,11 @@ def test_lookups_with_a_silent_peer_cost_its_timeout_a_few_times_and_then_nothin
 
 def test_a_peer_that_lies_is_left_alone_for_a_while() -> None:
     now = [100.0]
-    peer = Peer("127.0.0.1:1", Breaker("peer", 3, 1000, lambda: now[0]), lambda: now[0])
-    peer._terms = object()  # type: ignore[assignment]
-    for _ in range(MAX_LIES):
+    peer = PeerNode("127.0.0.1:1", Breaker("peer", 3, 1000, lambda: now[0]), lambda: now[0])
+    peer.session = object()  # type: ignore[assignment]
+    for _ in range(MAX_FAULTS):
         assert peer.is_up
-        peer.lied()
+        peer.note_fault()
     assert not peer.is_up
     now[0] += BARRED_S
     assert peer.is_up
@@ -518,11 +519,11 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
             offer = peers.find([key])[key]
             assert set(offer.peers) == {one, other}
             out = np.zeros(len(frame), np.uint8)
-            assert {who for who, _ in peers.read(offer.info, offer.peers, out, 0)} == {one}
+            assert {who for who, _ in peers.read(offer, out, 0)} == {one}
             assert bytes(out) == bytes(frame)
             near.lie = lambda message: [refusal(message[0].request)]
             out[:] = 0
-            assert {who for who, _ in peers.read(offer.info, offer.peers, out, 0)} == {other}
+            assert {who for who, _ in peers.read(offer, out, 0)} == {other}
             assert bytes(out) == bytes(frame)
             assert counters["peer_refusals"] == 1
 
@@ -530,7 +531,7 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
 def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
     now = [100.0]
     keys = [ChunkKey(bytes(14) + bytes([0, n]) + bytes(16)) for n in (1, 2)]  # two namespaces
-    keys += [ChunkKey(bytes(16) + n.to_bytes(16, "big")) for n in range(ASKED_AGAIN + 1)]
+    keys += [ChunkKey(bytes(16) + n.to_bytes(16, "big")) for n in range(CHECKED_AGAIN + 1)]
     frame = frame_of(keys[0], MEDIUM, CHUNK_TOKENS)
     infos = {key: replace(parse_header(frame).info(), key=key) for key in keys}
     with closing(FakePeer({})) as fake:
@@ -544,17 +545,17 @@ def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
             gone = [keys[0], keys[-1]]
             for key in gone:
                 del fake._infos[key]
-            tier.ask_again()
+            tier.check_again()
             assert tier.stale() == []
-            now[0] += ASKED_AGAIN_S
+            now[0] += CHECK_AGAIN_S
             peers.step()
             assert tier.stale() == gone
             for key in gone:
                 assert tier.load_s(key, 10) is None
                 tier.delete(key)
             fake.lie = lambda message: [refusal(message[0].request)]
-            now[0] += ASKED_AGAIN_S
-            tier.ask_again()
+            now[0] += CHECK_AGAIN_S
+            tier.check_again()
             assert tier.stale() == [], "who does not answer has deleted nothing"
             now[0] += KNOWN_S
             assert set(tier.stale()) == set(keys) - set(gone)
@@ -599,12 +600,12 @@ def test_lookups_beyond_those_that_ask_themselves_have_it_done(
     assert eventually(lambda: is_up(second))
     keys = store(client_of(first), 1, CHUNKS)
     lookup = second.node.store._lookup
-    for _ in range(ASKING):
-        lookup._asking.acquire()
+    for _ in range(MAX_PEER_QUERIES):
+        lookup._peer_queries.acquire()
     reader = client_of(second)
     assert_hits(reader, keys)
-    for _ in range(ASKING):
-        lookup._asking.release()
+    for _ in range(MAX_PEER_QUERIES):
+        lookup._peer_queries.release()
     assert_hits(reader, store(client_of(first), 2, CHUNKS))
 
 

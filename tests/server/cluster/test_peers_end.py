@@ -16,7 +16,7 @@ from prompts import MEDIUM, frame_of
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.peers import Offer, Peers, PeersTerms
+from kvstore.server.cluster.peers import PeerChunk, Peers, PeersTerms
 from kvstore.server.telemetry.metrics import Counters
 
 KEY = ChunkKey(bytes(31) + b"k")
@@ -39,7 +39,7 @@ def peers(fake: FakePeer) -> Peers:
 def test_a_question_that_is_not_answered_ends_with_the_peers(fake: FakePeer, peers: Peers) -> None:
     peers.step()
     fake.lie = lambda message: []
-    asked, found = fake.finds, list[dict[ChunkKey, Offer]]()
+    asked, found = fake.finds, list[dict[ChunkKey, PeerChunk]]()
     asker = threading.Thread(target=lambda: found.append(peers.find([KEY])), daemon=True)
     asker.start()
     assert eventually(lambda: fake.finds > asked)
@@ -64,7 +64,7 @@ def test_a_read_that_stands_still_ends_with_the_peers(fake: FakePeer, peers: Pee
 
     def read() -> None:
         try:
-            assert list(peers.read(offer.info, offer.peers, out, 0)) == []
+            assert list(peers.read(offer, out, 0)) == []
         except TierUnavailableError as error:
             raised.append(error)
 
@@ -85,7 +85,7 @@ def test_upkeep_that_waits_for_an_answer_ends_with_the_peers(fake: FakePeer, pee
     assert peers._thread is not None
     peers._thread.join(PATIENCE_S)
     assert not peers._thread.is_alive()
-    assert not any(peer.has_session for peer in peers.known())
+    assert not any(peer.session for peer in peers.known())
 
 
 def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too() -> None:
@@ -100,12 +100,12 @@ def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too()
         peers = Peers(terms, second.dial, counters, time.monotonic)
         with closing(peers):
             first, *others = peers.known()
-            let_in = [one.dial("", "", 1.0).terms for one in (second, third)]
+            let_in = [one.dial("", "", 1.0) for one in (second, third)]
             where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             for peer, said in zip(
                 peers.known(), [replace(let_in[0], address=where), *let_in], strict=True
             ):
-                peer.let_in(said)
+                peer.open_session(said)
             assert set(peers.find([KEY])[KEY].peers) == set(others)
             assert [peer.is_up for peer in (first, *others)] == [False, True, True]
             assert counters["peer_failures"] == 1
@@ -124,6 +124,6 @@ def test_a_peer_for_which_no_time_is_left_is_not_blamed() -> None:
         peers = Peers(terms, fake.dial, counters, ticks)
         with closing(peers):
             for peer in peers.known():
-                peer.let_in(fake.dial("", "", 1.0).terms)
+                peer.open_session(fake.dial("", "", 1.0))
             assert peers.find([KEY]) == {}
             assert counters["peer_failures"] == 0

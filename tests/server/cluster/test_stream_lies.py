@@ -22,16 +22,15 @@ from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailab
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.bulk.tcp_server import BulkServer, listen
-from kvstore.server.cluster.peer_connections import PeerTerms, StreamLink
-from kvstore.server.cluster.peer_dial import PeerAccess
+from kvstore.server.cluster.peer_connections import PeerAccess, PeerSession, StreamLink
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0
 
 
-def reached(terms: PeerTerms) -> StreamLink:
+def reached(terms: PeerSession) -> StreamLink:
     link = StreamLink(terms, time.monotonic)
-    link.reach(SILENCE_S)
+    link.connect(SILENCE_S)
     return link
 
 
@@ -45,7 +44,7 @@ class Liar:
         self._hangs_up = hangs_up
         self._listener = socket.create_server(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.terms = PeerTerms(address, b"", 7, bytes(16), 60_000, 1 << 28, 4096)
+        self.terms = PeerSession(address, b"", 7, bytes(16), 60_000, 1 << 28, 4096)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -158,7 +157,7 @@ def test_without_a_descriptor_it_listens_again_a_little_later(make_server: Serve
     assert server.node.bulk is not None
     listener = _Full()
     service, limits = server.node.bulk.service, server.node.bulk.limits
-    told = PeerAccess().dial(server.address, "other", SILENCE_S).terms
+    told = PeerAccess().dial(server.address, "other", SILENCE_S)
     with closing(
         BulkServer(cast("socket.socket", listener), listener.address, None, service, limits)
     ) as streams:

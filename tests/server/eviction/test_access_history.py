@@ -40,7 +40,7 @@ def test_the_first_sight_is_an_asking_and_storing_again_is_none() -> None:
     history = AccessHistory()
     prompt(history, 1, 2, at_s=5.0)
     assert (history.hits_of(1), history.last_s[1]) == (1, 5.0)
-    history.seen(1, NO_ROW, NO_INFO, 7.0)
+    history.seen_chain(np.array([1]), NO_ROW, NO_INFO, 7.0)
     assert (history.hits_of(1), history.last_s[1]) == (1, 5.0)
     prompt(history, 1, 2, 3, at_s=9.0)
     assert [history.hits_of(row) for row in (1, 2, 3, 4, 9_999)] == [2, 2, 1, 0, 0]
@@ -53,7 +53,7 @@ def test_chunks_one_by_one_are_remembered_as_the_chain_would_be() -> None:
     whole = InsertInfo(flops=7.0, group=3, reuse=2, prompt_chunks=4)
     chain.seen_chain(rows(1, 2, 3), NO_ROW, facts, 1.0)
     for row in (1, 2, 3):
-        one.seen(row, row - 1, facts if row == 3 else whole, 1.0)
+        one.seen_chain(rows(row), row - 1, facts if row == 3 else whole, 1.0)
     for mine, others in zip(one.columns(), chain.columns(), strict=True):
         assert np.array_equal(mine[:4], others[:4])  # type: ignore[index]
 
@@ -147,22 +147,22 @@ def test_a_hint_changes_the_class_and_followers_hear_of_it_once() -> None:
     history, heard = AccessHistory(), []
     history.on_hint.append(lambda changed: heard.append(changed.tolist()))
     prompt(history, 1, 2, 3)
-    before = history.class_of(2)
+    before = history.classes[2]
     history.hint(rows(2, 3, 77), 1)
     history.hint(rows(2, 3), 1)
     assert heard == [[2, 3]]
-    assert history.class_of(2) != before == history.class_of(1)
+    assert history.classes[2] != before == history.classes[1]
     assert [history.reuse_of(row) for row in (1, 2, 77)] == [0, 1, 0]
     history.hint(rows(2), 0)
-    assert history.class_of(2) == before
+    assert history.classes[2] == before
 
 
 def test_what_was_forgotten_is_met_as_new() -> None:
     history = AccessHistory()
     prompt(history, 1, 2, facts=InsertInfo(flops=5.0, group=2, reuse=2))
     prompt(history, 1, 2, at_s=10.0)
-    history.forget(2)
-    history.forget(2)
+    history.forget_all(np.array([2]))
+    history.forget_all(np.array([2]))
     assert not history.knows(2)
     assert (history.flops_of(2), history.reuse_of(2), history.hits_of(2)) == (0.0, 0, 0)
     prompt(history, 2, at_s=11.0)

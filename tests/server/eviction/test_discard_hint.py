@@ -21,7 +21,7 @@ def knowing(discarded: str, kept: str = "") -> DiscardHintEviction:
     history = AccessHistory()
     for name in "123456":
         reuse = 1 if name in discarded else 2 if name in kept else 0
-        history.seen(int(name), NO_ROW, InsertInfo(reuse=reuse), 0.0)
+        history.seen_chain(np.array([int(name)]), NO_ROW, InsertInfo(reuse=reuse), 0.0)
     return DiscardHintEviction(history)
 
 
@@ -59,7 +59,7 @@ def test_a_hint_that_comes_later_is_followed_and_so_is_the_next() -> None:
     history = AccessHistory()
     policy = DiscardHintEviction(history)
     for chunk in (1, 2, 3, 4):
-        history.seen(chunk, NO_ROW, NO_INFO, 0.0)
+        history.seen_chain(np.array([chunk]), NO_ROW, NO_INFO, 0.0)
     play(policy, "1 2 3 4")
     history.hint(np.array([3]), 1)
     assert everyone(policy) == [3, 1, 2, 4]
@@ -90,7 +90,9 @@ def test_any_schedule_agrees_with_the_plain_model(seed: int) -> None:
         number = draw.randrange(24)
         match draw.randrange(5):
             case 0 | 1:
-                history.seen(row(number), above(number), InsertInfo(reuse=draw.randrange(3)), 0.0)
+                history.seen_chain(
+                    np.array([row(number)]), above(number), InsertInfo(reuse=draw.randrange(3)), 0.0
+                )
                 policy.insert(row(number), above(number), 100, 0.0)
                 model.insert(row(number), above(number), 100)
             case 2:

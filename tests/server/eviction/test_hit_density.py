@@ -45,7 +45,7 @@ class Tier:
         facts: InsertInfo = NO_INFO,
         size_bytes: int = 100,
     ) -> None:
-        self.history.seen(chunk, parent, facts, at_s)
+        self.history.seen_chain(np.array([chunk]), parent, facts, at_s)
         self.policy.insert(chunk, parent, size_bytes, at_s)
 
     def ask(self, at_s: float, *chunks: int) -> None:
@@ -55,7 +55,7 @@ class Tier:
     def promise(self, chunk: int, *by_bin: float) -> None:
         """Let the class of a chunk promise these, the last for all older ages."""
         values = [*by_bin, *[by_bin[-1]] * (AGE_BINS - len(by_bin))]
-        self.history.table.values[self.history.class_of(chunk)] = values
+        self.history.table.values[self.history.classes[chunk]] = values
         self.history.table.version += 1
 
     def victims(self, at_s: float) -> list[int]:
@@ -167,7 +167,7 @@ def test_what_has_learnt_nothing_evicts_as_lru_does(seed: int) -> None:
     for step in range(200):
         number, at_s = draw.randrange(24), float(step)
         if draw.random() < 0.5:
-            history.seen(row(number), above(number), NO_INFO, at_s)
+            history.seen_chain(np.array([row(number)]), above(number), NO_INFO, at_s)
             for each in (policy, lru):
                 each.insert(row(number), above(number), 100, at_s)
         elif draw.random() < 0.8:
@@ -314,7 +314,8 @@ class Ends:
         self.used = array("Q", bytes(8 * (_ROWS + 1)))
         self.worth = array("f", [0.0, *(1.0 + row % 3 for row in range(1, _ROWS + 1))])
         self.queues = ClassQueues(self.used, _KINDS)
-        self.queues.extend(_ROWS)
+        for column in self.queues.columns:
+            column.frombytes(bytes(_ROWS * column.itemsize))
         self.queued: dict[int, int] = {}
         self.now_s = 0.0
         self.tick = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.hybrid_model import HYBRID_7B, HybridModel, hybrid_model
+from kvstore.server.eviction.states.tree import HYBRID_7B, HybridModel
 
 
 def test_a_state_of_the_7_b_hybrid_is_as_large_as_the_kv_of_409_tokens() -> None:
@@ -25,15 +25,6 @@ def test_flops_are_the_sum_over_layers_of_the_published_formulas() -> None:
 
 def test_no_tokens_cost_nothing() -> None:
     assert HYBRID_7B.flops(0) == 0
-
-
-def test_a_model_is_found_by_its_name() -> None:
-    assert hybrid_model("hybrid-7b") is HYBRID_7B
-
-
-def test_an_unknown_model_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(InvalidRequestError, match=r"model='hybrid-8b'.*hybrid-7b"):
-        hybrid_model("hybrid-8b")
 
 
 def test_a_model_without_layers_is_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
 import numpy as np
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction import marconi
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import (
@@ -24,9 +25,9 @@ from kvstore.server.eviction.marconi import (
     FlopDensity,
     MarconiEviction,
     ScoredEviction,
-    TunerTerms,
     efficiency_class,
 )
+from kvstore.server.eviction.policy import EvictionPolicy
 
 
 def normal(value: float, values: list[float]) -> float:
@@ -99,7 +100,9 @@ def test_without_alpha_it_is_lru(seed: int) -> None:
     policy, lru = MarconiEviction(history, 0.0), LruEviction()
     for _ in range(300):
         number = draw.randrange(50)
-        history.seen(row(number), above(number), InsertInfo(flops=1e9 * draw.randrange(5)), 0.0)
+        history.seen_chain(
+            np.array([row(number)]), above(number), InsertInfo(flops=1e9 * draw.randrange(5)), 0.0
+        )
         for one in (policy, lru):
             one.insert(row(number), above(number), 100, 0.0)
             one.touch(rows([number // 2, number // 3]), 0.0)
@@ -112,7 +115,9 @@ def test_a_chunk_whose_bytes_save_more_stays_the_longer_the_greater_alpha_is() -
         history = AccessHistory()
         policy = MarconiEviction(history, alpha)
         for chunk in range(1, 30):
-            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0)
+            history.seen_chain(
+                np.array([chunk]), NO_ROW, InsertInfo(flops=9e9 if chunk == 1 else 1e9), 0.0
+            )
             policy.insert(chunk, NO_ROW, 100, 0.0)
         places.append(everyone(policy).index(1))
     assert places == sorted(set(places))
@@ -138,6 +143,24 @@ def test_every_density_has_the_class_that_is_nearest() -> None:
 ALPHAS = (0.0, 0.5, 1.0)
 
 
+@pytest.fixture(autouse=True)
+def _few_alphas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marconi, "ALPHAS", ALPHAS)
+
+
+@pytest.fixture
+def let_win(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Make shadows that are good where alpha is one's, and LRU elsewhere."""
+
+    def let(good: float) -> None:
+        def make(kinds: Sequence[int], alpha: float) -> EvictionPolicy:
+            return Favourite(kinds, is_good=alpha == good)
+
+        monkeypatch.setattr(marconi, "_make_shadow", make)
+
+    return let
+
+
 class Favourite(LruEviction):
     """Keeps the chunk of the highest class, if alpha is its own."""
 
@@ -158,15 +181,13 @@ class Favourite(LruEviction):
         return chunk < len(self.kinds) and self.kinds[chunk] == self.best
 
 
-def tune(
-    good: float, terms: TunerTerms, requests: int = 400, *, twice: bool = False
-) -> tuple[AlphaTuner, int]:
+def tune(requests: int = 400, *, twice: bool = False) -> tuple[AlphaTuner, int]:
     """Let one chunk come again after every four others that never do; return the tuner, and
     after how many requests it knew."""
-    tuner = AlphaTuner(lambda kinds, alpha: Favourite(kinds, is_good=alpha == good), [1, 2], terms)
+    tuner = AlphaTuner()
     for number in range(requests):
         is_again = number % 5 <= twice
-        tuner.asked([(1, 10, 1)] if is_again else [])
+        tuner.asked([(1, 10, 8)] if is_again else [])
         if not is_again:
             tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
         if number == 10:
@@ -177,29 +198,34 @@ def tune(
 
 
 @pytest.mark.parametrize("good", ALPHAS)
-def test_the_alpha_that_saves_most_is_taken(good: float) -> None:
-    tuner, _ = tune(good, TunerTerms(alphas=ALPHAS))
-    assert tuner.alpha == good
+def test_the_alpha_that_saves_most_is_taken(good: float, let_win: Callable[[float], None]) -> None:
+    let_win(good)
+    assert tune()[0].alpha == good
 
 
-def test_the_first_alpha_stays_unless_another_saves_clearly_more() -> None:
+def test_the_first_alpha_stays_unless_another_saves_clearly_more(
+    let_win: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked for twice in a row the chunk is found once by LRU too: half of what can be."""
+    let_win(0.5)
     for hysteresis, alpha in ((0.9, 0.5), (1.1, 0.0)):
-        terms = TunerTerms(alphas=ALPHAS, hysteresis=hysteresis)
-        assert tune(0.5, terms, twice=True)[0].alpha == alpha
-    assert tune(7.0, TunerTerms(alphas=ALPHAS))[0].alpha == 0.0
+        monkeypatch.setattr(marconi, "HYSTERESIS", hysteresis)
+        assert tune(twice=True)[0].alpha == alpha
+    let_win(7.0)
+    assert tune()[0].alpha == 0.0
 
 
-def test_only_the_last_requests_count() -> None:
+def test_only_the_last_requests_count(
+    let_win: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The chunk that one alpha would have kept was asked for in the first requests alone."""
+    let_win(0.5)
     for scored, alpha in ((500, 0.5), (20, 0.0)):
-        terms = TunerTerms(alphas=ALPHAS, scored_requests=scored)
-        tuner = AlphaTuner(
-            lambda kinds, alpha: Favourite(kinds, is_good=alpha == 0.5), [1, 2], terms
-        )
+        monkeypatch.setattr(marconi, "SCORED_REQUESTS", scored)
+        tuner = AlphaTuner()
         for number in range(400):
             is_again = number % 5 == 0 and number < 30
-            tuner.asked([(1, 10, 1)] if is_again else [])
+            tuner.asked([(1, 10, 8)] if is_again else [])
             if not is_again:
                 tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
             if number == 10:
@@ -207,75 +233,65 @@ def test_only_the_last_requests_count() -> None:
         assert tuner.alpha == alpha
 
 
-def test_what_continues_nothing_that_was_asked_for_is_a_request_of_its_own() -> None:
+def test_what_continues_nothing_that_was_asked_for_is_a_request_of_its_own(
+    let_win: Callable[[float], None],
+) -> None:
     """As when prompts of several clients are stored at once."""
-    tuner = AlphaTuner(
-        lambda kinds, alpha: Favourite(kinds, is_good=alpha == 0.5),
-        [1, 2],
-        TunerTerms(alphas=ALPHAS),
-    )
+    let_win(0.5)
+    tuner = AlphaTuner()
     for number in range(400):
         tuner.asked([])
         for other in range(5):
             tuner.stored(NO_ROW, 2 + (5 * number + other) % 90, 10, 0)
-        tuner.stored(NO_ROW, 1, 10, 1)
+        tuner.stored(NO_ROW, 1, 10, 8)
         if number == 10:
             tuner.evicting(30)
     assert tuner.alpha == 0.5
 
 
-def test_nothing_is_tuned_before_the_window_is_full() -> None:
-    terms = TunerTerms(alphas=ALPHAS, window_factor=5)
+def test_nothing_is_tuned_before_the_window_is_full(let_win: Callable[[float], None]) -> None:
+    let_win(0.5)
     for requests in (11, 54, 55):
-        assert tune(0.5, terms, requests)[0].alpha is None
-    assert tune(0.5, terms)[1] > 55
+        assert tune(requests)[0].alpha is None
+    assert tune()[1] > 55
 
 
-def test_the_replay_is_done_in_slices_that_are_not_longer_than_asked_for() -> None:
-    knew = {
-        chunks: tune(0.5, TunerTerms(alphas=ALPHAS, slice_chunks=chunks))[1]
-        for chunks in (1, 3, 1000)
-    }
+def test_the_replay_is_done_in_slices_that_are_no_longer_than_the_limit(
+    let_win: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_win(0.5)
+    knew = {}
+    for chunks in (1, 3, 1000):
+        monkeypatch.setattr(marconi, "SLICE_CHUNKS", chunks)
+        knew[chunks] = tune()[1]
     recorded = 55 * len(ALPHAS)
     assert knew[1] - 55 >= recorded - 3
     assert abs((knew[1] - 55) / 3 - (knew[3] - 55)) <= 2
     assert knew[1000] == 56
 
 
-def test_what_is_recorded_has_a_limit_and_is_given_back() -> None:
-    tuner = AlphaTuner(
-        lambda kinds, alpha: LruEviction(), [1.0], TunerTerms(ring_chunks=100, slice_chunks=10**6)
-    )
+def test_what_is_recorded_has_a_limit_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marconi, "RECORDED_CHUNKS", 100)
+    monkeypatch.setattr(marconi, "SLICE_CHUNKS", 10**6)
+    tuner = AlphaTuner()
     for number in range(5000):
         tuner.asked([(1 + one, 10, 0) for one in range(number % 130)])
-        assert tuner.recorded_chunks <= 100
+        assert len(tuner._recorded) == 100
     tuner.evicting(1000)
     for _ in range(30_000):
         tuner.asked([(1, 10, 0)])
     assert tuner.alpha == 0.0
-    assert tuner.recorded_chunks == 0
+    assert not len(tuner._recorded)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"window_factor": 0},
-        {"slice_chunks": 0},
-        {"alphas": ()},
-        {"alphas": (-1.0,)},
-        {"hysteresis": -0.1},
-    ],
-)
-def test_terms_that_cannot_be_followed_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
-        TunerTerms(**wrong)  # type: ignore[arg-type]
-
-
-def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
+def test_a_policy_takes_over_the_alpha_that_its_tuner_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Chunks of many flops come again after a while, those of few never do."""
+    monkeypatch.setattr(marconi, "ALPHAS", (0.0, 1.0))
+    monkeypatch.setattr(marconi, "SLICE_CHUNKS", 10_000)
     history = AccessHistory()
-    terms = TunerTerms(alphas=(0.0, 1.0), slice_chunks=10_000)
-    policy = MarconiEviction(history, None, terms)
+    policy = MarconiEviction(history)
     here: dict[int, None] = {}
     fresh = 100
     for number in range(400):
@@ -284,7 +300,9 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
         known = np.array([chunk] if chunk in here else [], np.intp)
         policy.touch(known, 0.0)
         if not len(known):
-            history.seen(chunk, NO_ROW, InsertInfo(flops=9e9 if dear else 1e9), 0.0)
+            history.seen_chain(
+                np.array([chunk]), NO_ROW, InsertInfo(flops=9e9 if dear else 1e9), 0.0
+            )
             while len(here) >= 8:
                 victim = next(policy.victims(keep_none, 0.0))
                 policy.remove(victim)
@@ -299,7 +317,7 @@ def test_a_policy_takes_over_the_alpha_that_its_tuner_found() -> None:
 def test_a_density_is_a_multiple_of_the_mean_so_far() -> None:
     history = AccessHistory()
     for number, flops in ((1, 1e9), (2, 3e9), (3, 2e9)):
-        history.seen(number, NO_ROW, InsertInfo(flops=flops), 0.0)
+        history.seen_chain(np.array([number]), NO_ROW, InsertInfo(flops=flops), 0.0)
     density = FlopDensity(history)
     assert density.of(1, 100) == 1.0
     assert density.of(2, 100) == 1.5
@@ -308,8 +326,8 @@ def test_a_density_is_a_multiple_of_the_mean_so_far() -> None:
 
 def test_what_is_not_known_counts_as_the_mean_and_changes_nothing() -> None:
     history = AccessHistory()
-    history.seen(1, NO_ROW, InsertInfo(), 0.0)
-    history.seen(2, NO_ROW, InsertInfo(flops=500.0), 0.0)
+    history.seen_chain(np.array([1]), NO_ROW, InsertInfo(), 0.0)
+    history.seen_chain(np.array([2]), NO_ROW, InsertInfo(flops=500.0), 0.0)
     density = FlopDensity(history)
     assert density.of(1, 100) == density.of(99, 100) == density.of(2, 0) == 1.0
     assert density.of(2, 100) == 1.0
@@ -318,7 +336,7 @@ def test_what_is_not_known_counts_as_the_mean_and_changes_nothing() -> None:
 def test_a_number_that_cannot_be_is_held_within_bounds() -> None:
     history = AccessHistory()
     for number, flops in ((1, 1e9), (2, 1e300), (3, 2.0)):
-        history.seen(number, NO_ROW, InsertInfo(flops=flops), 0.0)
+        history.seen_chain(np.array([number]), NO_ROW, InsertInfo(flops=flops), 0.0)
     density = FlopDensity(history)
     for _ in range(200):
         density.of(1, 100)
@@ -329,8 +347,8 @@ def test_a_number_that_cannot_be_is_held_within_bounds() -> None:
 @pytest.mark.parametrize("flops", [1e308, 1.0, 5e-324])
 def test_a_lie_about_one_chunk_does_not_last(flops: float) -> None:
     history = AccessHistory()
-    history.seen(1, NO_ROW, InsertInfo(flops=flops), 0.0)
-    history.seen(2, NO_ROW, InsertInfo(flops=1e9), 0.0)
+    history.seen_chain(np.array([1]), NO_ROW, InsertInfo(flops=flops), 0.0)
+    history.seen_chain(np.array([2]), NO_ROW, InsertInfo(flops=1e9), 0.0)
     density = FlopDensity(history)
     assert LEAST_DENSITY <= density.of(1, 1) <= MOST_DENSITY
     for _ in range(400_000):

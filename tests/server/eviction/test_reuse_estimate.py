@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.reuse_estimate import ReuseForecast, ReuseTable
@@ -71,14 +70,14 @@ def test_a_chance_is_one_whatever_was_counted(
 def ask(forecast: ReuseForecast, rows: list[int], now_s: float) -> None:
     """Look a prompt up and store what is missing of it, whose last chunk is not full."""
     history = forecast.history
-    new = next((at for at, row in enumerate(rows) if not forecast.hits(row)), len(rows))
+    new = next((at for at, row in enumerate(rows) if not forecast.history.hits_of(row)), len(rows))
     known = np.array(rows[:new], np.intp)
     forecast.asked(known, len(rows), now_s)
     history.asked(known, len(rows), now_s)
     parent = rows[new - 1] if new else NO_ROW
     for row in rows[new:]:
         facts = InsertInfo(tokens_full=row != rows[-1])
-        history.seen(row, parent, facts, now_s)
+        history.seen_chain(np.array([row]), parent, facts, now_s)
         forecast.seen(row, parent, facts, now_s)
         parent = row
 
@@ -92,7 +91,7 @@ def test_a_forecast_learns_that_prompts_are_continued_but_their_ends_are_not() -
     ask(forecast, [9001, 9002, 9003], 3000.0)
     assert forecast.chance(9001, 3000.0) > 0.9
     assert forecast.chance(9003, 3000.0) < 0.1
-    assert (forecast.hits(1), forecast.hits(9001)) == (2, 1)
+    assert (forecast.history.hits_of(1), forecast.history.hits_of(9001)) == (2, 1)
 
 
 def test_a_tier_that_keeps_chunks_for_long_makes_late_hits_count() -> None:
@@ -112,7 +111,7 @@ def test_rows_that_nothing_is_known_of_may_come() -> None:
     forecast.asked(np.array([7, 99], np.intp), 2, 0.0)
     forecast.gave_up(7, 0.0)
     assert forecast.chance(7, 0.0) == 1.0
-    assert forecast.hits(10**6) == 0
+    assert forecast.history.hits_of(10**6) == 0
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=5, unique=True), st.floats(-9, 9))))
@@ -123,8 +122,3 @@ def test_clocks_that_jump_leave_chances(prompts: list[tuple[list[int], float]]) 
         assert all(0.0 <= forecast.chance(row, -now_s) <= 1.0 for row in range(10))
         forecast.gave_up(1, now_s)
     assert math.isfinite(forecast.chance(1, 0.0))
-
-
-def test_tables_of_nothing_are_refused() -> None:
-    with pytest.raises(InvalidRequestError):
-        ReuseTable(0)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from contracts.states import nodes, recounted_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.cli.simulate.state_replay import (
     HYBRID_POLICIES,
+    MarconiStates,
     StateReplay,
     StateReplayResult,
+    States,
     TokenRequest,
     make_states,
 )
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.cache import MakeRank, StateCache, States
-from kvstore.server.eviction.states.density import HitDensityRank
-from kvstore.server.eviction.states.ghosts import NO_GHOSTS, GhostLimits
-from kvstore.server.eviction.states.hybrid_model import HYBRID_7B, HybridModel
-from kvstore.server.eviction.states.ranks import LeafLruRank, LruRank
-from kvstore.server.eviction.states.tuning import MarconiStates
+from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
+from kvstore.server.eviction.states.ranks import HitDensityRank, LeafLruRank, LruRank
+from kvstore.server.eviction.states.tree import HYBRID_7B, HybridModel
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 PLENTY = 10**15
@@ -135,7 +135,7 @@ def test_with_everything_leased_all_is_refused_and_nothing_moves(make_rank: Make
     cache = StateCache(SMALL, capacity, GhostLimits(99, 999), make_rank)
     for at in range(3):
         cache.request(np.array([at] * 4, np.int32), 3, 0.0)
-    leased = [node for node in cache.tree if node.held]
+    leased = [node for node in nodes(cache.tree) if node.held]
     for node in leased:
         cache.tree.pin(node)
 
@@ -188,12 +188,7 @@ def test_sizes_stay_exact_and_below_the_capacity_whatever_comes(
         reused = states.request(one.tokens, len(one.input_tokens), one.ts_s)
 
         tree = cache_of(states).tree
-        recounted = sum(
-            SMALL.state_bytes * node.held
-            + SMALL.kv_bytes_per_token * len(node.edge) * (node.below > 0)
-            for node in tree
-        )
-        assert tree.size_bytes == recounted <= capacity
+        assert tree.size_bytes == recounted_bytes(tree) <= capacity
         assert 0 <= reused <= len(one.input_tokens)
 
 

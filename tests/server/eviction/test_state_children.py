@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.server.eviction.states.children import NOBODY, Children
+from kvstore.server.eviction.states.columns import ROOT, NodeColumns
 
 
 def test_children_are_found_by_parent_and_token_whatever_came_and_went() -> None:
     """Few tokens, so that children share buckets; enough of them that the table grows."""
-    table, rng = Children(), np.random.default_rng(3)
+    table, rng = NodeColumns(), np.random.default_rng(3)
     children: dict[tuple[int, int], int] = {}
-    most = 700
-    table.reach(most)
-    free = list(range(1, most))
+    free = [table.add(0, b"") for _ in range(699)]
     for _ in range(4000):
         parent, token = int(rng.integers(0, 40)), int(rng.integers(-3, 30)) * 65_537
-        number = children.get((parent, token), NOBODY)
+        number = children.get((parent, token), ROOT)
         assert table.find(parent, token) == number
         if number:
             table.unlink(number)
@@ -28,6 +26,6 @@ def test_children_are_found_by_parent_and_token_whatever_came_and_went() -> None
     assert len(children) > 300
     for parent in range(40):
         mine = {number for (above, _), number in children.items() if above == parent}
-        assert set(table.of(parent)) == mine
+        assert set(table.children(parent)) == mine
         assert table.counts[parent] == len(mine)
         assert all(table.parents[number] == parent for number in mine)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from contracts.states import edge
+from contracts.states import nodes as nodes_of
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.ghosts import GhostLimits, Ghosts
-from kvstore.server.eviction.states.hybrid_model import HYBRID_7B, HybridModel
-from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
+from kvstore.server.eviction.states.cache import GhostLimits, Ghosts
+from kvstore.server.eviction.states.tree import (
+    HYBRID_7B,
+    CheckpointTree,
+    HybridModel,
+    Node,
+    Tokens,
+)
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 
@@ -101,7 +108,7 @@ def test_such_a_part_goes_as_well_when_the_state_of_one_of_them_went() -> None:
     one.trim()
 
     assert one.tree.nodes == 1
-    assert ends[1].edge.tolist() == [1, 2, 4]
+    assert edge(one.tree, ends[1]) == [1, 2, 4]
 
 
 def test_a_state_that_went_makes_a_ghost_of_the_age_of_its_last_use() -> None:
@@ -134,7 +141,7 @@ def test_limits_hold_whatever_comes(nodes: int) -> None:
         one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
         one.trim()
 
-        branches = sum(node.children > 1 for node in one.tree)
+        branches = sum(node.children > 1 for node in nodes_of(one.tree))
         assert one.tree.nodes - branches <= nodes
         assert len(one.ghosts) <= one.tree.nodes
     assert one.forgotten

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.server.eviction.states.admission import Checkpoints, insert_speculatively
-from kvstore.server.eviction.states.hybrid_model import HybridModel
-from kvstore.server.eviction.states.tree import CheckpointTree
+from kvstore.server.eviction.states.cache import Checkpoints, insert_speculatively
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 

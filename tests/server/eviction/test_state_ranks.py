@@ -8,22 +8,26 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from contracts.states import spelt
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Times
-from kvstore.server.eviction.states.cache import StateCache
-from kvstore.server.eviction.states.density import STATE_CLASSES, HitDensityRank, state_class
-from kvstore.server.eviction.states.ghosts import GhostLimits
-from kvstore.server.eviction.states.hybrid_model import HybridModel
-from kvstore.server.eviction.states.prior import CRC32, asked_before, forgotten_before
+from kvstore.server.eviction.states.cache import GhostLimits, StateCache
 from kvstore.server.eviction.states.ranks import (
+    STATE_CLASSES,
     CheckpointRank,
+    HitDensityRank,
     LeafLruRank,
     LruRank,
     MarconiRank,
+    read_prior,
+    state_class,
 )
-from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Node, Tokens
+
+PRIOR_CRC32 = 252386292
+"""Of its numbers as little-endian uint16: a change has to be meant."""
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 MakeRank = Callable[[CheckpointTree], CheckpointRank]
@@ -47,13 +51,9 @@ def victims(cache: StateCache, now_s: float) -> list[str]:
     """Everything the rank gives up, in its order."""
     order = []
     while (node := cache.rank.victim((), now_s)) is not None:
-        order.append("".join(map(chr, spelt(node))))
+        order.append("".join(map(chr, spelt(cache.tree, node))))
         cache.tree.drop(node)
     return order
-
-
-def spelt(node: Node) -> list[int]:
-    return [token for one in reversed(list(node.up())) for token in one.edge.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def test_the_table_is_told_of_every_position_that_waits_and_of_none_that_does_no
 
 
 def test_the_prior_is_the_one_that_was_measured() -> None:
-    tables = np.stack([asked_before(), forgotten_before()])
+    tables = read_prior()
 
     assert tables.shape == (2, STATE_CLASSES, 40)
-    assert zlib.crc32(tables.astype("<u2").tobytes()) == CRC32
+    assert zlib.crc32(tables.astype("<u2").tobytes()) == PRIOR_CRC32
 
 
 def test_the_prior_gives_way_to_what_is_seen() -> None:
@@ -238,8 +238,9 @@ def test_a_victim_among_thousands_is_chosen_from_columns_alone(
         sequence = np.array([at % 50, at, 1], np.int32)
         _, end = tree.extend(tree.match(sequence), sequence)
         tree.hold(end)
+        tree.use(end)
         rank.kept(end, float(at))
-    monkeypatch.setattr(Node, "up", None)
+    monkeypatch.setattr(CheckpointTree, "path_up", None)
     monkeypatch.setattr(Node, "held", None)
 
     first = rank.victim((), 6000.0)

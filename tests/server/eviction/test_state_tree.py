@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from contracts.states import edge, parent, recounted_bytes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.server.eviction.states.hybrid_model import HybridModel
-from kvstore.server.eviction.states.tree import CheckpointTree, Node, Tokens
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Node, Tokens
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
 STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token
@@ -31,10 +31,9 @@ def test_a_sequence_is_one_edge_until_another_leaves_it() -> None:
 
     parts, second = insert(tree, 1, 2, 9)
 
-    assert (parts.depth, parts.edge.tolist()) == (2, [1, 2])
-    assert first.parent == parts
-    assert second.parent == parts
-    assert (first.edge.tolist(), second.edge.tolist()) == ([3, 4], [9])
+    assert (parts.depth, edge(tree, parts)) == (2, [1, 2])
+    assert parent(tree, first) == parent(tree, second) == parts
+    assert (edge(tree, first), edge(tree, second)) == ([3, 4], [9])
     assert (tree.nodes, tree.tokens) == (3, 5)
 
 
@@ -55,7 +54,7 @@ def test_a_sequence_that_ends_inside_an_edge_is_split_off_there() -> None:
     leaves, end = insert(tree, 1, 2)
 
     assert leaves == end
-    assert (end.depth, whole.parent) == (2, end)
+    assert (end.depth, parent(tree, whole)) == (2, end)
 
 
 def test_kv_of_a_path_is_kept_once_for_all_states_below_it() -> None:
@@ -93,13 +92,13 @@ def test_a_node_that_is_forgotten_gives_its_edge_to_its_only_child() -> None:
 
     tree.forget(middle)
 
-    assert end.edge.tolist() == [1, 2, 3]
-    assert end.parent == tree.root
+    assert edge(tree, end) == [1, 2, 3]
+    assert parent(tree, end) == tree.root
     assert tree.size_bytes == STATE + 3 * KV
     assert tree.match(tokens(1, 2, 3)).path == [end]
 
 
-def test_pinned_bytes_are_those_of_the_paths_of_pinned_states_and_one_more() -> None:
+def test_the_least_bytes_are_those_of_the_paths_of_pinned_states_and_one_more() -> None:
     tree = CheckpointTree(SMALL)
     _, first = insert(tree, 1, 2, 3, 4)
     _, second = insert(tree, 1, 2, 9)
@@ -108,9 +107,9 @@ def test_pinned_bytes_are_those_of_the_paths_of_pinned_states_and_one_more() -> 
 
     tree.pin(first)
 
-    assert tree.pinned_bytes(second) == 2 * STATE + 5 * KV
+    assert tree.least_bytes(second) == 2 * STATE + 5 * KV
     tree.pin(first, -1)
-    assert tree.pinned_bytes(second) == STATE + 3 * KV
+    assert tree.least_bytes(second) == STATE + 3 * KV
 
 
 def prefixes(sequence: Sequence) -> set[Sequence]:
@@ -183,10 +182,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.size_bytes == len(self.held) * STATE + len(kept) * KV
         assert (self.tree.kept_tokens, self.tree.tokens) == (len(kept), len(everything))
         assert (self.tree.nodes, len(self.tree.held)) == (len(self.known), len(self.held))
-        recounted = 0
-        for node in self.tree:
-            recounted += STATE * node.held + KV * len(node.edge) * (node.below > 0)
-        assert recounted == self.tree.size_bytes
+        assert recounted_bytes(self.tree) == self.tree.size_bytes
 
     @invariant()
     def columns_say_what_each_state_is_worth(self) -> None:

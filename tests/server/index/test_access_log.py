@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from kvstore.server.index.access_log import (
     AccessLog,
     Asked,
     Stored,
-    StoredChain,
 )
 
 FULL = InsertInfo()
@@ -61,7 +59,7 @@ class Listening(EvictionPolicy):
 
 
 def stored(row: int, parent: int, now_s: float = 1.0, facts: InsertInfo | None = FULL) -> Stored:
-    return Stored(0, row, parent, 100, facts, now_s)
+    return Stored(0, [row], parent, 100, facts, [0.0], now_s)
 
 
 def asked(numbers: list[int], now_s: float = 1.0) -> Asked:
@@ -99,7 +97,7 @@ def test_chunks_of_a_chain_that_came_together_are_told_together() -> None:
         stored(3, 2, 1.5),
         stored(3, 2, facts=None),
         stored(3, 2, facts=InsertInfo(reuse=1)),
-        Stored(0, 3, 2, 101, FULL, 1.0),
+        Stored(0, [3], 2, 101, FULL, [0.0], 1.0),
     ],
     ids=["not its child", "later", "known before", "other facts", "another size"],
 )
@@ -110,8 +108,8 @@ def test_what_does_not_continue_a_chain_is_told_alone(other: Stored) -> None:
 def test_the_end_of_a_prompt_is_the_last_of_its_run() -> None:
     history = AccessHistory()
     access_log = AccessLog(history, [Listening()])
-    end = InsertInfo(tokens_full=False, flops=7.0)
-    for event in (stored(1, NO_ROW), stored(2, 1, facts=end), stored(3, 2)):
+    end = Stored(0, [2], 1, 100, InsertInfo(tokens_full=False), [7.0], 1.0)
+    for event in (stored(1, NO_ROW), end, stored(3, 2)):
         access_log.note(event)
     access_log.apply_all()
     assert [history.is_partial(row) for row in (1, 2, 3)] == [False, True, False]
@@ -150,9 +148,9 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
     flops = [3.0, 0.0, 5.0]
     told = []
     for events in (
-        [StoredChain(0, [1, 2, 3], 7, 100, facts, flops, 1.0)],
+        [Stored(0, [1, 2, 3], 7, 100, facts, flops, 1.0)],
         [
-            stored(row, parent, facts=replace(facts, flops=each))
+            Stored(0, [row], parent, 100, facts, [each], 1.0)
             for row, parent, each in zip((1, 2, 3), (7, 1, 2), flops, strict=True)
         ],
     ):
@@ -170,13 +168,14 @@ def test_few_chains_wait() -> None:
     policy = Listening()
     access_log = AccessLog(AccessHistory(), [policy])
     for number in range(MAX_CHAINS + 3):
-        access_log.note(StoredChain(0, [10 * number + 1], NO_ROW, 100, FULL, [0.0], 1.0))
+        rows = [10 * number + 1, 10 * number + 2]
+        access_log.note(Stored(0, rows, NO_ROW, 100, FULL, [0.0, 0.0], 1.0))
     assert (len(access_log), len(policy.heard)) == (MAX_CHAINS, 3)
 
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
     history, policy = AccessHistory(), Listening()
-    history.seen(1, NO_ROW, FULL, 0.0)
+    history.seen_chain(np.array([1]), NO_ROW, FULL, 0.0)
     access_log = AccessLog(history, [policy])
     access_log.note(Asked(np.array([1]), [key(0)], 1.0, is_again=True))
     access_log.apply_all()
@@ -190,7 +189,7 @@ def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
     for number in range(3 * LEAST_SAMPLED):
         access_log.note(asked([number % 5]))
     access_log.apply_all()
-    ratios = [point.hit_ratio for point in what_if.points()]
+    ratios = list(what_if.points().values())
     assert ratios[-1] is not None
     assert ratios[-1] > 0.9, "five chunks of a hundred bytes fit"
 
@@ -213,7 +212,7 @@ def test_who_settles_late_decides_as_who_settles_at_once(name: str, seed: int) -
             for at in range(known, len(chain)):
                 parent = chain[at - 1] if at else NO_ROW
                 access_log.note(
-                    Stored(0, chain[at], parent, 100, InsertInfo(flops=at), float(second))
+                    Stored(0, [chain[at]], parent, 100, FULL, [float(at)], float(second))
                 )
                 here.add(chain[at])
             if len(access_log) > patience:

@@ -16,8 +16,7 @@ from kvstore.proto.types import Fidelity, Namespace
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.holds import Leases
-from kvstore.server.index.results import LeaseTerms
+from kvstore.server.index.holds import Leases, LeaseTerms
 
 SESSION = 7
 
@@ -115,12 +114,12 @@ def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
 ) -> None:
     lease, known = catalog.grant(CHAIN, LeaseTerms(SESSION, 2.0))
     assert (known, lease.keys) == (3, CHAIN[:3])
-    assert (catalog.held_count(), catalog.lease_count()) == (3, 1)
+    assert (catalog.state.holds.leases.pins.total(), catalog.lease_count()) == (3, 1)
     clock.advance(2.0)
     with pytest.raises(LeaseExpiredError):
         catalog.lease(lease.lease_id, SESSION)
     assert catalog.expire() == 1
-    assert (catalog.held_count(), catalog.lease_count()) == (0, 0)
+    assert (catalog.state.holds.leases.pins.total(), catalog.lease_count()) == (0, 0)
 
 
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
@@ -253,11 +252,11 @@ def test_pins_have_a_limit_that_pinning_again_does_not_use_up(clock: FakeClock) 
 def test_holdings_are_those_of_one_namespace(catalog: Catalog) -> None:
     lease, _ = catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     catalog.match([key(0)], Fidelity.exact, TIERS)
-    holdings = catalog.queries.chunks_of(Namespace(bytes(16)))
+    holdings = catalog.queries.page(Namespace(bytes(16)))
     assert [holding.key for holding in holdings] == CHAIN[:3]
     assert (holdings[0].leases, holdings[0].hits) == (1, 1)
     assert (holdings[1].leases, holdings[1].hits) == (0, 0)
-    assert catalog.queries.chunks_of(Namespace(b"x" * 16)) == []
+    assert catalog.queries.page(Namespace(b"x" * 16)) == []
     assert catalog.queries.details(key(4)) is None
     assert catalog.release(lease.lease_id, SESSION)
 
@@ -272,7 +271,7 @@ def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
         catalog.grant(CHAIN, LeaseTerms(SESSION, 10.0))
     catalog.grant(CHAIN, LeaseTerms(SESSION + 1, 10.0))
     assert catalog.release_session(SESSION) == 2
-    assert catalog.held_count() == 3
+    assert catalog.state.holds.leases.pins.total() == 3
 
 
 # --- what policies are told later

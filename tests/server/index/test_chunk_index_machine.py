@@ -49,7 +49,7 @@ class RadixMachine(RuleBasedStateMachine):
         super().__init__()
         self.forgotten: list[int] = []
         self.index = ChunkIndex(TIERS, GHOSTS, self.forget)
-        self.index.needs_ends(HYBRID, ResumeRequirements(state=True))
+        self.index.ends.need(HYBRID, ResumeRequirements(state=True))
         self.copies: dict[ChunkKey, dict[str, bool]] = {}
         """By chunk, the tiers with a copy, and whether its layout has a state."""
         self.ghosts: list[ChunkKey] = []
@@ -78,7 +78,7 @@ class RadixMachine(RuleBasedStateMachine):
             info(number, number - 1 if number else None), key=name,
             layout=layout(has_state=has_state),
         )  # fmt: skip
-        row = self.index.add(tier, chunk)
+        (row,) = self.index.add(tier, [chunk])
         if name in self.ghosts:
             self.ghosts.remove(name)
         assert self.rows.setdefault(name, row) == row, "a known chunk keeps its row"
@@ -120,16 +120,16 @@ class RadixMachine(RuleBasedStateMachine):
         index = self.index
         assert not self.forgotten, "only ghosts over the limit are forgotten"
         assert len(index) == len(self.copies)
-        assert index.evicted_count == len(self.ghosts)
+        assert len(index.evicted) == len(self.ghosts)
         known = [index.key(row) for row in index.known_rows()]
         assert known[: len(self.ghosts)] == self.ghosts
         assert set(known[len(self.ghosts) :]) == set(self.copies)
         for name, there in self.copies.items():
             assert set(index.holders(index.row(name))) == set(there)
-            assert not index.is_evicted(index.row(name))
+            assert not index.is_evicted(name)
         for name in self.ghosts:
             assert index.row(name) == NO_ROW
-            assert index.is_evicted(self.rows[name])
+            assert index.is_evicted(name)
 
     @invariant()
     def prefixes_end_where_the_dictionary_says(self) -> None:
@@ -157,15 +157,14 @@ def test_any_events_leave_the_index_what_the_dictionary_is() -> None:
 
 def test_a_ghost_keeps_its_row_and_is_no_hit() -> None:
     index = ChunkIndex(TIERS, 10)
-    row = index.add("cpu", info(1))
+    (row,) = index.add("cpu", [info(1)])
     index.discard("cpu", row)
-    assert index.is_evicted(row)
-    assert index.is_known(row)
+    assert index.is_evicted(key(1))
     assert index.known_prefix([key(1)]).tolist() == [row]
     assert len(index.longest_prefix([key(1)])) == 0
-    assert key(1) not in index
-    assert index.add("disk", info(1)) == row
-    assert index.evicted_count == 0
+    assert index.row(key(1)) == NO_ROW
+    assert index.add("disk", [info(1)]) == [row]
+    assert len(index.evicted) == 0
 
 
 def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_are_reused() -> (
@@ -173,21 +172,21 @@ def test_the_oldest_ghosts_are_forgotten_together_and_told_of_before_their_rows_
 ):
     told: list[list[int]] = []
     index = ChunkIndex(TIERS, 160, lambda rows: told.append(rows.tolist()))
-    rows = [index.add("cpu", info(number)) for number in range(200)]
+    rows = [index.add("cpu", [info(number)])[0] for number in range(200)]
     for row in rows:
         index.discard("cpu", row)
     assert [len(batch) for batch in told] == [11, 11, 11], "a sixteenth of the limit, and one"
     assert [row for batch in told for row in batch] == rows[:33]
-    assert index.evicted_count <= 160 + 11
-    assert index.add("cpu", info(777)) in rows[:33]
+    assert len(index.evicted) <= 160 + 11
+    assert index.add("cpu", [info(777)])[0] in rows[:33]
 
 
 def test_a_model_with_state_goes_on_only_from_where_its_state_was_kept() -> None:
     index = ChunkIndex(TIERS)
-    index.needs_ends(PLAIN, ResumeRequirements(state=True))
+    index.ends.need(PLAIN, ResumeRequirements(state=True))
     for number in range(6):
         kept = layout(has_state=number in (1, 3))
-        index.add("cpu", replace(info(number, number - 1 if number else None), layout=kept))
+        index.add("cpu", [replace(info(number, number - 1 if number else None), layout=kept)])
     chain = [key(number) for number in range(6)]
     assert len(index.longest_prefix(chain)) == 4
     assert len(index.longest_prefix(chain[:3])) == 2
@@ -202,9 +201,9 @@ def test_a_model_with_state_goes_on_only_from_where_its_state_was_kept() -> None
 @pytest.mark.parametrize("kind", [_STATE, _WINDOW])
 def test_a_chunk_with_a_state_shows_what_its_namespace_needs(kind: Component) -> None:
     index = ChunkIndex(TIERS)
-    index.add("cpu", info(0))
+    index.add("cpu", [info(0)])
     assert len(index.longest_prefix([key(0)])) == 1
-    index.add("cpu", replace(info(1, 0), layout=KVLayout((_ATTENTION, kind))))
+    index.add("cpu", [replace(info(1, 0), layout=KVLayout((_ATTENTION, kind)))])
     assert len(index.longest_prefix([key(0)])) == 0
     assert len(index.longest_prefix([key(0), key(1)])) == 2
 
@@ -212,13 +211,13 @@ def test_a_chunk_with_a_state_shows_what_its_namespace_needs(kind: Component) ->
 def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
     index = ChunkIndex(TIERS)
     for number in range(MAX_CHECKPOINT_SPACES + 5):
-        index.needs_ends(Namespace(number.to_bytes(16, "little")), ResumeRequirements(state=True))
-    assert index._ends.space_count == MAX_CHECKPOINT_SPACES
+        index.ends.need(Namespace(number.to_bytes(16, "little")), ResumeRequirements(state=True))
+    assert len(index.ends.needs) == MAX_CHECKPOINT_SPACES
 
 
 def test_a_lossy_copy_may_be_a_checkpoint_of_its_fidelity() -> None:
     index = ChunkIndex(TIERS)
     chunk = replace(info(0), layout=layout(has_state=True), fidelity=Fidelity.bounded)
-    index.add("disk", chunk)
+    index.add("disk", [chunk])
     assert len(index.longest_prefix([key(0)])) == 0
     assert len(index.longest_prefix([key(0)], Fidelity.bounded)) == 1

@@ -16,6 +16,13 @@ from kvstore.server.index.hints import LOOK_AHEAD, LOOK_AHEAD_SHARE, NEVER, RowH
 MANY = 1_000
 
 
+def table_of_rows() -> RowHints:
+    table = RowHints()
+    for column in table.columns:
+        column.frombytes(bytes(100 * column.itemsize))
+    return table
+
+
 def no_parent(_: int) -> int:
     return NO_ROW
 
@@ -25,7 +32,7 @@ def ordered(table: RowHints, victims: list[int]) -> list[int]:
 
 
 def test_without_priorities_victims_come_as_the_policy_names_them() -> None:
-    table = RowHints()
+    table = table_of_rows()
     asked: list[int] = []
 
     def victims() -> Iterator[int]:
@@ -38,7 +45,7 @@ def test_without_priorities_victims_come_as_the_policy_names_them() -> None:
 
 
 def test_the_lower_priority_goes_first_and_no_word_counts_as_fifty() -> None:
-    table = RowHints()
+    table = table_of_rows()
     table.set_priority(1, 90)
     table.set_priority(3, 10)
     table.set_priority(4, 50)
@@ -48,7 +55,7 @@ def test_the_lower_priority_goes_first_and_no_word_counts_as_fifty() -> None:
 
 
 def test_priorities_reach_no_further_than_the_next_to_go() -> None:
-    table = RowHints()
+    table = table_of_rows()
     table.set_priority(1, 100)
     table.set_priority(LOOK_AHEAD + 5, 1)
     order = ordered(table, list(range(1, 3 * LOOK_AHEAD)))
@@ -57,7 +64,7 @@ def test_priorities_reach_no_further_than_the_next_to_go() -> None:
 
 
 def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
-    table = RowHints()
+    table = table_of_rows()
     for row in range(1, 10):
         table.set_priority(row, 100)
     few = list(table.in_order(iter([1, 2, 20, 3, 21]), no_parent, 3 * LOOK_AHEAD_SHARE))
@@ -67,7 +74,7 @@ def test_priorities_order_no_more_than_a_sixteenth_of_a_tier() -> None:
 
 
 def test_chunks_that_are_all_of_the_highest_priority_go_all_the_same() -> None:
-    table = RowHints()
+    table = table_of_rows()
     for row in range(1, 50):
         table.set_priority(row, 100)
     assert ordered(table, list(range(1, 50))) == list(range(1, 50))
@@ -75,7 +82,7 @@ def test_chunks_that_are_all_of_the_highest_priority_go_all_the_same() -> None:
 
 @given(st.lists(st.integers(0, 100), min_size=30, max_size=30))
 def test_a_chunk_never_goes_before_what_continues_it(priorities: list[int]) -> None:
-    table, policy = RowHints(), LruEviction()
+    table, policy = table_of_rows(), LruEviction()
     parents = {row: row // 2 for row in range(1, 31)}
     for row, parent in parents.items():
         policy.insert(row, parent, 1, 0.0)
@@ -87,9 +94,9 @@ def test_a_chunk_never_goes_before_what_continues_it(priorities: list[int]) -> N
 
 
 def test_rows_count_up_to_the_first_whose_time_is_up() -> None:
-    table = RowHints()
+    table = table_of_rows()
     chain = rows(range(6))
-    assert table.unexpired(chain, 5.0) is chain
+    assert not table.expiring
     table.set_expiry(3, 10.0)
     table.set_expiry(5, 8.0)
     assert len(table.unexpired(chain, 7.9)) == 6
@@ -99,11 +106,12 @@ def test_rows_count_up_to_the_first_whose_time_is_up() -> None:
     assert len(table.unexpired(chain, 10.0)) == 4
     table.forget(5)
     assert table.unexpired(chain, 10.0) is chain
+    assert not table.expiring
     assert len(table.unexpired(np.array([], np.intp), 1.0)) == 0
 
 
 def test_the_first_to_expire_are_named_first_until_they_are_forgotten() -> None:
-    table = RowHints()
+    table = table_of_rows()
     for row, expiry in ((1, 5.0), (2, 3.0), (3, 9.0), (4, 4.0)):
         table.set_expiry(row, expiry)
     assert table.expired(2.9, 10) == []
@@ -116,18 +124,16 @@ def test_the_first_to_expire_are_named_first_until_they_are_forgotten() -> None:
 
 
 def test_a_life_that_is_prolonged_again_and_again_takes_no_more_room() -> None:
-    table = RowHints()
+    table = table_of_rows()
     for second in range(20_000):
         table.set_expiry(1 + second % 3, 1.0 + second)
     assert len(table._times) < 2_000
     assert table.expired(1e9, 10) == [3, 1, 2][:3]
-    assert table.expiring_count == 3
+    assert table.expiring == 3
 
 
-def test_partitions_are_those_last_given() -> None:
-    table = RowHints()
-    assert table.partition(7) == 0
-    table.assign_partition(7, 3)
-    assert table.partition(7) == 3
+def test_a_chunk_that_is_forgotten_leaves_its_partition() -> None:
+    table = table_of_rows()
+    table.partitions[7] = 3
     table.forget(7)
-    assert table.partition(7) == 0
+    assert table.partitions[7] == 0

@@ -205,7 +205,7 @@ def test_the_release_of_no_lease_says_nothing(core: Core, session: Session) -> N
     stranger = core.open_session()
     match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     assert not core.store.release(stranger, match.lease_id, TEN_S)
-    assert core.metadata.hints.expiring_count == 0
+    assert core.metadata.hints.expiring == 0
 
 
 # --- engines that lie
@@ -263,7 +263,7 @@ def with_quotas(clock: FakeClock) -> Core:
 
     def policy(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
         return PartitionedEviction(
-            lambda: make_policy("lru", known.history), known.hints.partition, quotas,
+            lambda: make_policy("lru", known.history), known.hints.partitions.__getitem__, quotas,
             tier.capacity_bytes,
         )  # fmt: skip
 

@@ -26,6 +26,14 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(32, "big"))
 
 
+def end(uses: PlannedUses, session_id: int) -> None:
+    uses.drop(lambda batch: batch.session_id == session_id)
+
+
+def expire(uses: PlannedUses, now: float) -> None:
+    uses.drop(lambda batch: batch.until <= now)
+
+
 # --- the table
 
 
@@ -34,17 +42,17 @@ def test_a_chunk_is_kept_until_its_last_use() -> None:
     uses.announce(1, {key(1): 2}, 10.0)
     assert uses.keep(key(1), 100)
     uses.used([key(1)])
-    assert key(1) in uses
+    assert key(1) in uses.kept
     uses.used([key(1)])
-    assert key(1) not in uses
-    assert (uses.kept_bytes, bool(uses)) == (0, False)
+    assert key(1) not in uses.kept
+    assert (uses.kept_bytes, bool(uses.batches)) == (0, False)
 
 
 def test_what_is_over_the_limit_is_not_kept_and_what_nobody_needs_costs_nothing() -> None:
     uses = PlannedUses(150)
     uses.announce(1, {key(1): 1, key(2): 1}, 10.0)
     assert [uses.keep(key(n), 100) for n in (1, 2, 3)] == [True, False, True]
-    assert [key(n) in uses for n in (1, 2, 3)] == [True, False, False]
+    assert [key(n) in uses.kept for n in (1, 2, 3)] == [True, False, False]
     assert uses.kept_bytes == 100
 
 
@@ -53,10 +61,10 @@ def test_an_announcement_ends_with_its_time_or_its_session() -> None:
     uses.announce(1, {key(1): 1}, 10.0)
     uses.announce(2, {key(1): 1, key(2): 1}, 20.0)
     assert all(uses.keep(key(n), 10) for n in (1, 2))
-    uses.expire(10.0)
-    assert key(1) in uses
-    uses.end(2)
-    assert not uses
+    expire(uses, 10.0)
+    assert key(1) in uses.kept
+    end(uses, 2)
+    assert not uses.batches
     assert uses.kept_bytes == 0
 
 
@@ -66,21 +74,21 @@ def test_uses_count_against_the_asker_s_own_announcement_first() -> None:
         uses.announce(session, {key(1): 1}, 10.0)
     uses.keep(key(1), 10)
     uses.used([key(1)], 2)
-    uses.end(1)
-    assert key(1) not in uses
+    end(uses, 1)
+    assert key(1) not in uses.kept
 
 
 def test_announcements_beyond_the_limit_are_cut() -> None:
     uses = PlannedUses(1 << 60)
     uses.announce(1, {key(n): 1 for n in range(MAX_ANNOUNCED + 5)}, 10.0)
-    assert sum(uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_ANNOUNCED + 1)) == 1
+    assert sum(uses.keep(key(n), 1) and key(n) in uses.kept for n in (0, MAX_ANNOUNCED + 1)) == 1
 
 
 def test_so_many_announcements_stand_at_once_and_no_more() -> None:
     uses = PlannedUses(1 << 60)
     for number in range(MAX_BATCHES + 1):
         uses.announce(1, {key(number): 1}, 10.0)
-    kept = [uses.keep(key(n), 1) and key(n) in uses for n in (0, MAX_BATCHES - 1, MAX_BATCHES)]
+    kept = [uses.keep(key(n), 1) and key(n) in uses.kept for n in (0, MAX_BATCHES - 1, MAX_BATCHES)]
     assert kept == [True, True, False]
 
 
@@ -97,12 +105,12 @@ def test_bytes_are_those_of_the_chunks_kept(steps: list[tuple[str, int, int]]) -
         elif what == "g":
             uses.keep(key(one), 10)
         elif what == "e":
-            uses.end(one)
+            end(uses, one)
         else:
-            uses.expire(9.0 + one)
-        assert uses.kept_bytes == 10 * sum(key(n) in uses for n in range(4)) <= 25
-    uses.expire(100.0)
-    assert (uses.kept_bytes, bool(uses)) == (0, False)
+            expire(uses, 9.0 + one)
+        assert uses.kept_bytes == 10 * sum(key(n) in uses.kept for n in range(4)) <= 25
+    expire(uses, 100.0)
+    assert (uses.kept_bytes, bool(uses.batches)) == (0, False)
 
 
 # --- through the store
@@ -150,7 +158,7 @@ def test_a_batch_in_order_finds_what_an_endless_cache_does() -> None:
                 order = list(batch.order)
                 assert (kept, batch.peak_chunks) == (0, 4)
             found[is_planned] = sum(serve(core, session, prompts[at]) for at in order)
-            assert not core.catalog.state.holds.uses
+            assert not core.catalog.state.holds.uses.batches
     assert found[True] == everything - chunks
     assert found[False] < found[True]
 
@@ -185,7 +193,7 @@ def test_a_session_that_ends_and_time_that_passes_free_what_was_announced() -> N
             else:
                 clock.advance(61)
                 core.store.tick()
-            assert not core.catalog.state.holds.uses
+            assert not core.catalog.state.holds.uses.batches
             assert core.catalog.state.holds.uses.kept_bytes == 0
 
 
@@ -195,7 +203,7 @@ def test_a_plan_for_no_time_keeps_nothing() -> None:
         core.put(session, prompt(3))
         _, kept = core.store.plan(session, [keys_of(prompt(3))], 0.0)
         assert kept == 0
-        assert not core.catalog.state.holds.uses
+        assert not core.catalog.state.holds.uses.batches
 
 
 def test_announcing_everything_leaves_room_for_others_and_is_counted() -> None:

@@ -38,11 +38,11 @@ def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
     drawn: list[tuple[bool, bool, int]], state: bool, window: int
 ) -> None:
     ends, needs = StateCheckpoints(), ResumeRequirements(state, window)
-    ends.extend(len(drawn) + 1)
+    ends.flags.frombytes(bytes(len(drawn) + 1))
     sizes = {}
     for row, (has_window, has_state, tokens) in enumerate(drawn, 1):
         layout = KVLayout.of(WHOLE, tokens, window=has_window, state=has_state)
-        ends.describe(row, SPACE, layout)
+        ends.flags[row] = ends.flags_of(SPACE, layout)
         sizes[row] = tokens
     rows = np.arange(1, len(drawn) + 1)
 
@@ -61,10 +61,9 @@ def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
 
 def test_a_chunk_lacks_what_another_put_of_it_has() -> None:
     ends = StateCheckpoints()
-    ends.extend(2)
-    ends.describe(1, SPACE, KVLayout.of(HYBRID, 16, state=False))
-    assert ends.is_less_complete(1, KVLayout.of(HYBRID, 16))
-    assert not ends.is_less_complete(1, KVLayout.of(HYBRID, 16, state=False))
-    assert not ends.is_less_complete(1, KVLayout.of(HYBRID, 16, window=False, state=False))
-    ends.forget(1)
-    assert ends.is_less_complete(1, KVLayout.of(HYBRID, 16, state=False))
+    ends.flags.append(ends.flags_of(SPACE, KVLayout.of(HYBRID, 16, state=False)))
+    assert ends.is_less_complete(0, KVLayout.of(HYBRID, 16))
+    assert not ends.is_less_complete(0, KVLayout.of(HYBRID, 16, state=False))
+    assert not ends.is_less_complete(0, KVLayout.of(HYBRID, 16, window=False, state=False))
+    ends.flags[0] = 0
+    assert ends.is_less_complete(0, KVLayout.of(HYBRID, 16, state=False))

@@ -4,7 +4,9 @@ import base64
 import hmac
 import json
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -357,3 +359,25 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     for number in range(8):
         asked.principal_of(bearer(jwt.encode(claims(sub=str(number)), secret, "HS256")), {})
     assert len(asked._known) == 3
+
+
+def test_who_looks_at_a_file_while_another_reads_it_has_the_new_value(tmp_path: Path) -> None:
+    path, begun, go_on = tmp_path / "file", threading.Event(), threading.Event()
+    path.write_bytes(b"old")
+
+    def parse(data: bytes) -> bytes:
+        if data == b"newer":
+            begun.set()
+            assert go_on.wait(20)
+        return data
+
+    file = WatchedFile((path,), parse)
+    path.write_bytes(b"newer")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(file.refresh)
+        assert begun.wait(20)
+        second = pool.submit(lambda: (file.refresh(), file.value)[1])
+        time.sleep(0.1)
+        go_on.set()
+        assert (first.result(20), second.result(20)) == (True, b"newer")
+    assert not file.refresh()

@@ -8,7 +8,7 @@ from simulation.clock import FakeClock
 
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, QuotaExceededError
 from kvstore.server.security import rate_limits
-from kvstore.server.security.pools import Standings
+from kvstore.server.security.authorization import access_to
 from kvstore.server.security.rate_limits import (
     LINES_PER_S,
     REFUSED,
@@ -77,11 +77,10 @@ def test_tables_have_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_pool_allows_is_no_more_than_the_callers_own_roles() -> None:
     pools = load_config(["--shared-pools", "library=*:curator,team=acme+zeta:acme"]).shared_pools
     assert ",".join(map(str, pools)) == "library=*:curator,team=acme+zeta:acme"
-    standings = Standings(pools)
 
     def roles(tenant: str, asked: str, *own: str) -> set[str]:
         principal = Principal("key:1", tenant, frozenset(own or ("read", "write", "admin")))
-        return set(standings.of(principal, asked).roles)
+        return set(access_to(pools, principal, asked)[1])
 
     assert roles("acme", "pool:library") == {"read"}
     assert roles("curator", "pool:library") == {"read", "write"}

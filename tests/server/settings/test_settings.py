@@ -186,6 +186,28 @@ insecure: yes
     assert config.insecure
 
 
+def test_names_in_the_environment_may_be_in_small_letters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("kvstore_config", write(tmp_path / "a.yaml", "workers: 5\n"))
+    monkeypatch.setenv("kvstore_cpu", "64MiB")
+    monkeypatch.setenv("Kvstore_Max_Sessions", "7")
+    monkeypatch.setenv("kvstore_service_port", "7420")
+    config, origins = load_with_origins([])
+    assert (config.workers, config.cpu_size, config.max_sessions) == (5, 64 * MIB, 7)
+    assert (origins["cpu_size"], origins["max_sessions"]) == ("kvstore_cpu", "Kvstore_Max_Sessions")
+    monkeypatch.setenv("kvstore_cpu_sise", "8GiB")
+    assert "did you mean cpu_size? (from kvstore_cpu_sise)" in refused()
+
+
+def test_a_setting_that_two_variables_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_REDIS", SECRET_URL)
+    monkeypatch.setenv("kvstore_redis", SECRET_URL)
+    message = refused()
+    assert re.search("kvstore_redis='...': is kvstore_redis too; give one of", message, re.I)
+    assert "hunter2" not in message
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert load_config(["--config", write(tmp_path / "c.yaml", "# later\n")]) == load_config([])
 
@@ -758,6 +780,17 @@ shared_pools:
     assert ",".join(map(str, config.tenant_quotas)) == "acme=2GiB:512MiB,zeta/disk=1GiB"
     assert (config.policy["gpu"], config.policy["cpu"]) == ("lru", "hit_density")
     assert config.shared_pools == ()
+
+
+def test_pools_are_shown_as_they_are_read() -> None:
+    text = "a=x+y,b=*:w,c=:w"
+    pools = load_config(["--shared-pools", text]).shared_pools
+    assert [(pool.readers, pool.writers) for pool in pools] == [
+        (("x", "y"), ()),
+        (("*",), ("w",)),
+        ((), ("w",)),
+    ]
+    assert ",".join(map(str, pools)) == text
 
 
 def test_as_many_tenants_and_categories_have_quotas_as_policies_have_columns_for() -> None:

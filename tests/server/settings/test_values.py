@@ -14,7 +14,6 @@ from kvstore.server.settings.values import (
     MIB,
     format_size,
     is_loopback,
-    is_redis_url,
     parse_endpoint,
     parse_size,
 )
@@ -75,12 +74,13 @@ def test_every_other_address_is_not(host: str) -> None:
 
 @pytest.mark.parametrize("url", ["redis://h", "rediss://u:p@h:6380/1", "redis://[::1]:1/0?db=1"])
 def test_urls_of_a_redis_are_known(url: str) -> None:
-    assert is_redis_url(url)
+    assert Settings(redis_url=url).redis_url == url
 
 
 @pytest.mark.parametrize("url", ["", "h:6379", "redis://", "redis://[::1", "redis://h:99999"])
 def test_other_urls_are_not(url: str) -> None:
-    assert not is_redis_url(url)
+    with pytest.raises(ValidationError, match="give --redis"):
+        Settings(redis_url=url)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from simulation.core import Core, prompt
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS, Announcements
+from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
 from kvstore.server.store.store import StoreLimits
@@ -42,7 +42,7 @@ class Waiting:
         self._thread.start()
 
     def _run(self, core: Core, session: Session, keys: list[ChunkKey], wait_s: float) -> None:
-        core.store.announcements.wait(keys, core.later(wait_s))
+        core.store.await_puts(keys, core.later(wait_s))
         self.match = look(core, session, keys)
 
     def answer(self) -> tuple[int, int]:
@@ -63,8 +63,8 @@ def test_announced_puts_are_pending_until_they_come(core: Core) -> None:
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(3)
     keys = [version.info.key for version in versions]
-    assert core.store.announcements.announce(writer, keys, 60_000) == 3
-    assert core.store.announcements.announce(reader, keys, 60_000) == 0
+    assert core.store.announce_puts(writer, keys, 60_000) == 3
+    assert core.store.announce_puts(reader, keys, 60_000) == 0
     core.put(writer, versions[:1])
     match = look(core, reader, keys)
     assert (match.ready, match.pending, match.missing) == (1, 2, 0)
@@ -77,7 +77,7 @@ def test_a_lookup_waits_for_all_that_is_announced(core: Core) -> None:
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(3)
     keys = [version.info.key for version in versions]
-    core.store.announcements.announce(writer, keys, 60_000)
+    core.store.announce_puts(writer, keys, 60_000)
     waiting = Waiting(core, reader, keys)
     assert waits(core)
     core.put(writer, versions[:2])
@@ -103,7 +103,7 @@ def die(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
 
 
 def change_its_mind(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
-    core.store.announcements.announce(writer, keys, 0)
+    core.store.announce_puts(writer, keys, 0)
 
 
 def drain(core: Core, writer: Session, keys: list[ChunkKey]) -> None:
@@ -117,7 +117,7 @@ def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
     writer, reader = core.open_session(), core.open_session()
     versions = prompt(2)
     keys = [version.info.key for version in versions]
-    core.store.announcements.announce(writer, keys, 60_000)
+    core.store.announce_puts(writer, keys, 60_000)
     core.put(writer, versions[:1])
     waiting = Waiting(core, reader, keys)
     assert waits(core)
@@ -130,11 +130,11 @@ def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
 def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
     writer = core.open_session()
     keys = [version.info.key for version in prompt(1)]
-    core.store.announcements.announce(writer, keys, 60_000)
-    core.store.announcements.wait(keys, core.later(0.05))
+    core.store.announce_puts(writer, keys, 60_000)
+    core.store.await_puts(keys, core.later(0.05))
     assert look(core, writer, keys).pending == 1
-    core.store.announcements.announce(writer, keys, 0)
-    core.store.announcements.announce(writer, keys, 1)
+    core.store.announce_puts(writer, keys, 0)
+    core.store.announce_puts(writer, keys, 1)
     waiting = Waiting(core, writer, keys)
 
     def is_over() -> bool:
@@ -148,10 +148,10 @@ def test_a_promise_and_a_wait_end_with_their_time(core: Core) -> None:
 def test_no_more_lookups_wait_than_may(core: Core) -> None:
     writer = core.open_session()
     keys = [version.info.key for version in prompt(1)]
-    core.store.announcements.announce(writer, keys, 60_000)
+    core.store.announce_puts(writer, keys, 60_000)
     both = [Waiting(core, writer, keys) for _ in range(2)]
     assert waits(core, 2)
-    core.store.announcements.wait(keys, core.later())
+    core.store.await_puts(keys, core.later())
     assert core.counters["refused_waits"] == 1
     core.put(writer, prompt(1))
     assert [waiting.answer() for waiting in both] == [(1, 0)] * 2
@@ -162,26 +162,24 @@ def test_nobody_waits_for_what_nobody_puts(core: Core) -> None:
     versions = prompt(2)
     keys = [version.info.key for version in versions]
     core.put(session, versions[:1])
-    core.store.announcements.wait(keys, core.later())
+    core.store.await_puts(keys, core.later())
     assert core.counters["waited_lookups"] == 0
 
 
 def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     session = core.open_session()
     with pytest.raises(InvalidRequestError, match="ttl_ms"):
-        core.store.announcements.announce(session, [], 600_001)
-    announcements = Announcements()
-    keys = [ChunkKey(number.to_bytes(32, "little")) for number in range(MAX_ANNOUNCED_CHUNKS + 5)]
-    assert announcements.make(1, keys, 1.0) == len(announcements) == MAX_ANNOUNCED_CHUNKS
-    assert announcements.end(1)
-    made = [announcements.make(1, [key], 1.0) for key in keys[: MAX_ANNOUNCEMENTS + 1]]
-    assert (sum(made), made[-1]) == (MAX_ANNOUNCEMENTS, 0)
-    assert announcements.over(keys[0])
-    assert announcements.take_back(2, keys) == 0
-    assert announcements.take_back(1, keys[:3]) == 2
-    assert announcements.expire(1.0)
-    assert not announcements.expire(2.0)
-    assert len(announcements) == 0
+        core.store.announce_puts(session, [], 600_001)
+    in_flight = core.catalog.in_flight
+    keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
+    assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
+    assert in_flight.announce(1, keys, 0.0) == MAX_ANNOUNCED_CHUNKS
+    made = [in_flight.announce(1, [key], 1.0) for key in keys[: MAX_ANNOUNCEMENTS + 1]]
+    assert made == [1] * MAX_ANNOUNCEMENTS + [0]
+    assert in_flight.announce(2, keys, 0.0) == 0
+    assert in_flight.announce(1, keys[:3], 0.0) == 3
+    core.catalog.release_session(1)
+    assert not in_flight.announced
 
 
 def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:

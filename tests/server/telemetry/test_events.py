@@ -18,7 +18,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
-from kvstore.server.telemetry.events import Event, EventLog, EventReader, EventRing, Page
+from kvstore.server.telemetry.events import Event, EventLog, EventRing, Page
 
 TIERS = ("cpu", "disk", "redis")
 LOCAL = TIERS[:2]
@@ -149,7 +149,7 @@ def test_a_reader_that_falls_behind_begins_anew_and_that_is_counted() -> None:
     catalog, log = world(kept=4)
     restarts: list[int] = []
     follower = Follower(catalog, log)
-    follower.reader = EventReader(log, catalog.queries.held_from, None, lambda: restarts.append(1))
+    log.on_restart = lambda: restarts.append(1)
     follower.read()
     for number in range(SEEDS):
         catalog.note_sealed("cpu", chunk(number))

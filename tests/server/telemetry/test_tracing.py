@@ -275,7 +275,7 @@ def test_an_untraced_server_asks_nothing_of_tracing(server: LocalServer) -> None
     assert open_tracing(None, 1.0) is None
     assert all(slot.tracing is None for slot in server.node.store.tiers.slots.values())
     assert TierSlot.__dataclass_fields__["tracing"].default is None
-    assert interceptors.ErrorInterceptor()._tracing is None
+    assert interceptors.CallInterceptor()._tracing is None
 
 
 def test_a_collector_that_is_not_there_costs_no_call_and_no_stop(

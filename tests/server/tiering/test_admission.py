@@ -90,7 +90,7 @@ def test_the_price_rises_with_the_pressure_until_nothing_is_worth_it() -> None:
 
 
 def test_a_tier_that_writes_all_the_time_is_under_pressure_and_recovers() -> None:
-    pressure = Pressure(window_s=10.0)
+    pressure = Pressure()
     assert pressure.level(0.0, 0.0) == 0.0
     for second in range(60):
         pressure.note(1.0, float(second))

@@ -116,7 +116,7 @@ def assert_nothing_left(core: Core) -> None:
     assert core.cpu.stats().reservations == 0
     held = sum(core.catalog.size_bytes("cpu", key) > 0 for key in keys_of(prompt(12, seed=9)))
     assert core.cpu.stats().chunks >= held
-    assert core.catalog.lease_count() == core.catalog.held_count() == 0
+    assert core.catalog.lease_count() == core.catalog.state.holds.leases.pins.total() == 0
 
 
 def test_a_load_ends_when_its_get_is_late(core: Core, tier: SlowDisk) -> None:
@@ -259,11 +259,11 @@ def test_who_comes_after_work_was_given_up_gets_work_of_its_own() -> None:
 
     def first() -> None:
         assert ticket is not None
-        seen.append(work_queue.is_given_up())
+        seen.append(work_queue.is_cancelled())
         work_queue.let_go(ticket)
-        seen.append(work_queue.is_given_up())
+        seen.append(work_queue.is_cancelled())
         other = work_queue.submit(
-            "load", b"a", lambda: seen.append(work_queue.is_given_up()), claimed=True
+            "load", b"a", lambda: seen.append(work_queue.is_cancelled()), claimed=True
         )
         assert other is not ticket
 
@@ -273,7 +273,7 @@ def test_who_comes_after_work_was_given_up_gets_work_of_its_own() -> None:
     assert work_queue.step()
     assert seen == [False, True, False]
     assert work_queue.is_idle()
-    assert not work_queue.is_given_up(), "this thread does no work"
+    assert not work_queue.is_cancelled(), "this thread does no work"
 
 
 def test_who_comes_before_it_is_noticed_keeps_the_work_going() -> None:
@@ -284,7 +284,7 @@ def test_who_comes_before_it_is_noticed_keeps_the_work_going() -> None:
         assert ticket is not None
         work_queue.let_go(ticket)
         assert work_queue.submit("load", b"a", lambda: None, claimed=True) is ticket
-        seen.append(work_queue.is_given_up())
+        seen.append(work_queue.is_cancelled())
 
     ticket = work_queue.submit("load", b"a", first, claimed=True)
     assert work_queue.step()

@@ -16,7 +16,12 @@ from kvstore.codecs.speed import CodecSpeed, make_sample, measure
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.types import KEY_BYTES, ChunkKey, Fidelity
 from kvstore.server.tiering import codec_choice
-from kvstore.server.tiering.codec_choice import CALIBRATION_S, AutoCodec, candidates, measure_codecs
+from kvstore.server.tiering.codec_choice import (
+    CALIBRATION_S,
+    auto_codec,
+    candidates,
+    measure_codecs,
+)
 from kvstore.server.tiering.tier_slot import TierSlot
 
 ServerMaker = Callable[..., LocalServer]
@@ -24,8 +29,8 @@ PROBE = ChunkKey(b"p" * KEY_BYTES)
 DISK_BYTES = 8 << 20
 
 
-def choice_for(slot: TierSlot, clock: Callable[[], float] = time.monotonic) -> AutoCodec:
-    return AutoCodec(slot, Fidelity.exact, PROBE, clock)
+def choose_for(slot: TierSlot) -> bool:
+    return auto_codec(slot, Fidelity.exact, PROBE, time.monotonic)
 
 
 def say(patch: pytest.MonkeyPatch, *speeds: CodecSpeed) -> None:
@@ -46,7 +51,7 @@ def test_on_a_link_as_fast_as_memory_no_codec_is_looked_at(
 
     monkeypatch.setattr(codec_choice, "measure_codecs", measured)
     with closing(Core([SimDisk(DISK_BYTES, no_faults())])) as core:
-        choice_for(core.slot("disk")).run()
+        choose_for(core.slot("disk"))
         assert bool(asked[0]) == looked_at
         assert core.slot("disk").encoder.name == "raw (auto)"
 
@@ -61,12 +66,12 @@ def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
     disk = SimDisk(DISK_BYTES, no_faults())
     with closing(Core([disk])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choice_for(core.slot("disk")).run()
+        assert choose_for(core.slot("disk"))
         status = core.store.slot_statuses()[1]
         assert (status.codec, status.codec_id) == ("zplane (auto)", 2)
         assert core.slot("disk").encoder.of_tenant("red").name == "zplane"
         say(monkeypatch, zplane(1.5, 1.0))
-        choice_for(core.slot("disk")).run()
+        choose_for(core.slot("disk"))
         assert core.store.slot_statuses()[1].codec == "raw (auto)"
         assert (disk.stats().chunks, disk.stats().used_bytes) == (0, 0)
         assert len(core.catalog) == 0
@@ -89,7 +94,7 @@ def test_a_medium_that_fails_is_judged_by_the_first_guess(
 
         monkeypatch.setattr(disk, verb, fail)
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choice_for(core.slot("disk")).run()
+        assert choose_for(core.slot("disk"))
         assert core.slot("disk").encoder.name == "zplane (auto)"
         assert disk.stats().reservations == 0
 
@@ -97,7 +102,7 @@ def test_a_medium_that_fails_is_judged_by_the_first_guess(
 def test_a_full_medium_is_judged_by_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Core([SimDisk(1 << 16, no_faults())])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choice_for(core.slot("disk")).run()
+        assert choose_for(core.slot("disk"))
         assert core.slot("disk").encoder.name == "zplane (auto)"
 
 

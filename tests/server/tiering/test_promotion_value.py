@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.tiering.admission import LEAST_SHARE, EvictionValue, value_per_byte
 
 
@@ -18,12 +15,6 @@ def test_a_tier_with_room_takes_everything_and_then_what_is_worth_more_than_its_
     for _ in range(1000):
         price.note_eviction(1.0)
     assert price.takes(1.01 * LEAST_SHARE)
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, 1.5])
-def test_a_weight_that_is_none_is_refused(weight: float) -> None:
-    with pytest.raises(InvalidRequestError, match="weight"):
-        EvictionValue(weight)
 
 
 def test_a_value_is_what_a_byte_is_expected_to_save() -> None:
