@@ -58,7 +58,7 @@ def layer_groups(draw: st.DrawFn) -> tuple[LayerGroup, ...]:
 representations = st.builds(
     Representation,
     model_id=names,
-    model_revision=names,
+    model_revision=names.map(lambda name: f"{name}7"),  # no branch's name, which is refused
     adapter_digest=names,
     quantization=names,
     layer_groups=layer_groups(),
