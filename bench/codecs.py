@@ -239,17 +239,19 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     flags = parser.parse_args(argv)
     if flags.speeds and (flags.plot or flags.curves):
         parser.error("--speeds: quality is not measured; leave --plot and --curves out")
+    for folder in filter(None, (flags.plot, flags.curves and flags.curves.parent)):
+        folder.mkdir(parents=True, exist_ok=True)  # now, not after ten minutes
     report = Report("codecs")
     with tempfile.TemporaryDirectory() as name:
         venvs = flags.venvs.absolute()
         run = Run(Path(name), flags.model, venvs, report, sizes or Sizes(), flags.speeds)
         curves, speeds = measure(run)
+    report.print(only_json=flags.json)
     if flags.plot is not None:
         draw(flags.plot, curves, speeds)
     if flags.curves is not None:
         points = {name: [asdict(p) for p in rates.points] for name, rates in curves.items()}
         flags.curves.write_text(json.dumps(points, indent=1) + "\n")
-    report.print(only_json=flags.json)
 
 
 if __name__ == "__main__":
