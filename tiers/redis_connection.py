@@ -274,12 +274,14 @@ class RedisConnection(Connection):
         reason = OSError("the host has no address")
         for at, (family, kind, protocol, _, address) in enumerate(found):
             share_s = self._left_s() / (len(found) - at)
-            sock = socket.socket(family, kind, protocol)
+            sock = None
             try:
+                sock = socket.socket(family, kind, protocol)  # no IPv6 here is no reason to stop
                 sock.settimeout(share_s)
                 sock.connect(address)
             except OSError as error:
-                sock.close()
+                if sock is not None:
+                    sock.close()
                 reason = error
             else:
                 return sock

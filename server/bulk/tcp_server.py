@@ -50,6 +50,8 @@ GUEST_STREAMS_PER_SESSION = 128
 """Of the clients of one other server, all together."""
 MAX_STREAMS = 1024
 """And an eighth of the descriptors that are left, at most."""
+MAX_WAITING_GETS = 64
+"""Gets that hold their lease until a reader goes on; that of a further one loses its connection."""
 HELLO_THREADS = 2
 _SWEEP_S = 0.5
 
@@ -309,7 +311,7 @@ class BulkServer:
             if stream.sending is not None:
                 with known_errors(f"stream {method}"):
                     self._send(stream, stream.sending)
-            stays = True
+            stays = self._may_wait(stream)
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
                 name = type(error).__name__
@@ -323,6 +325,14 @@ class BulkServer:
         stream.is_served = False
         if stays:
             self._wait_again(stream)
+
+    def _may_wait(self, stream: Caller) -> bool:
+        """Whether it may hold its lease until its reader goes on, beside others that do."""
+        if stream.sending is None:
+            return True
+        with self._lock:
+            waiting = sum(one.sending is not None and not one.is_served for one in self._streams)
+        return waiting < MAX_WAITING_GETS
 
     def _answer(self, stream: Caller, word: bulk.Word, payload: bytes) -> None:
         """Answer a request; what a get sends is iterated by ``_send``."""

@@ -208,10 +208,11 @@ class CatalogQueries:
         with self._lock:
             self._state.access_log.apply_all()
             rows = self._index.known_prefix(keys)
-            hits = np.frombuffer(self._state.metadata.history.hits, np.uint8)
-            rows = rows[rows < len(hits)]
+            all_hits = self._state.metadata.history.hits
+            rows = rows[rows < len(all_hits)]
+            hits = np.frombuffer(all_hits, np.uint8)[rows]  # a copy: what is viewed cannot grow
             held, _ = self._index.sizes(tier, rows, Fidelity.none)
-            again = ~held & (hits[rows] > 1)
+            again = ~held & (hits > 1)
             return [keys[at] for at in np.flatnonzero(again).tolist()]
 
     def held_from(self, row: int, space: Namespace | None = None) -> tuple[list[Event], int]:

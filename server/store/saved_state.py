@@ -36,12 +36,14 @@ from kvstore.server.store.store import Store
 from kvstore.tiers.disk_io import write_durably
 
 FILE_NAME = "history.kvh"
+GATES_FILE_NAME = "gates.kvh"
 MAX_FILE_BYTES = 64 << 20
 SAVE_EVERY_S = 300.0
 """A power cut costs what was learned since, and no chunk."""
 
-SAVE_GATES_EVERY_S = 10.0
-"""The same where a gate opened or closed since."""
+RETRY_GATES_S = 10.0
+"""Gates are saved as soon as one changed, as one that closed must not be open after a crash; and
+that long after a save that failed."""
 
 MAX_MODEL_BYTES = 1 << 14
 """Of one Representation; one that takes more is not kept."""
@@ -271,8 +273,10 @@ class StateKeeper:
         self._path = folder / FILE_NAME
         self._clock = store.moves.clock
         self._wall = wall
+        self._gates_path = folder / GATES_FILE_NAME
         self._saved_s = self._clock()
         self._gate_changes = store.blends.gates.changes
+        self._retry_s = self._saved_s
 
     def load(self) -> None:
         """Take in what an earlier run knew, before anything else happens.
@@ -280,25 +284,33 @@ class StateKeeper:
         What is damaged or of another version is as good as not there, and counted.
         """
         store = self._store
+        self._load(
+            self._path,
+            {
+                "history": lambda found, age_s: store.catalog.restore(unpack_history(found, age_s)),
+                "models": lambda found, _: store.spaces.restore(unpack_models(found)),
+                "variants": lambda found, _: store.blends.contents.recall(unpack_variants(found)),
+            },
+        )
+        self._load(
+            self._gates_path,
+            {"gates": lambda found, _: store.blends.gates.restore(unpack_gates(found))},
+        )
+
+    def _load(self, path: Path, parts: Mapping[str, Callable[[Sections, float], object]]) -> None:
         try:
-            with open(self._path, "rb") as file:
+            with open(path, "rb") as file:
                 elapsed_s = max(0.0, self._wall() - os.fstat(file.fileno()).st_mtime)
                 sections = unpack_sections(file.read(MAX_FILE_BYTES + 1))
         except FileNotFoundError:
             return
         except (KVStoreError, OSError) as error:
-            self._note_lost({"everything": str(error)})
+            self._note_lost({path.name: str(error)})
             return
-        parts: dict[str, Callable[[], object]] = {
-            "history": lambda: store.catalog.restore(unpack_history(sections, elapsed_s)),
-            "models": lambda: store.spaces.restore(unpack_models(sections)),
-            "gates": lambda: store.blends.gates.restore(unpack_gates(sections)),
-            "variants": lambda: store.blends.contents.recall(unpack_variants(sections)),
-        }
         lost = {}
         for name, restore in parts.items():
             try:
-                restore()
+                restore(sections, elapsed_s)
             except KVStoreError as error:
                 lost[name] = str(error)
         if lost:
@@ -309,23 +321,39 @@ class StateKeeper:
         logger.warning("what was learned is lost", **lost)
 
     def save_if_due(self) -> None:
-        """Write the file if that was long ago, or if a gate opened or closed since."""
-        is_same = self._gate_changes == self._store.blends.gates.changes
-        if self._clock() - self._saved_s >= (SAVE_EVERY_S if is_same else SAVE_GATES_EVERY_S):
-            self.save()
+        """Write the gates if one changed, and the history if that was long ago."""
+        now_s = self._clock()
+        if self._gate_changes != self._store.blends.gates.changes and now_s >= self._retry_s:
+            self._save_gates()
+        if now_s - self._saved_s >= SAVE_EVERY_S:
+            self._save_history()
 
     def save(self) -> bool:
-        """Write the file, in one step. Return whether that was possible."""
-        store, blends = self._store, self._store.blends
-        self._saved_s, self._gate_changes = self._clock(), blends.gates.changes
+        """Write both files, each in one step. Return whether that was possible."""
+        return self._save_gates() & self._save_history()
+
+    def _save_gates(self) -> bool:
+        changes = self._store.blends.gates.changes
+        sections = {"gates": pack_gates(self._store.blends.gates.save())}
+        if not self._write(self._gates_path, sections):
+            self._retry_s = self._clock() + RETRY_GATES_S
+            return False
+        self._gate_changes = changes
+        return True
+
+    def _save_history(self) -> bool:
+        store = self._store
+        self._saved_s = self._clock()
         sections = {
             **pack_history(store.catalog.save()),
             "models": pack_models(store.spaces.all()[::-1]),
-            "gates": pack_gates(blends.gates.save()),
-            "variants": pack_variants(blends.contents.learned()),
+            "variants": pack_variants(store.blends.contents.learned()),
         }
+        return self._write(self._path, sections)
+
+    def _write(self, path: Path, sections: Mapping[str, bytes]) -> bool:
         try:
-            write_durably(self._path, pack_sections(sections))
+            write_durably(path, pack_sections(sections))
         except OSError as error:
             logger.warning("what was learned was not saved", reason=str(error))
             return False

@@ -188,7 +188,7 @@ COUNTERS: Mapping[str, str] = {
     "scrubbed_bytes": "frame bytes read by scrubbing",
     "scrub_passes": "passes of scrubbing that came to their end",
     "lost_chunks": "copies that a tier no longer had",
-    "unusable_histories": "history files that were damaged, or of another version, and left alone",
+    "unusable_histories": "files of what was learned, damaged or of another version",
     "dropped_rows": "rows of the disk's index that were unusable at the start",
     "shed_calls": "calls refused at once, as too many of their kind waited",
     "expired_calls": "calls not begun, as they had waited past their deadline",

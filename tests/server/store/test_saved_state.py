@@ -41,8 +41,9 @@ from kvstore.server.settings.values import MAX_RATIO
 from kvstore.server.store import saved_state
 from kvstore.server.store.saved_state import (
     FILE_NAME,
+    GATES_FILE_NAME,
+    RETRY_GATES_S,
     SAVE_EVERY_S,
-    SAVE_GATES_EVERY_S,
     StateKeeper,
     pack_models,
     pack_sections,
@@ -315,6 +316,14 @@ def open_gate(core: Core) -> None:
         gates.record((b"s" * 16, "rag"), Shadow(0.0, 1.0, 64, gates.terms.ratio))
 
 
+def close_gate(core: Core) -> None:
+    gates = core.store.blends.gates
+    for _ in range(TRIALS):
+        if gates.views()[0].is_open:
+            gates.record((b"s" * 16, "rag"), Shadow(9.0, 0.0, 64, gates.views()[0].ratio))
+    assert not gates.views()[0].is_open
+
+
 def test_the_file_is_written_when_it_is_due(
     tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
 ) -> None:
@@ -328,14 +337,34 @@ def test_the_file_is_written_when_it_is_due(
 
     assert not is_written(SAVE_EVERY_S - 1)
     assert is_written(1)
-    assert not is_written(SAVE_GATES_EVERY_S)
     open_gate(core)
-    assert is_written(0)
-    open_gate(core)
-    core.store.blends.gates.changes += 1
-    assert not is_written(SAVE_GATES_EVERY_S - 1)
+    assert not is_written(SAVE_EVERY_S - 1)  # a gate does not have all written
     assert is_written(1)
-    assert [one.name for one in tmp_path.iterdir()] == [FILE_NAME]
+    assert {one.name for one in tmp_path.iterdir()} == {FILE_NAME, GATES_FILE_NAME}
+
+
+def test_a_gate_is_saved_as_soon_as_it_changed_and_again_after_a_failure(
+    tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
+) -> None:
+    keeper = keeper_of(core := make_core(), tmp_path)
+
+    def saved_gates() -> list[bool]:
+        keeper.save_if_due()
+        keeper_of(again := make_core(), tmp_path).load()
+        return [one.is_open for one in again.store.blends.gates.views()]
+
+    assert saved_gates() == []
+    open_gate(core)
+    assert saved_gates() == [True]
+    blocker = tmp_path / f"{GATES_FILE_NAME}.new"
+    blocker.mkdir()
+    close_gate(core)
+    assert saved_gates() == [True]
+    blocker.rmdir()
+    clock.advance(RETRY_GATES_S - 1)
+    assert saved_gates() == [True]
+    clock.advance(1)
+    assert saved_gates() == []
 
 
 def test_a_new_keeper_knows_what_the_last_one_saved(
@@ -371,29 +400,44 @@ def test_ages_go_on_while_no_server_runs(
 
 
 @pytest.mark.parametrize(
-    ("data", "gates"),
+    ("data", "is_kept"),
     [
-        (b"", 0),
-        (b"KVHS", 0),
-        (OLDER.read_bytes(), 0),
-        (bytes(500), 0),
-        (PATH.read_bytes()[:-1], 2),
-        (pack_sections({**sections(), "chunks": bytes(64)}), 2),
+        (b"", False),
+        (b"KVHS", False),
+        (OLDER.read_bytes(), False),
+        (bytes(500), False),
+        (PATH.read_bytes()[:-1], True),
+        (pack_sections({**sections(), "chunks": bytes(64)}), True),
     ],
     ids=["empty", "cut", "older", "zeros", "without variants", "without history"],
 )
 def test_what_is_damaged_is_counted_and_the_rest_is_kept(
-    tmp_path: Path, make_core: Callable[[], Core], data: bytes, gates: int
+    tmp_path: Path, make_core: Callable[[], Core], data: bytes, is_kept: bool
 ) -> None:
     (tmp_path / FILE_NAME).write_bytes(data)
+    known = unpack_models(sections()) if is_kept else []
     keeper = keeper_of(core := make_core(), tmp_path)
     keeper.load()
-    assert len(core.store.blends.gates) == gates
+    assert len(core.store.spaces.all()) == len(known)
     assert core.counters["unusable_histories"] == 1
     assert keeper.save()
     keeper_of(again := make_core(), tmp_path).load()
-    assert len(again.store.blends.gates) == gates
+    assert again.store.spaces.all() == core.store.spaces.all()
     assert again.counters["unusable_histories"] == 0
+
+
+@pytest.mark.parametrize("cut", [0, 1], ids=["whole", "damaged"])
+def test_gates_that_are_damaged_are_counted_and_closed(
+    tmp_path: Path, make_core: Callable[[], Core], cut: int
+) -> None:
+    core = make_core()
+    open_gate(core)
+    assert keeper_of(core, tmp_path).save()
+    path = tmp_path / GATES_FILE_NAME
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    keeper_of(again := make_core(), tmp_path).load()
+    assert len(again.store.blends.gates) == 1 - cut
+    assert again.counters["unusable_histories"] == cut
 
 
 def test_without_a_file_there_is_nothing_to_count(
