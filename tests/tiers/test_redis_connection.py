@@ -304,3 +304,16 @@ def test_address_that_does_not_answer_leaves_time_for_the_next(
     connection.send(pack((b"PING",)))
     assert connection.read_replies(1, 100) == [b"PONG"]
     connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(
+    redis: RedisProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve_to(monkeypatch, redis.port)
+    (known,) = socket.getaddrinfo("redis", 1)
+    found = [(socket.AF_APPLETALK, *known[1:]), known]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    connection = RedisConnection(("redis", 1), ConnectionOptions(1.0, 1), time.monotonic)
+    connection.open(time.monotonic() + 1.0)
+    connection.send(pack((b"PING",)))
+    assert connection.read_replies(1, 100) == [b"PONG"]

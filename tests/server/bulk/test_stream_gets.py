@@ -15,6 +15,7 @@ from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
+from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
 
 ServerMaker = Callable[..., LocalServer]
@@ -190,6 +191,24 @@ def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
             assert sum(sizes) == 24 * len(frame_of(ChunkKey(bytes(32)), MEDIUM, 512))
         assert server.usage().leases == 3
     assert eventually(lambda: server.usage().leases == 0)
+    assert server.settled().leases == 0
+
+
+def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
+    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_server, "MAX_WAITING_GETS", 2)
+    terms, digests = wide
+    bulk_server = server.node.bulk
+    assert bulk_server is not None
+    with ExitStack() as stack:
+        for count in (1, 2, 2):
+            reader = stack.enter_context(closing(StreamCaller(terms)))
+            reader.say(get_word(terms, deadline_ms=60_000), digests)
+            assert eventually(lambda: bulk_server._clients_served == 0)
+            # Each is seen before the next one comes.
+            assert eventually(lambda: len(bulk_server._streams) == count)  # noqa: B023
+            assert eventually(lambda: server.usage().leases == count)  # noqa: B023
     assert server.settled().leases == 0
 
 
