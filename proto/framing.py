@@ -313,7 +313,7 @@ def tls_to(certificate: bytes) -> ssl.SSLContext:
     Raises ValueError for what is no certificate.
     """
     context = _strict(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the certificate names no host: it is the only one believed
+    context.check_hostname = False  # the certificate names no host: it alone is trusted
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(cadata=certificate)

@@ -45,7 +45,7 @@ _MERGED_AT = 512
 @dataclass(frozen=True, slots=True)
 class SavedHistory:
     """``names``: tenant and category by group number, from 1; ``groups``: the numbers of those
-    that are told apart, in their order. ``classes`` are of dtype CLASS, ``chunks`` of CHUNK.
+    with statistics of their own, in order. ``classes`` are of dtype CLASS, ``chunks`` of CHUNK.
     """
 
     names: Sequence[tuple[str, str]]

@@ -52,7 +52,7 @@ class Limits(BaseModel):
     cpu_slab_bytes: Annotated[Size, AfterValidator(_slab)] = 0
     """memory is shared in slabs of this size; 0: from --cpu"""
     mover_queue: Count = 1024
-    """background moves waiting in each lane"""
+    """background moves waiting in each queue"""
     prefetch_bytes: Size = 64 * MIB
     """most that is loaded ahead of gets at once, for chains that were just found; 0: nothing"""
     load_headroom_percent: Annotated[int, Field(ge=0, lt=50), "N"] = 5

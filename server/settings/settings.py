@@ -263,7 +263,7 @@ class Settings(BaseModel):
     jwt_audience: Text = None
     """whom tokens must be for"""
     jwt_issuer: Text = None
-    """who tokens must be from; default: whoever has the key"""
+    """who tokens must be from; default: anyone who has the key"""
     audit_log: Annotated[OwnPath | None, "PATH"] = None
     """file that says who did what; default: none"""
     audit_reads: bool = False
@@ -271,8 +271,8 @@ class Settings(BaseModel):
     encryption_keys: OwnFile = None
     """file of keys to encrypt disk and Redis with, as kvstore keys writes it"""
     secret_file: SecretFile = None
-    """file whose bytes salt the namespaces; default: none, so that whoever knows a model and a
-    prompt can name their chunks"""
+    """file whose bytes salt the namespaces; default: none, so that anyone who knows a model
+    and a prompt can name their chunks"""
     insecure: bool = False
     """allow other hosts to connect without TLS and authentication"""
     open_pages: bool = False
