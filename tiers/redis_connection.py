@@ -243,9 +243,10 @@ class RedisConnection(Connection):
         self.deadline = min(deadline, self._clock() + self._silence_s)
         try:
             self.connect()  # type: ignore[no-untyped-call]
-        except ConnectionError as error:
-            if isinstance(error.__context__, OSError):  # it says more than redis-py's text
-                raise error.__context__ from None
+        except BaseException as error:
+            self.disconnect()  # type: ignore[no-untyped-call] # redis-py does after its errors only
+            if isinstance(error, ConnectionError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from None  # it says more than redis-py's text
             raise
 
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -42,7 +43,7 @@ from kvstore.tiers.redis_connection import (
     pack,
 )
 from kvstore.tiers.redis_servers import FAR_S, FAR_WINDOW, Server, converse
-from kvstore.tiers.redis_url import MAX_HOSTS, parse_redis_url, tls_context
+from kvstore.tiers.redis_url import MAX_HOSTS, Login, parse_redis_url, tls_context
 
 _REPLIES = st.recursive(
     st.none() | st.integers(-(1 << 62), 1 << 62) | st.binary(max_size=40),
@@ -317,3 +318,31 @@ def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(
     connection.open(time.monotonic() + 1.0)
     connection.send(pack((b"PING",)))
     assert connection.read_replies(1, 100) == [b"PONG"]
+    connection.disconnect()  # type: ignore[no-untyped-call]
+
+
+def test_a_server_that_resets_the_handshake_leaves_no_socket_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[socket.socket] = []
+    connect = RedisConnection._connect
+
+    def noted(connection: RedisConnection) -> socket.socket:
+        opened.append(connect(connection))
+        return opened[-1]
+
+    def reset() -> None:
+        far, _ = listener.accept()
+        with far:
+            far.recv(1)  # the rest is unread, so that closing resets
+
+    monkeypatch.setattr(RedisConnection, "_connect", noted)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        options = ConnectionOptions(1.0, 1, Login("", "secret"))
+        connection = RedisConnection(listener.getsockname(), options, time.monotonic)
+        server = threading.Thread(target=reset)
+        server.start()
+        with pytest.raises(ConnectionResetError):
+            connection.open(time.monotonic() + 1.0)
+        server.join()
+    assert [link.fileno() for link in opened] == [-1]
