@@ -338,7 +338,7 @@ class DataCalls:
                     writes.discard(ticket)
                     raise
                 results.append(writes.commit(ticket, frame=frame))
-                keys.append(ticket.key)
+                keys.append(ticket.info.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:
                 writes.abort(session, reservation_id)

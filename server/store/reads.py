@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.admission import PromoteOnSecondHit
 from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket, Work
 from kvstore.tiers.allocator import SlabPlace
@@ -48,11 +49,6 @@ class ReadResult:
     tier: str
     frame: Bytes
     place: SlabPlace | FilePlace | PeerPlace | None
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the frame, wherever it is."""
-        return len(self.frame) if self.place is None else self.place.size_bytes
 
 
 READ_AHEAD_CHUNKS = 8
@@ -121,16 +117,14 @@ class Reads:
     bounds the copies made for readers while CPU memory is full of leases.
     """
 
-    def __init__(
-        self, moves: Moves, bypass_bytes: int, on_read: Callable[[ChunkKey], None]
-    ) -> None:
+    def __init__(self, moves: Moves, bypass_bytes: int, prefetch: Prefetch) -> None:
         self.moves = moves
         self._tiers = tiers = moves.tiers
         self._catalog = moves.catalog
         self._work_queue = moves.work_queue
         self._counters = moves.counters
         self._bypass_limit_bytes = bypass_bytes
-        self._on_read = on_read
+        self._prefetch = prefetch
         self._bypass_bytes = 0
         self._reads = PromoteOnSecondHit(REMEMBERED_READS)
         self._due: OrderedDict[ChunkKey, tuple[str, str]] = OrderedDict()
@@ -153,7 +147,7 @@ class Reads:
         in place, and *peers* from which other servers. *least*: copies of lower fidelity are
         passed over, as if they were not there.
         """
-        slots = self._slots_of(reach)
+        slots = (self._tiers.cpu,) if reach == IN_MEMORY else self._slots_of(reach)
         loads = Loads(self.moves, session.tenant, deadline, slots, least, peers)
         cpu = self._tiers.cpu.name
         delivered = size_bytes = 0
@@ -174,8 +168,10 @@ class Reads:
                 if result is None:
                     break
                 delivered += 1
-                size_bytes += result.size_bytes
-                self._on_read(key)
+                place = result.place
+                size_bytes += len(result.frame) if place is None else place.size_bytes
+                if key in self._prefetch.awaited:
+                    self._prefetch.was_read(key)
                 if result.tier != cpu or self._tiers.gpu is not None:
                     self._promote_if_due(session.tenant, key, result.tier)
                 if origins[index] not in ("", result.tier):
@@ -302,10 +298,9 @@ class Reads:
 
     def _slots_of(self, reach: Collection[Reach]) -> Sequence[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
-        tiers, device, file = self._tiers, Reach.device in reach, Reach.file in reach
-        if not device and not file:
-            return (tiers.cpu,)
-        there = (tiers.gpu if device else None, tiers.cpu, tiers.file_backed if file else None)
+        gpu = self._tiers.gpu if Reach.device in reach else None
+        filed = self._tiers.file_backed if Reach.file in reach else None
+        there = (gpu, self._tiers.cpu, filed)
         return [slot for slot in there if slot is not None]
 
     def _promote_if_due(self, tenant: str, key: ChunkKey, name: str) -> None:

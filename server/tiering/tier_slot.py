@@ -31,6 +31,7 @@ from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_he
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind
 from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.quotas import PartitionedEviction
 from kvstore.server.tiering.admission import TierAdmission
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.base import Tier
@@ -180,6 +181,8 @@ class SpaceRequest:
     deadline: float
     headroom_bytes: int = 0
     category: str = ""
+    is_original: bool = False
+    """Whether a lossy copy on the slot gives way to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -204,10 +207,13 @@ class TierSlot:
     name: str = field(init=False)
     """The tier's, kept here as it is read often."""
     rate: Rate = field(init=False)
+    has_quotas: bool = field(init=False)
+    """Whether its policy keeps tenants and categories to shares of it."""
     tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
         self.name = name = self.tier.name
+        self.has_quotas = isinstance(self.policy, PartitionedEviction)
         self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
 
     def read_verified(

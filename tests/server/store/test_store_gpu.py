@@ -156,9 +156,9 @@ def test_a_client_of_the_device_reads_gpu_memory_in_place(
     assert [result.tier for result in found] == ["gpu", "gpu", "cpu"]
     places = [result.place for result in found]
     assert places[:2] == [gpu.locate(version.info.key) for version in versions[:2]]
-    slabs = [place.slab_id for place in places if isinstance(place, SlabPlace)]
-    assert [slab == ARENA_SLAB for slab in slabs] == [True, True, False]
-    assert [result.size_bytes for result in found] == [v.info.size_bytes for v in versions]
+    slabs = [place for place in places if isinstance(place, SlabPlace)]
+    assert [place.slab_id == ARENA_SLAB for place in slabs] == [True, True, False]
+    assert [place.size_bytes for place in slabs] == [v.info.size_bytes for v in versions]
     assert core.tiers_of(versions[0]) == ["gpu"], "nothing was copied for it"
 
 
