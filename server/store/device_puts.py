@@ -219,7 +219,9 @@ class DevicePuts:
     ) -> PutTicket | PutResult:
         reservations, slot = self._reservations, self._slot
         if self._store.states is not None and info.layout.has(LayerKind.state):
-            return reservations.refuse(info.key, "whether its state is kept is judged in CPU memory")
+            return reservations.refuse(
+                info.key, "whether its state is kept is judged in CPU memory"
+            )
         most_bytes = slot.tier.max_frame_bytes()
         if info.size_bytes > most_bytes:
             return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")

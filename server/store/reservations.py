@@ -221,7 +221,7 @@ class Reservations:
             moves.eviction.settle_quota(slot, key)
         for lower in self._lower:
             if moves.placement.admits(lower, key, Trigger.stored) and (
-                lower.breaker.is_open or moves.copy_down(key, lower) is None
+                lower.breaker.is_open or moves.copy_to(key, lower) is None
             ):
                 moves.placement.cancelled(lower.name, key)
                 self._counters.add("skipped_copies")

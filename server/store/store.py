@@ -150,7 +150,7 @@ class Store:
         ]
 
     def _copied(self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float) -> list[str]:
-        tickets = [self.moves.copy_down(key, slot, urgent=True) for key in keys]
+        tickets = [self.moves.copy_to(key, slot, urgent=True) for key in keys]
         return [self._outcome(ticket, deadline) for ticket in tickets]
 
     def _flushed(
@@ -312,7 +312,7 @@ class Store:
                 slot.tier.stats(),
                 slot.encoder.name,
                 slot.encoder.codec_id,
-                slot.rate.bytes_per_s,
+                slot.bytes_per_s,
                 slot.breaker.reason or slot.tier.write_error,
             )
             for slot in self.tiers.slots.values()

@@ -28,7 +28,6 @@ from kvstore.server.tiering.tier_slot import SpaceRequest, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import Reservation
 
-
 MAX_ROUNDS = 1000
 VICTIMS_PER_ROUND = 64
 
@@ -36,7 +35,7 @@ VICTIMS_PER_ROUND = 64
 class Eviction:
     """Makes room on the slots of *tiers*, and frees copies that were forgotten. Thread-safe.
 
-    *copy_down* demotes a victim that no slower tier has.
+    *copy_to* demotes a victim that no slower tier has.
     """
 
     def __init__(
@@ -46,14 +45,14 @@ class Eviction:
         work_queue: WorkQueue,
         counters: Counters,
         placement: Placement,
-        copy_down: Callable[..., Ticket | None],
+        copy_to: Callable[..., Ticket | None],
     ) -> None:
         self._tiers = tiers
         self._catalog = catalog
         self._work_queue = work_queue
         self._counters = counters
         self._placement = placement
-        self._copy_down = copy_down
+        self._copy_to = copy_to
         self._awaited: dict[int, tuple[int, int]] = {}
         """Bytes and chunks, by partition, that puts into CPU memory have reserved."""
         self._lock = threading.Lock()  # guards it
@@ -61,8 +60,9 @@ class Eviction:
     def reserve(self, slot: TierSlot, request: SpaceRequest) -> Reservation:
         """Reserve on *slot*, evicting what is in the way.
 
-        Raises TierFullError when everything else is held or the deadline passes first, or a lossy
-        copy is read in the place of an original, InvalidRequestError for a frame that no empty tier could hold.
+        Raises TierFullError when everything else is held, the deadline passes first or a lossy
+        copy in the place of an original is read, InvalidRequestError for a frame that no empty tier
+        could hold.
         """
         tier = slot.tier
         size = request.info.size_bytes
@@ -212,10 +212,10 @@ class Eviction:
         if not targets or any(target.name in held for target in lower):
             return None
         if targets[0] is self._tiers.cpu:
-            return self._copy_down(key, targets[0], urgent=True)
+            return self._copy_to(key, targets[0], urgent=True)
         for target in self._placement.by_load(targets, key):
             if self._placement.admits(target, key, Trigger.leaving):
-                return self._copy_down(key, target, urgent=True)
+                return self._copy_to(key, target, urgent=True)
         self._counters.add("unworthy_copies")
         return None
 
