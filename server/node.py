@@ -40,7 +40,7 @@ from kvstore.server.settings.process_limits import (
     taken,
 )
 from kvstore.server.settings.settings import Settings
-from kvstore.server.store.saved_state import StateKeeper
+from kvstore.server.store.saved_state import SavedState
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.metrics import Counters
@@ -219,10 +219,10 @@ class Node:
                 slot.tracing = tracing
         return tracing
 
-    def _open_keeper(self) -> StateKeeper | None:
+    def _open_keeper(self) -> SavedState | None:
         if "disk" not in self._config.tiers:
             return None
-        keeper = StateKeeper(self.store, self._config.disk.path, time.time)
+        keeper = SavedState(self.store, self._config.disk.path, time.time)
         keeper.load()
         return keeper
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
@@ -10,15 +10,21 @@ from operator import attrgetter
 from kvstore.proto import bulk, messages
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import Reach, pack_places
-from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.reads import IN_MEMORY, LayerPart, RangeRead, ReadResult
+from kvstore.server.store.reads import (
+    IN_MEMORY,
+    NO_REACH,
+    LayerPart,
+    RangeRead,
+    ReadResult,
+    ReadTerms,
+)
 from kvstore.server.store.store import Store
 
-REACH: dict[int, frozenset[Reach] | None] = {
-    pb.VIA_STREAM: None,
+REACH: dict[int, frozenset[Reach]] = {
+    pb.VIA_STREAM: NO_REACH,
     pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
     pb.VIA_DEVICE: IN_MEMORY | {Reach.device, Reach.file},
 }
@@ -27,88 +33,66 @@ REACH: dict[int, frozenset[Reach] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class GetStream:
-    """Answers one get under a lease. ``deadline`` is a point on the store's clock.
-
-    Copies of a chunk below ``least`` count as missing.
-    """
+    """Answers one get under a lease."""
 
     store: Store
-    session: Session
     stamp: pb.Server
     lease_id: int
-    deadline: float
-    least: Fidelity
+    terms: ReadTerms
 
     def layers(
         self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
     ) -> Iterator[pb.GetResponse]:
         """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
-        moves = self.store.moves
-        layered = LayerwiseRead(moves, self.session, keys, self.deadline, self.least)
+        layered = LayerwiseRead(self.store.moves, keys, self.terms)
         layered.skipped = skipped
         for part in layered.parts():
             yield from self._pieces(part)
 
     def ranges(
-        self,
-        keys: Sequence[ChunkKey],
-        ranges: Sequence[pb.FrameRange],
-        reach: Collection[Reach] | None,
+        self, keys: Sequence[ChunkKey], ranges: Sequence[pb.FrameRange]
     ) -> Iterator[pb.GetResponse]:
         """Yield *ranges* of the frames of *keys* as they lie, in order; one read for neighbours.
 
-        Of a frame within *reach* its place instead.
+        Of a frame within reach its place instead.
         """
-        reading = RangeRead(self.store.reads, self.session, self.least, self.deadline)
+        reading = RangeRead(self.store.reads, self.terms)
         for index, group in groupby(ranges, key=attrgetter("index")):
-            found = None
-            if reach is not None and index < len(keys):
-                found = reading.place(keys[index], reach)
+            found = reading.place(keys[index]) if index < len(keys) else None
             if found is not None:
                 yield self._places(index, pack_places([found[1]]), [found[0]])
                 continue
             for part in range_parts(reading, keys, group):
                 yield from self._pieces(part)
 
-    def frames(
-        self,
-        keys: Sequence[ChunkKey],
-        reach: Collection[Reach] | None,
-        peers: Collection[int] = (),
-    ) -> Iterator[pb.GetResponse]:
-        """Yield the chunks in order: where they are on *peers* or within *reach*, else bytes."""
-        reads = self.store.reads
-        if reach is None:
-            for result in reads.get(self.session, keys, self.deadline, least=self.least):
+    def frames(self, keys: Sequence[ChunkKey]) -> Iterator[pb.GetResponse]:
+        """Yield the chunks in order: where they are on peers or within reach, else bytes."""
+        reads, terms = self.store.reads, self.terms
+        if not terms.reach:
+            for result in reads.get(keys, terms):
                 yield from self._pieces(frame_part(result))
             return
-        rows = reads.in_place(keys, reach, self.least, peers)
+        rows = reads.in_place(keys, terms)
         if len(rows):
-            yield self._places(0, rows.tobytes(), reads.place_names(reach, peers))
-            reads.note_in_place(self.session, keys, rows)
+            yield self._places(0, rows.tobytes(), reads.place_names(terms))
+            reads.note_in_place(keys, rows, terms)
         if len(rows) < len(keys):
-            yield from self._loaded(keys, len(rows), reach, peers)
+            yield from self._loaded(keys, len(rows))
 
-    def _loaded(
-        self,
-        keys: Sequence[ChunkKey],
-        first: int,
-        reach: Collection[Reach],
-        peers: Collection[int],
-    ) -> Iterator[pb.GetResponse]:
+    def _loaded(self, keys: Sequence[ChunkKey], first: int) -> Iterator[pb.GetResponse]:
         """Yield the chunks from *first* on; places that need no load come together."""
-        reads, least = self.store.reads, self.least
+        reads, terms = self.store.reads, self.terms
         there: list[ReadResult] = []
         remote = self.store.tiers.remote
         lenders = remote.tier.lenders(keys[first:]) if remote is not None else set()
-        for one in reads.get(self.session, keys[first:], self.deadline, reach, least, peers):
+        for one in reads.get(keys[first:], terms):
             result = replace(one, index=one.index + first)
             if result.place is None:
                 yield from self._pieces(frame_part(result))
                 continue
             there.append(result)
             following = keys[result.index + 1 :][:1]
-            if not (following and reads.in_reach(following[0], reach, least, peers)):
+            if not (following and reads.in_reach(following[0], terms)):
                 yield self._places_of(there, lenders)
                 there = []
         if there:

@@ -33,6 +33,7 @@ from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
+from kvstore.server.store.reads import NO_REACH, ReadTerms
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
@@ -223,21 +224,23 @@ class DataCalls:
         least = fidelity(request.min_fidelity)
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
-        reach = REACH[request.via] if self._unix_server is not None else None
-        if reach is not None and "write" not in session.roles:
+        reach = REACH[request.via] if self._unix_server is not None else NO_REACH
+        if "write" not in session.roles:
             reach = reach - {Reach.file}  # an open file can be opened again for writing
         if request.ranges:
             self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)
-        stream = GetStream(self._store, session, self._stamp, lease_id, deadline, least)
+        peers = frozenset(request.peers[:MAX_READ_PEERS])
+        terms = ReadTerms(session, deadline, least, reach, peers)
+        stream = GetStream(self._store, self._stamp, lease_id, terms)
         if request.ranges:
-            messages = stream.ranges(keys[:known], request.ranges, reach)
+            messages = stream.ranges(keys[:known], request.ranges)
         elif request.layer_major:
             messages = stream.layers(keys[:known], skipped)
         else:
-            session.reads_from = frozenset(request.peers[:MAX_READ_PEERS])
-            messages = stream.frames(keys[:known], reach, session.reads_from)
+            session.reads_from = peers
+            messages = stream.frames(keys[:known])
         release = not request.lease_id
         has_places = False
         try:

@@ -34,7 +34,7 @@ from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.limits import Limits
 from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.reads import LayerPart, RangeRead
+from kvstore.server.store.reads import LayerPart, RangeRead, ReadTerms
 from kvstore.server.store.store import Store
 
 if TYPE_CHECKING:
@@ -195,14 +195,15 @@ class BulkService:
         keys, reads = keys[:known], self._store.reads
         try:
             least = fidelity(word.flags >> bulk.FIDELITY_SHIFT & 3)
+            terms = ReadTerms(session, deadline, least)
             if word.flags & bulk.RANGES:
-                yield from range_parts(RangeRead(reads, session, least, deadline), keys, ranges)
+                yield from range_parts(RangeRead(reads, terms), keys, ranges)
             elif word.flags & bulk.LAYER_MAJOR:
-                layered = LayerwiseRead(self._store.moves, session, keys, deadline, least)
+                layered = LayerwiseRead(self._store.moves, keys, terms)
                 layered.skipped = skipped
                 yield from layered.parts()
             else:
-                for result in reads.get(session, keys, deadline, least=least):
+                for result in reads.get(keys, terms):
                     yield frame_part(result)
         finally:
             if not word.lease_id:

@@ -25,9 +25,8 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.row_mask import Rows, SkippedRows
-from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, layer_order
-from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import LayerPart, Loads
+from kvstore.proto.types import ChunkInfo, ChunkKey, layer_order
+from kvstore.server.store.reads import LayerPart, Loads, ReadTerms
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.server.tiering.work_queue import Ticket
@@ -94,8 +93,8 @@ class StreamingLoad:
 
         Raises TierFullError, TierUnavailableError, ChunkCorruptError.
         """
-        moves, stored = self._moves, self._stored
-        room = SpaceRequest(stored, self._loads.tenant, self._loads.deadline)
+        moves, stored, terms = self._moves, self._stored, self._loads.terms
+        room = SpaceRequest(stored, terms.session.tenant, terms.deadline)
         moves.catalog.hold(stored.key)
         try:
             self._reservation = moves.eviction.reserve(moves.tiers.cpu, room)
@@ -175,21 +174,14 @@ class LayerwiseRead:
     layer. The caller holds the lease until it is done with what it got.
     """
 
-    def __init__(
-        self,
-        moves: Moves,
-        session: Session,
-        keys: Sequence[ChunkKey],
-        deadline: float,
-        least: Fidelity = Fidelity.exact,
-    ) -> None:
+    def __init__(self, moves: Moves, keys: Sequence[ChunkKey], terms: ReadTerms) -> None:
         self.skipped: SkippedRows | None = None
         """Rows that the reader does not want."""
         self._moves = moves
-        self._least = least
+        self._least = terms.least
         self._keys = keys
-        self._reads = Loads(moves, session.tenant, deadline)
-        self._order = layer_order(session.representation)
+        self._reads = Loads(moves, terms)
+        self._order = layer_order(terms.session.representation)
         self._sources: list[_Source] = []
         self._loads: list[StreamingLoad] = []
 
@@ -283,16 +275,13 @@ class LayerwiseRead:
                 tickets.append(None if load is None else load.submit(wanted))
             if source.index >= live:
                 continue
-            ticket = tickets[number]
-            if source.load is not None and (ticket is None or not self._is_done(ticket)):
-                live = source.index  # a segment that failed: nothing from here on
-                continue
-            offset = int(source.header.segments[segment]["offset"])
-            data = self._wanted(source, segment)
-            if data is None:
+            ticket, data = tickets[number], None
+            if source.load is None or (ticket is not None and self._is_done(ticket)):
+                data = self._wanted(source, segment)
+            if data is None:  # a segment that failed: nothing from here on
                 live = source.index
                 continue
-            yield self._part(source, offset, data)
+            yield self._part(source, int(source.header.segments[segment]["offset"]), data)
 
     def _wanted(self, source: _Source, segment: int) -> Bytes | None:
         """Return what is sent of a segment; None when it proved wrong before it was cut."""

@@ -41,7 +41,6 @@ from kvstore.server.store.reservations import (
     PutTicket,
     Reservations,
 )
-from kvstore.server.telemetry.metrics import Counters
 
 UNFINISHED_PERCENT = 25
 """Of CPU memory: rooms of partial chunks, and what streams bring on its way into them."""
@@ -210,26 +209,17 @@ def _same(name: str, given: object, known: object) -> None:
 
 
 class ParallelWrites:
-    """Partial chunks, by key. Thread-safe. *clock* returns monotonic seconds.
+    """Partial chunks, by key: *limit_bytes* together, *unfinished_s* each. Thread-safe."""
 
-    They have *limit_bytes* together, and *unfinished_s* each.
-    """
-
-    def __init__(
-        self,
-        reservations: Reservations,
-        limit_bytes: int,
-        unfinished_s: float,
-        clock: Callable[[], float],
-        counters: Counters,
-    ) -> None:
+    def __init__(self, reservations: Reservations, limit_bytes: int, unfinished_s: float) -> None:
         self._reservations = reservations
         self._limit_bytes = limit_bytes
         self._unfinished_s = unfinished_s
-        self._counters = counters
-        self._clock = clock
+        self._counters = reservations.counters
+        self._clock = reservations.clock
         self._chunks: dict[ChunkKey, PartialChunk] = {}
-        self._used_bytes = 0
+        self.used_bytes = 0
+        """Of partial chunks, and of streamed parts on their way into them."""
         # Guards the two above, and all of a chunk but the copying of its bytes.
         self._lock = threading.Lock()
 
@@ -243,25 +233,22 @@ class ParallelWrites:
         with self._lock:
             chunk = self._chunks.get(ticket.info.key)
             need_bytes = stream_bytes if chunk else stream_bytes + ticket.info.size_bytes
-            has_room = self._used_bytes + need_bytes <= self._limit_bytes
+            has_room = self.used_bytes + need_bytes <= self._limit_bytes
             has_room = has_room and (chunk is not None or len(self._chunks) < MAX_UNFINISHED_CHUNKS)
             if has_room:
                 if chunk is not None:
                     chunk.join(ticket)
-                self._used_bytes += need_bytes
+                self.used_bytes += need_bytes
         if not has_room:
             reason = f"have all of their {self._limit_bytes} bytes or are {MAX_UNFINISHED_CHUNKS}"
             return self._reservations.refuse(ticket.info.key, f"unfinished chunks {reason}")
         if stream_bytes:
             ticket.room = np.empty(stream_bytes, np.uint8)
-        if chunk is not None:
-            return ticket
-        is_begun = False
+        answer: PartTicket | PutResult | None = None
         try:
-            answer = self._open(ticket, deadline)
-            is_begun = answer is ticket
+            answer = ticket if chunk is not None else self._open(ticket, deadline)
         finally:
-            if not is_begun:
+            if answer is not ticket:
                 self.discard(ticket)
         return answer
 
@@ -281,7 +268,7 @@ class ParallelWrites:
         if not is_ours:  # another writer was quicker
             self._reservations.discard(reserved)
         elif self._reservations.has(info.key):  # others were, and have made it whole since
-            self._let_go(lambda one: one is chunk)
+            self._drop(lambda one: one is chunk)
             return PutResult(PutOutcome.exists)
         with self._lock:
             if (known := self._chunks.get(info.key)) is not None:
@@ -291,7 +278,7 @@ class ParallelWrites:
 
     def _release(self, size_bytes: int) -> None:
         with self._lock:
-            self._used_bytes -= size_bytes
+            self.used_bytes -= size_bytes
 
     def discard(self, ticket: PartTicket) -> None:
         """Drop one part; the chunk waits for another writer of it."""
@@ -360,7 +347,7 @@ class ParallelWrites:
 
     def _forget(self, chunk: PartialChunk) -> None:
         del self._chunks[chunk.info.key]
-        self._used_bytes -= chunk.info.size_bytes
+        self.used_bytes -= chunk.info.size_bytes
 
     # --- those that do not become whole
 
@@ -375,14 +362,10 @@ class ParallelWrites:
             theirs = {one for one in self._chunks.values() if session_id in one.sessions}
             for chunk in theirs:
                 chunk.sessions.discard(session_id)
-        self._drop(lambda chunk: chunk in theirs and not chunk.sessions)
+        count = self._drop(lambda chunk: chunk in theirs and not chunk.sessions)
+        self._counters.add("dropped_unfinished_chunks", count)
 
     def _drop(self, is_over: Callable[[PartialChunk], bool]) -> int:
-        count = self._let_go(is_over)
-        self._counters.add("dropped_unfinished_chunks", count)
-        return count
-
-    def _let_go(self, is_over: Callable[[PartialChunk], bool]) -> int:
         with self._lock:
             over = [one for one in self._chunks.values() if is_over(one) and not one.is_sealing]
             for chunk in over:
@@ -392,11 +375,6 @@ class ParallelWrites:
         for chunk in free:
             self._reservations.discard(chunk.ticket)
         return len(over)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of partial chunks, and of streamed parts on their way into them."""
-        return self._used_bytes
 
     def __len__(self) -> int:
         return len(self._chunks)

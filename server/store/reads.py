@@ -76,27 +76,36 @@ _NOT_HERE: Bytes = np.empty(0, np.uint8)
 _numbers = count()
 
 
+@dataclass(frozen=True, slots=True)
+class ReadTerms:
+    """Who reads, and by when: a point on the clock of the store.
+
+    ``reach``: where it reads in place, and ``peers`` from which other servers. Copies of less than
+    ``least`` are passed over, as if they were not there.
+    """
+
+    session: Session
+    deadline: float
+    least: Fidelity = Fidelity.exact
+    reach: Collection[Reach] = NO_REACH
+    peers: Collection[int] = ()
+
+
 @dataclass(slots=True)
 class Loads:
     """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
 
-    ``deadline`` is a point on the clock of ``moves``. ``slots`` are those that are read without a
-    load, nearest first, ``peers`` the numbers of servers that the reader reads from itself,
-    ``least`` the fidelity that it wants. For one thread.
+    ``slots`` are those that are read without a load, nearest first. For one thread.
     """
 
     moves: Moves
-    tenant: str
-    deadline: float
+    terms: ReadTerms
     slots: Sequence[TierSlot] = ()
-    least: Fidelity = Fidelity.exact
-    peers: Collection[int] = ()
-    wants_places: bool = False
     claims: list[Ticket] = field(default_factory=list)
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
         """Begin to copy a chunk to CPU memory; None when the queue of *source* is full."""
-        return self._claimed(self.moves.load(key, source, self.tenant, claimed=True))
+        return self._claimed(self.moves.load(key, source, self.terms.session.tenant, claimed=True))
 
     def submit(self, source: TierSlot, name: bytes, work: Work) -> Ticket | None:
         """Begin another read of *source*; None when its queue is full."""
@@ -111,7 +120,7 @@ class Loads:
     def wait(self, ticket: Ticket) -> object:
         """Return what a read returned. Raises its error, or DeadlineError, which is counted."""
         try:
-            return self.moves.work_queue.wait(ticket, self.deadline)
+            return self.moves.work_queue.wait(ticket, self.terms.deadline)
         except DeadlineError:
             self.moves.counters.add("get_late_chunks")
             raise
@@ -144,24 +153,14 @@ class Reads:
         self._lock = threading.Lock()  # guards the three above
         self._ahead = [slot for slot in tiers.slots.values() if slot.tier.reads_ahead]
 
-    def get(
-        self,
-        session: Session,
-        keys: Sequence[ChunkKey],
-        deadline: float,
-        reach: Collection[Reach] = NO_REACH,
-        least: Fidelity = Fidelity.exact,
-        peers: Collection[int] = (),
-    ) -> Iterator[ReadResult]:
+    def get(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[ReadResult]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
-        The caller holds the lease until it is done with what it got. *reach*: where it reads in
-        place, and *peers* from which other servers. *least*: copies of lower fidelity are passed
-        over, as if they were not there.
+        The caller holds the lease until it is done with what it got.
         """
         cpu = self._tiers.cpu.name
-        slots = self.slots_of(reach) if reach else (self._tiers.cpu,)
-        loads = Loads(self.moves, session.tenant, deadline, slots, least, peers, bool(reach))
+        slots = self._slots_of(terms.reach) if terms.reach else (self._tiers.cpu,)
+        loads = Loads(self.moves, terms, slots)
         delivered = size_bytes = 0
         origins: list[str] = []
         try:
@@ -181,7 +180,7 @@ class Reads:
                 if key in self._prefetch.awaited:
                     self._prefetch.was_read(key)
                 if result.tier != cpu or self._tiers.gpu is not None:
-                    self._promote_if_due(session.tenant, key, result.tier)
+                    self._promote_if_due(terms.session.tenant, key, result.tier)
                 if origin not in ("", result.tier):
                     result = replace(result, tier=origin)
                 try:
@@ -196,13 +195,7 @@ class Reads:
             self._counters.add("get_bytes", size_bytes)
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
-    def in_place(
-        self,
-        keys: Sequence[ChunkKey],
-        reach: Collection[Reach],
-        least: Fidelity,
-        peers: Collection[int] = (),
-    ) -> NDArray[Any]:
+    def in_place(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> NDArray[Any]:
         """Return where the longest prefix of leased *keys* is that the reader can read in place.
 
         As PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered:
@@ -210,7 +203,8 @@ class Reads:
         them. Where there is GPU memory, to which a second read would promote others, only those
         that are there.
         """
-        tiers, names = self._tiers, self.place_names(reach)
+        tiers, reach, least, peers = self._tiers, terms.reach, terms.least, terms.peers
+        names = [slot.name for slot in self._slots_of(reach)]
         if tiers.gpu is not None:
             if Reach.device not in reach or tiers.gpu_tier is None:
                 return np.empty(0, PLACE_ROW)
@@ -240,28 +234,26 @@ class Reads:
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
 
-    def place_names(self, reach: Collection[Reach], peers: Collection[int] = ()) -> list[str]:
-        """Return the tiers that a reader of *reach* and *peers* reads in place.
-
-        That of a device is the first, that of peers the last.
-        """
-        names = [slot.name for slot in self.slots_of(reach)]
-        remote = self._tiers.remote if peers else None
+    def place_names(self, terms: ReadTerms) -> list[str]:
+        """Return the tiers that are read in place: that of a device first, that of peers last."""
+        names = [slot.name for slot in self._slots_of(terms.reach)]
+        remote = self._tiers.remote if terms.peers else None
         return names if remote is None else [*names, remote.name]
 
-    def note_in_place(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
+    def note_in_place(self, keys: Sequence[ChunkKey], rows: NDArray[Any], terms: ReadTerms) -> None:
         """The reader of *keys* begins to read *rows*: what follows from reading files."""
+        tenant = terms.session.tenant
         filed, peers = self._tiers.file_backed, self._tiers.remote
         if peers is not None:
             for index in np.flatnonzero(rows["reach"] == Reach.peer).tolist():
-                self._promote_if_due(session.tenant, keys[index], peers.name)
+                self._promote_if_due(tenant, keys[index], peers.name)
         in_files = [keys[index] for index in np.flatnonzero(rows["reach"] == Reach.file).tolist()]
         if filed is None or not in_files:
             return
         for start in range(0, len(in_files), READ_AHEAD_CHUNKS):
             self._read_ahead(in_files[max(1, start) : start + READ_AHEAD_CHUNKS])
         for key in in_files:
-            self._promote_if_due(session.tenant, key, filed.name)
+            self._promote_if_due(tenant, key, filed.name)
 
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
         """Let media that can use that know what of the chain is read next; wait for nothing."""
@@ -274,20 +266,14 @@ class Reads:
                 work = partial(slot.tier.prefetch, ahead)
                 self._work_queue.submit(f"load-{slot.name}", b"ahead" + ahead[0], work)
 
-    def in_reach(
-        self,
-        key: ChunkKey,
-        reach: Collection[Reach] = IN_MEMORY,
-        least: Fidelity = Fidelity.exact,
-        peers: Collection[int] = (),
-    ) -> bool:
+    def in_reach(self, key: ChunkKey, terms: ReadTerms) -> bool:
         """Whether *key* can be delivered without a load."""
-        holders = self._catalog.holders(key, least)
-        if any(_is_in_place(slot, key, holders) for slot in self.slots_of(reach)):
+        holders, peers = self._catalog.holders(key, terms.least), terms.peers
+        if any(_is_in_place(slot, key, holders) for slot in self._slots_of(terms.reach)):
             return True
         return bool(peers) and self._lent(key, holders, peers) is not None
 
-    def slots_of(self, reach: Collection[Reach]) -> list[TierSlot]:
+    def _slots_of(self, reach: Collection[Reach]) -> list[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
         gpu = self._tiers.gpu if Reach.device in reach else None
         filed = self._tiers.file_backed if Reach.file in reach else None
@@ -371,7 +357,9 @@ class Reads:
         if len(origins) >= min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
             return
         keys, first_slot = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS], loads.slots[0].name
-        for key, holders in zip(keys, self._catalog.read_plan(keys, loads.least), strict=True):
+        for key, holders in zip(
+            keys, self._catalog.read_plan(keys, loads.terms.least), strict=True
+        ):
             is_first = first_slot in holders
             origins.append(first_slot if is_first else self._load(key, loads, holders)[0])
 
@@ -383,7 +371,7 @@ class Reads:
             if _is_in_place(slot, key, holders):
                 return slot.name, None
         for slot in self.moves.nearest(key, holders):
-            if slot.tier.peer_place(key, loads.peers) is not None:
+            if slot.tier.peer_place(key, loads.terms.peers) is not None:
                 return slot.name, None
             return slot.name, loads.load(key, slot)
         return "", None
@@ -392,14 +380,14 @@ class Reads:
         cpu, holders_of = self._tiers.cpu.name, self._catalog.holders
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._tiers.slots)):
-            name, ticket = self._load(key, loads, holders_of(key, loads.least))
+            name, ticket = self._load(key, loads, holders_of(key, loads.terms.least))
             if ticket is None:
                 return self._found(index, key, name, loads) if name else None
             try:
                 loads.wait(ticket)
                 # A copy of too low fidelity has the chunk's place in CPU memory.
-                if cpu in holders_of(key) and cpu not in holders_of(key, loads.least):
-                    self._promote_soon(key, loads.tenant, name)
+                if cpu in holders_of(key) and cpu not in holders_of(key, loads.terms.least):
+                    self._promote_soon(key, loads.terms.session.tenant, name)
                     return self._read_bypass(index, key, name, loads)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
                 return self._read_bypass(index, key, name, loads)
@@ -412,10 +400,10 @@ class Reads:
     def _found(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
         """Return a chunk that needs no load: its bytes in CPU memory, or its place."""
         slot = self._tiers.slots[name]
-        if slot is self._tiers.cpu and not loads.wants_places:
+        if slot is self._tiers.cpu and not loads.terms.reach:
             frame = self._tiers.cpu_tier.peek(key)
             return None if frame is None else ReadResult(index, name, frame)
-        place = self.place_of(slot, key, loads.peers)
+        place = self.place_of(slot, key, loads.terms.peers)
         if slot is self._tiers.remote:
             self._counters.add("peer_lent_chunks", place is not None)
         return None if place is None else ReadResult(index, name, _NOT_HERE, place)
@@ -460,21 +448,22 @@ def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool
 
 class RangeRead:
     """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
-    before others, of those the smallest; of less than *least* none.
+    before others, of those the smallest.
     """
 
-    def __init__(self, reads: Reads, session: Session, least: Fidelity, deadline: float) -> None:
+    def __init__(self, reads: Reads, terms: ReadTerms) -> None:
         self._reads = reads
         self._moves = reads.moves
         self._tiers = reads.moves.tiers
-        self._least = least
-        self._loads = Loads(reads.moves, session.tenant, deadline)
+        self._terms = terms
+        self._loads = Loads(reads.moves, terms)
 
-    def place(self, key: ChunkKey, reach: Collection[Reach]) -> tuple[str, Place] | None:
-        """Return the tier of the chosen copy and where a reader of *reach* reads it in place."""
-        name, info = self._chosen(key)
-        slot = None if info is None else self._tiers.slots[name]
-        if slot is None or slot is self._tiers.gpu or slot not in self._reads.slots_of(reach):
+    def place(self, key: ChunkKey) -> tuple[str, Place] | None:
+        """Return the tier of the chosen copy and where the reader reads it in place."""
+        name, _ = self._chosen(key)
+        slot, tiers, reach = self._tiers.slots.get(name), self._tiers, self._terms.reach
+        is_here = slot is tiers.cpu and Reach.memory in reach
+        if slot is None or not (is_here or (slot is tiers.file_backed and Reach.file in reach)):
             return None
         place = self._reads.place_of(slot, key)
         return None if place is None else (name, place)
@@ -511,7 +500,7 @@ class RangeRead:
         copies = {
             name: info
             for name, info in self._moves.catalog.copies(key).items()
-            if info.fidelity >= self._least and not self._tiers.slots[name].breaker.is_open
+            if info.fidelity >= self._terms.least and not self._tiers.slots[name].breaker.is_open
         }
         order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
         name = min(order, key=order.__getitem__, default="")

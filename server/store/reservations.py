@@ -88,7 +88,8 @@ class Reservations:
         self._moves = moves
         self._states = states
         self._catalog = moves.catalog
-        self._counters = moves.counters
+        self.counters = moves.counters
+        self.clock = moves.clock
         self._lower = moves.tiers.lower
         self.on_existing: list[Callable[[ChunkKey], None]] = []
         """Called with each chunk that was put and is here."""
@@ -150,7 +151,7 @@ class Reservations:
             catalog.purged(far, key)
         if catalog.in_flight.begin(key, kept.layout):
             return None
-        self._counters.add("put_existing_chunks")
+        self.counters.add("put_existing_chunks")
         self._hint(key, hints)
         for listener in self.on_existing:
             listener(key)
@@ -179,13 +180,13 @@ class Reservations:
 
     def refuse(self, key: ChunkKey, reason: str) -> PutResult:
         """Count and record that a chunk is not taken; return the answer."""
-        self._counters.add("put_refused_chunks")
+        self.counters.add("put_refused_chunks")
         self._catalog.outcomes.note(key, Fate.refused, detail=reason)
         return PutResult(PutOutcome.refused, reason)
 
     def reject(self, key: ChunkKey, error: KVStoreError) -> None:
         """Count and record a frame that is not what it should be."""
-        self._counters.add("put_invalid_chunks")
+        self.counters.add("put_invalid_chunks")
         self._catalog.outcomes.note(key, Fate.invalid, detail=str(error))
 
     def discard(self, ticket: PutTicket) -> None:
@@ -213,10 +214,10 @@ class Reservations:
         finally:
             catalog.in_flight.end(key)
         if not sealed:
-            self._counters.add("put_existing_chunks")
+            self.counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)
-        self._counters.add("put_stored_chunks")
-        self._counters.add("put_bytes", ticket.info.size_bytes)
+        self.counters.add("put_stored_chunks")
+        self.counters.add("put_bytes", ticket.info.size_bytes)
         if slot.has_quotas:
             moves.eviction.settle_quota(slot, key)
         for lower in self._lower:
@@ -224,7 +225,7 @@ class Reservations:
                 lower.breaker.is_open or moves.copy_to(key, lower) is None
             ):
                 moves.placement.cancelled(lower.name, key)
-                self._counters.add("skipped_copies")
+                self.counters.add("skipped_copies")
         return PutResult(PutOutcome.stored)
 
     def _uncount(self, ticket: PutTicket) -> None:
@@ -245,7 +246,7 @@ class Reservations:
                 fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
             finally:
                 cpu.abort(ticket.reservation)
-            ticket.info, deadline = fresh.info(), self._moves.clock() + _TRIM_S
+            ticket.info, deadline = fresh.info(), self.clock() + _TRIM_S
             room = SpaceRequest(
                 ticket.info, tenant, deadline, self._headroom_bytes, ticket.hints.category,
                 is_original=True,
@@ -255,14 +256,14 @@ class Reservations:
             self._catalog.in_flight.end(ticket.info.key)
             return self.refuse(ticket.info.key, str(error))
         copy_bytes(cpu.view(ticket.reservation), frame)
-        self._counters.add("put_states_left_out")
+        self.counters.add("put_states_left_out")
         result = self.commit(ticket, fresh)
         is_stored = result.outcome is PutOutcome.stored
         return replace(result, reason=WITHOUT_STATE) if is_stored else result
 
     def _hint(self, key: ChunkKey, hints: Hints) -> None:
         if hints != NO_HINTS:
-            self._counters.add("ignored_pins", self._catalog.hint([key], hints))
+            self.counters.add("ignored_pins", self._catalog.hint([key], hints))
 
 
 def without_state(layout: KVLayout) -> KVLayout | None:

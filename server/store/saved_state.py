@@ -144,16 +144,15 @@ _GATES = TypeAdapter(Annotated[list[_Gate], Field(max_length=MAX_GATES)], config
 _VARIANTS = TypeAdapter(Annotated[list[_Variant], Field(max_length=MAX_LEARNED)], config=_JSON)
 
 
-def _section(sections: Sections, name: str) -> bytes | memoryview:
+def _section(sections: Sections, name: str) -> bytes:
     if name not in sections:
         raise InvalidFrameError(name, "checksum", "it is damaged, or not there")
-    return sections[name]
+    return bytes(sections[name])
 
 
 def _parsed(rows: TypeAdapter[_T], sections: Sections, name: str) -> _T:
-    data = bytes(_section(sections, name))
     try:
-        return rows.validate_json(data)
+        return rows.validate_json(_section(sections, name))
     except ValidationError as error:
         raise InvalidFrameError(name, error.error_count(), "rows that are none of ours") from None
 
@@ -183,10 +182,8 @@ def unpack_models(sections: Sections) -> list[ModelNamespace]:
 def pack_gates(gates: Sequence[SavedGate]) -> bytes:
     """Return the section ``gates``, of those that are open."""
     rows = [
-        _Gate(
-            *name, model[:MAX_NAME_CHARS], gate.ratio, gate.agreement, gate.divergence, gate.speedup
-        )
-        for name, model, gate in gates
+        _Gate(*name, model[:MAX_NAME_CHARS], g.ratio, g.agreement, g.divergence, g.speedup)
+        for name, model, g in gates
     ]
     return _GATES.dump_json(rows)
 
@@ -262,28 +259,28 @@ def _array(
     return found
 
 
-class StateKeeper:
-    """Keeps the history file of *folder*. For one thread, after ``load``.
+class SavedState:
+    """What *store* learned, in files of *folder*. For one thread, after ``load``.
 
     *wall* returns seconds since 1970: ages go on while no server runs.
     """
 
     def __init__(self, store: Store, folder: Path, wall: Callable[[], float]) -> None:
         self._store = store
+        self._gates = store.blends.gates
         self._path = folder / FILE_NAME
+        self._gates_path = folder / GATES_FILE_NAME
         self._clock = store.moves.clock
         self._wall = wall
-        self._gates_path = folder / GATES_FILE_NAME
-        self._saved_s = self._clock()
-        self._gate_changes = store.blends.gates.changes
-        self._retry_s = self._saved_s
+        self._saved_s = self._retry_s = self._clock()
+        self._gate_changes = self._gates.changes
 
     def load(self) -> None:
         """Take in what an earlier run knew, before anything else happens.
 
         What is damaged or of another version is as good as not there, and counted.
         """
-        store = self._store
+        store, gates = self._store, self._gates
         self._load(
             self._path,
             {
@@ -292,12 +289,10 @@ class StateKeeper:
                 "variants": lambda found, _: store.blends.contents.recall(unpack_variants(found)),
             },
         )
-        self._load(
-            self._gates_path,
-            {"gates": lambda found, _: store.blends.gates.restore(unpack_gates(found))},
-        )
+        self._load(self._gates_path, {"gates": lambda found, _: gates.restore(unpack_gates(found))})
 
     def _load(self, path: Path, parts: Mapping[str, Callable[[Sections, float], object]]) -> None:
+        lost: dict[str, str] = {}
         try:
             with open(path, "rb") as file:
                 elapsed_s = max(0.0, self._wall() - os.fstat(file.fileno()).st_mtime)
@@ -305,25 +300,20 @@ class StateKeeper:
         except FileNotFoundError:
             return
         except (KVStoreError, OSError) as error:
-            self._note_lost({path.name: str(error)})
-            return
-        lost = {}
+            lost, parts = {path.name: str(error)}, {}
         for name, restore in parts.items():
             try:
                 restore(sections, elapsed_s)
             except KVStoreError as error:
                 lost[name] = str(error)
         if lost:
-            self._note_lost(lost)
-
-    def _note_lost(self, lost: Mapping[str, str]) -> None:
-        self._store.counters.add("unusable_histories")
-        logger.warning("what was learned is lost", **lost)
+            self._store.counters.add("unusable_histories")
+            logger.warning("what was learned is lost", **lost)
 
     def save_if_due(self) -> None:
         """Write the gates if one changed, and the history if that was long ago."""
         now_s = self._clock()
-        if self._gate_changes != self._store.blends.gates.changes and now_s >= self._retry_s:
+        if self._gate_changes != self._gates.changes and now_s >= self._retry_s:
             self._save_gates()
         if now_s - self._saved_s >= SAVE_EVERY_S:
             self._save_history()
@@ -333,28 +323,27 @@ class StateKeeper:
         return self._save_gates() & self._save_history()
 
     def _save_gates(self) -> bool:
-        changes = self._store.blends.gates.changes
-        sections = {"gates": pack_gates(self._store.blends.gates.save())}
-        if not self._write(self._gates_path, sections):
+        changes = self._gates.changes
+        if not _is_written(self._gates_path, {"gates": pack_gates(self._gates.save())}):
             self._retry_s = self._clock() + RETRY_GATES_S
             return False
         self._gate_changes = changes
         return True
 
     def _save_history(self) -> bool:
-        store = self._store
-        self._saved_s = self._clock()
+        store, self._saved_s = self._store, self._clock()
         sections = {
             **pack_history(store.catalog.save()),
             "models": pack_models(store.spaces.all()[::-1]),
             "variants": pack_variants(store.blends.contents.learned()),
         }
-        return self._write(self._path, sections)
+        return _is_written(self._path, sections)
 
-    def _write(self, path: Path, sections: Mapping[str, bytes]) -> bool:
-        try:
-            write_durably(path, pack_sections(sections))
-        except OSError as error:
-            logger.warning("what was learned was not saved", reason=str(error))
-            return False
-        return True
+
+def _is_written(path: Path, sections: Sections) -> bool:
+    try:
+        write_durably(path, pack_sections(sections))
+    except OSError as error:
+        logger.warning("what was learned was not saved", reason=str(error))
+        return False
+    return True

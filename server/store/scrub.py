@@ -33,7 +33,7 @@ class Verdict(Enum):
     """Its tier did not answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScrubReport:
     """How far the pass is that runs, or how the last one ended. Bytes are of frames."""
 
@@ -68,19 +68,17 @@ class Scrub:
         self._closed = False
         # Guards the three above; notified when one changes.
         self._changed = threading.Condition()
-        self._is_started = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Work in a thread of its own: from the first pass on, at once with a rate."""
+        """With a rate, work in the background from now on."""
         with self._changed:
-            self._is_started = True
             if self._bytes_per_s:
                 self._start_thread()
 
     def _start_thread(self) -> None:
         """For holders of the lock."""
-        if self._is_started and self._thread is None and not self._closed:
+        if self._thread is None and not self._closed:
             thread = threading.Thread(target=self._run, name="scrub", daemon=True)
             thread.start()  # one that cannot start is not waited for at the end
             self._thread = thread
@@ -105,7 +103,7 @@ class Scrub:
     def report(self) -> ScrubReport:
         """Return how far the pass is."""
         with self._changed:
-            return self._report
+            return replace(self._report)
 
     def close(self) -> None:
         """End the pass and the thread. Idempotent."""
@@ -149,11 +147,8 @@ class Scrub:
 
         What a reader saw may be its network's doing: a copy that is sound stays.
         """
-        verdicts = [
-            self.check(key, self._slots[name], representation)[0]
-            for key in keys
-            for name in self._catalog.holders(key)
-        ]
+        copies = [(key, self._slots[n]) for key in keys for n in self._catalog.holders(key)]
+        verdicts = [self.check(key, slot, representation)[0] for key, slot in copies]
         return verdicts.count(Verdict.damaged)
 
     def run_pass(self, tiers: Sequence[str], bytes_per_s: int) -> ScrubReport:
@@ -172,20 +167,18 @@ class Scrub:
             if bytes_per_s:
                 self._wait(started + taken / bytes_per_s - self._clock())
         with self._changed:
-            self._report = replace(self._report, is_running=False, passes=self._report.passes + 1)
+            self._report.is_running = False
+            self._report.passes += 1
         self._counters.add("scrub_passes")
         return self.report()
 
     def _note(self, verdict: Verdict, size_bytes: int) -> None:
         with self._changed:
             report = self._report
-            self._report = replace(
-                report,
-                checked_chunks=report.checked_chunks + (verdict is not Verdict.unread),
-                checked_bytes=report.checked_bytes + size_bytes,
-                damaged_chunks=report.damaged_chunks + (verdict is Verdict.damaged),
-                unread_chunks=report.unread_chunks + (verdict is Verdict.unread),
-            )
+            report.checked_chunks += verdict is not Verdict.unread
+            report.checked_bytes += size_bytes
+            report.damaged_chunks += verdict is Verdict.damaged
+            report.unread_chunks += verdict is Verdict.unread
         self._counters.add("scrubbed_chunks", verdict in (Verdict.sound, Verdict.damaged))
         self._counters.add("scrubbed_bytes", size_bytes)
 
@@ -208,7 +201,7 @@ class Scrub:
                 self.run_pass(*(request or (self._tiers, self._bytes_per_s)))
             except TierUnavailableError:  # its list cannot be had; another pass comes
                 with self._changed:
-                    self._report = replace(self._report, is_running=False)
+                    self._report.is_running = False
 
 
 class Cleared(NamedTuple):

@@ -87,17 +87,12 @@ class Store:
         self.spaces = ModelRegistry()
         self.states = StateAdmission() if limits.state_admission == "judicious" else None
         self.reservations = Reservations(moves, limits.load_headroom_percent, self.states)
-        clock, counters = moves.clock, moves.counters
         unfinished_bytes = moves.tiers.cpu_tier.capacity_bytes * UNFINISHED_PERCENT // 100
-        self.writes = Writes(
-            self.reservations,
-            ParallelWrites(
-                self.reservations, unfinished_bytes, limits.unfinished_s, clock, counters
-            ),
-            limits.max_reservations_per_session, new_id, clock, counters,
-        )  # fmt: skip
-        self._prefetch = prefetch = Prefetch(moves, limits.prefetch_bytes)
-        self.reads = Reads(moves, limits.bypass_bytes, prefetch)
+        parallel = ParallelWrites(self.reservations, unfinished_bytes, limits.unfinished_s)
+        per_session = limits.max_reservations_per_session
+        self.writes = Writes(self.reservations, parallel, per_session, new_id)
+        self._prefetch = Prefetch(moves, limits.prefetch_bytes)
+        self.reads = Reads(moves, limits.bypass_bytes, self._prefetch)
         otherwise = WRITE_THROUGH if limits.write_through else WRITE_BACK
         moves.placement.set_terms(otherwise, limits.write_budgets)
         self._work_queue = moves.work_queue
@@ -112,7 +107,7 @@ class Store:
         self.can_be_durable = self._durable is not None
         """Whether a tier of this node survives a restart, and keeps chunks as they are."""
         self._waiters = threading.BoundedSemaphore(limits.waiting_lookups)
-        self._lookup = Lookup(moves, limits.lease_ttl_ms, prefetch, self.states)
+        self._lookup = Lookup(moves, limits.lease_ttl_ms, self._prefetch, self.states)
         self.lookup = self._lookup.lookup
         gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
         self.blends = Blending(
@@ -131,22 +126,19 @@ class Store:
         if slot is None:
             fix = "start the server with a disk tier whose codec loses nothing"
             raise InvalidRequestError("durable", True, fix)
-        accepted = [
-            key
-            for key, result in zip(keys, results, strict=True)
-            if result.outcome in (PutOutcome.stored, PutOutcome.exists)
-        ]
+        both = list(zip(keys, results, strict=True))
+        done = (PutOutcome.stored, PutOutcome.exists)
+        accepted = [key for key, result in both if result.outcome in done]
         copied = self._copied(accepted, slot, deadline)
         failure, lost = self._flushed(accepted, slot, deadline)
         reasons = {
             key: reason or failure or ("lost before it was flushed" if key in lost else "")
             for key, reason in zip(accepted, copied, strict=True)
         }
+        refused = PutOutcome.refused
         return [
-            PutResult(PutOutcome.refused, f"not durable: {reasons[key]}")
-            if reasons.get(key)
-            else result
-            for key, result in zip(keys, results, strict=True)
+            PutResult(refused, f"not durable: {why}") if (why := reasons.get(key)) else result
+            for key, result in both
         ]
 
     def _copied(self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float) -> list[str]:

@@ -29,7 +29,6 @@ from kvstore.server.store.reservations import (
     PutTicket,
     Reservations,
 )
-from kvstore.server.telemetry.metrics import Counters
 
 RESERVED_S = 120.0
 """Room that was reserved by a call of its own and not written to by then is given back."""
@@ -43,7 +42,7 @@ class Writes:
 
     A ticket is its caller's, which commits or discards it. Only those of ``begin_all`` lie in a
     table, by session and id, until a later call claims them. *new_id* returns unpredictable numbers
-    below 2^64; *clock* returns monotonic seconds. Parts of chunks go to *parallel*.
+    below 2^64. Parts of chunks go to *parallel*.
     """
 
     def __init__(
@@ -52,15 +51,13 @@ class Writes:
         parallel: ParallelWrites,
         limit_per_session: int,
         new_id: Callable[[], int],
-        clock: Callable[[], float],
-        counters: Counters,
     ) -> None:
         self._reservations = reservations
         self.parallel = parallel
         self._limit = limit_per_session
         self._new_id = new_id
-        self._clock = clock
-        self._counters = counters
+        self._clock = reservations.clock
+        self._counters = reservations.counters
         self._tickets: dict[int, dict[int, AnyTicket]] = {}
         # Guards the table; held for dictionary operations only.
         self._lock = threading.Lock()
@@ -203,11 +200,10 @@ class Writes:
             raise
         return self._reservations.commit(ticket, header)
 
-    def expire(self) -> int:
-        """Give back room that nobody came to write to in time; return of how many chunks."""
-        count = self._abort_until(self._clock())
+    def expire(self) -> None:
+        """Give back room that nobody came to write to in time."""
+        count = self._abort_until(self._clock()) + self.parallel.expire()
         self._counters.add("dropped_unfinished_chunks", count)
-        return count + self.parallel.expire()
 
     def _abort_until(self, until: float) -> int:
         with self._lock:

@@ -30,12 +30,9 @@ def choose_codec(
     single chunk is never later for it; of those, the one whose loads are fastest when decoding
     runs beside the next load, and of equals the smaller. None loses more than *least*.
     """
-    worth = [
-        one
-        for one in candidates
-        if one.fidelity >= least and link_bytes_per_s < one.break_even_bytes_per_s
-    ]
-    return max(worth, key=lambda c: (c.load_bytes_per_s(link_bytes_per_s), c.ratio), default=None)
+    link = link_bytes_per_s
+    fit = [c for c in candidates if c.fidelity >= least and link < c.break_even_bytes_per_s]
+    return max(fit, key=lambda c: (c.load_bytes_per_s(link_bytes_per_s), c.ratio), default=None)
 
 
 AUTO_CODECS = ("zplane", "gq8", "kvq")

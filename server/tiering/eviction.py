@@ -6,7 +6,7 @@ An evicted chunk of which no lower tier has a copy as good as it can get is demo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -129,9 +129,10 @@ class Eviction:
         eviction = self._catalog.eviction
         own = Wanted(eviction.partition(key, "", ""), is_own=True)
         owed = eviction.owed_bytes(slot.name, own.partition, 0)
-        if owed and (
-            victims := eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
-        ):
+        if not owed:
+            return
+        victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
+        if victims:
             with suppress(TierFullError):  # their demotions go on
                 self._evict(slot, victims, owed, slot.clock())
                 self._counters.add("evicted_for_quota_chunks", len(victims))
@@ -148,11 +149,10 @@ class Eviction:
         claim, tier = self._catalog.eviction.claim_victims, slot.tier
         victims = claim(slot.name, need_bytes, VICTIMS_PER_ROUND, wanted=wanted)
         victims = self._enough(slot, victims, need_bytes)
-        if (
-            victims
-            and request is not None
-            and (near := tier.eviction_run(victims[0], request.info.size_bytes, request.tenant))
-        ):
+        near: Sequence[ChunkKey] = ()
+        if victims and request is not None:
+            near = tier.eviction_run(victims[0], request.info.size_bytes, request.tenant)
+        if near:
             self._catalog.eviction.unclaim(victims[1:])
             return [victims[0], *claim(slot.name, 0, 0, near)]
         if victims and attempt % 4 == 3:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,7 @@ class Prefetch:
     def found(
         self,
         session: Session,
-        keys: Iterable[ChunkKey],
+        keys: Sequence[ChunkKey],
         sources: NDArray[np.uint8],
         sizes: NDArray[np.int64],
         lease_id: int,
@@ -60,7 +60,7 @@ class Prefetch:
         lower = np.flatnonzero(sources) if self._limit_bytes else sources[:0]
         if not len(lower) or (session.is_attached and self._moves.tiers.file_backed is not None):
             return
-        chain, moves = list(keys), self._moves
+        moves = self._moves
         with self._lock:
             self._lookups += 1
             if self._used_share < LEAST_USED and self._lookups % _PROBES:
@@ -69,7 +69,7 @@ class Prefetch:
             left_bytes = self._limit_bytes - sum(size for _, size in self._under_way)
         begun: list[Ticket] = []
         for at in lower.tolist():
-            key, size_bytes = chain[at], int(sizes[at])
+            key, size_bytes = keys[at], int(sizes[at])
             left_bytes -= size_bytes
             slot = moves.tiers.sources[int(sources[at])]
             if slot not in moves.tiers.lower:
@@ -82,19 +82,16 @@ class Prefetch:
             if ticket is None:
                 break
             begun.append(ticket)
-            self._note(key, ticket, size_bytes)
+            self._counters.add("prefetched_chunks")
+            with self._lock:
+                self._under_way.append((ticket, size_bytes))
+                self.awaited[key] = None
+                if len(self.awaited) > REMEMBERED:
+                    self.awaited.popitem(last=False)
+                    self._used_share -= _WEIGHT * self._used_share
         if begun:
             with self._lock:
                 self.by_lease[lease_id] = begun
-
-    def _note(self, key: ChunkKey, ticket: Ticket, size_bytes: int) -> None:
-        self._counters.add("prefetched_chunks")
-        with self._lock:
-            self._under_way.append((ticket, size_bytes))
-            self.awaited[key] = None
-            if len(self.awaited) > REMEMBERED:
-                self.awaited.popitem(last=False)
-                self._used_share -= _WEIGHT * self._used_share
 
     def dropped(self, lease_id: int) -> None:
         """A lease of ``by_lease`` is over: its loads end, unless a get waits for them."""

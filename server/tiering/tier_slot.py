@@ -85,17 +85,18 @@ class TierCodec:
         """Return the codec for the chunks of *tenant*."""
         return self._by_tenant.get(tenant, self._default)
 
+    def _every(self) -> list[Codec]:
+        return [self._default, *self._by_tenant.values()]
+
     @property
     def is_exact(self) -> bool:
         """Whether everybody's chunks come back bit for bit."""
-        every = (self._default, *self._by_tenant.values())
-        return all(codec.fidelity is Fidelity.exact for codec in every)
+        return all(codec.fidelity is Fidelity.exact for codec in self._every())
 
     @property
     def needs_assets(self) -> bool:
         """Whether some of the frames can only be read by who has an asset of their model."""
-        every = (self._default, *self._by_tenant.values())
-        return any(isinstance(codec, AssetCodec) for codec in every)
+        return any(isinstance(codec, AssetCodec) for codec in self._every())
 
     def weighs(self, tenant: str) -> bool:
         """Whether the codec of *tenant* keeps tokens that matter more exactly than others."""
@@ -131,10 +132,8 @@ class TierCodec:
 
 def may_lose(layout: KVLayout) -> bool:
     """Whether a lossy codec may be given chunks of *layout*: some have floats beside states."""
-    return any(
-        component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
-        for component in layout.components
-    )
+    kinds = ((c.dtype, c.kind) for c in layout.components)
+    return any(dtype in FLOAT_TYPES and kind is not LayerKind.state for dtype, kind in kinds)
 
 
 def _transcoded(

@@ -19,6 +19,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
 from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
@@ -152,7 +153,7 @@ class Core:
     ) -> list[bytes]:
         """Return the frames that a get under a lease of its own delivers."""
         lease_id, known = self.store.open_get(session, keys, 0)
-        results = self.store.reads.get(session, keys[:known], self.later(seconds))
+        results = self.store.reads.get(keys[:known], ReadTerms(session, self.later(seconds)))
         frames = [result.frame.tobytes() for result in results]
         assert self.store.release(session, lease_id)
         return frames

@@ -13,7 +13,7 @@ from simulation.world import LEASE_TTL_S, World
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import ReadResult
+from kvstore.server.store.reads import ReadResult, ReadTerms
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Readers:
         if lease_id not in self.oracle.leases:
             self._note_lease(session, lease_id, keys[:known])
         deadline = self.deadline()
-        results = self.world.store.reads.get(session, keys[:known], deadline)
+        results = self.world.store.reads.get(keys[:known], ReadTerms(session, deadline))
         reader = Reader(session, lease_id, keys[:known], deadline, results)
         self.open.append(reader)
         return reader
@@ -197,7 +197,7 @@ class Readers:
         deadline = self.deadline()
         arrived = 0
         with bounded(self.world, deadline):
-            for result in self.world.store.reads.get(session, [key][:known], deadline):
+            for result in self.world.store.reads.get([key][:known], ReadTerms(session, deadline)):
                 self.oracle.check_frame(key, result.frame)
                 arrived += 1
         if self.world.plan.is_quiet and deadline > self.world.clock():

@@ -13,6 +13,7 @@ from simulation.writers import Writers
 
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import ReadTerms
 
 _FULL_CHECK_EVERY = 8
 _OF_A_SESSION = {
@@ -217,7 +218,7 @@ class Schedule:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
             lease_id, count = world.store.open_get(session, [key], 0)
             assert count == 1
-            results = list(world.store.reads.get(session, [key], world.clock() + 1))
+            results = list(world.store.reads.get([key], ReadTerms(session, world.clock() + 1)))
             assert len(results) == 1, "a sound chunk that the catalog names did not arrive"
             self.oracle.check_frame(key, results[0].frame)
             assert world.store.release(session, lease_id)

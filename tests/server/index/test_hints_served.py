@@ -29,6 +29,7 @@ from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, 
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.writes import RESERVED_S
 from kvstore.tiers.base import Tier
@@ -87,7 +88,7 @@ def test_a_lease_taken_in_time_is_read_to_its_end(
     clock.advance(11)
     core.store.tick()
     assert here(core, versions) == [True, True]
-    results = core.store.reads.get(session, keys_of(versions), core.later())
+    results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
     assert len(list(results)) == 2
     core.store.release(session, match.lease_id)
     core.store.tick()

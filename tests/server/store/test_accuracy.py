@@ -21,6 +21,7 @@ from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_h
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
+from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.tiering.tier_slot import TierCodec
 
@@ -74,7 +75,9 @@ def ready(core: Core, session: Session, versions: list[Version], least: Fidelity
 def read(core: Core, session: Session, versions: list[Version], least: Fidelity) -> list[Bytes]:
     """Return the frames that a get delivers."""
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    results = core.store.reads.get(session, keys_of(versions)[:known], core.later(), least=least)
+    results = core.store.reads.get(
+        keys_of(versions)[:known], ReadTerms(session, core.later(), least)
+    )
     frames = [result.frame.copy() for result in results]
     assert core.store.release(session, lease_id)
     return frames
@@ -173,7 +176,7 @@ def test_layers_of_too_low_fidelity_end_the_prefix_and_others_come(core: Core) -
     def parts(least: Fidelity) -> list[int]:
         lease_id, known = core.store.open_get(session, keys_of(versions), 0)
         keys = keys_of(versions)[:known]
-        get = LayerwiseRead(core.moves, session, keys, core.later(), least)
+        get = LayerwiseRead(core.moves, keys, ReadTerms(session, core.later(), least))
         found = [part.chunk for part in get.parts() if not part.offset]
         core.store.release(session, lease_id)
         return found

@@ -34,7 +34,7 @@ from kvstore.proto.types import (
 )
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRead
-from kvstore.server.store.reads import LayerPart
+from kvstore.server.store.reads import LayerPart, ReadTerms
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -116,7 +116,9 @@ def parts_of(
 ) -> Iterator[LayerPart]:
     """A layered get under a lease of its own."""
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    get = LayerwiseRead(core.moves, session, keys_of(versions)[:known], core.later(seconds))
+    get = LayerwiseRead(
+        core.moves, keys_of(versions)[:known], ReadTerms(session, core.later(seconds))
+    )
     try:
         yield from get.parts()
     finally:

@@ -12,10 +12,10 @@ from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
-from kvstore.proto.types import ChunkKey, Fidelity
+from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import ROW_BYTES, Reach, unpack_places
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS
+from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS, ReadTerms
 from kvstore.tiers.base import FilePlace
 
 TIER_BYTES = 1 << 20
@@ -46,12 +46,16 @@ def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
     versions = prompt(5)
     core.put(session, versions)
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    results = list(core.store.reads.get(session, keys_of(versions)[:known], core.later()))
+    results = list(
+        core.store.reads.get(keys_of(versions)[:known], ReadTerms(session, core.later()))
+    )
     assert [result.index for result in results] == [0, 1, 2, 3, 4]
     assert [result.frame.tobytes() for result in results] == frames_of(versions)
     assert {result.tier for result in results} == {"cpu"}
     assert not any(result.frame.flags.writeable for result in results)
-    placed = core.store.reads.get(session, keys_of(versions), core.later(), IN_MEMORY)
+    placed = core.store.reads.get(
+        keys_of(versions), ReadTerms(session, core.later(), reach=IN_MEMORY)
+    )
     rows = core.cpu.place_rows(keys_of(versions))
     assert [result.place for result in placed] == unpack_places(rows)
     core.store.release(session, lease_id)
@@ -64,7 +68,7 @@ def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session
     put_low(core, session, versions)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     for origin in ("disk", "cpu"):
-        results = list(core.store.reads.get(session, keys_of(versions), core.later()))
+        results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
         assert [result.tier for result in results] == [origin] * 4
         assert [result.frame.tobytes() for result in results] == frames_of(versions)
     assert core.counters["promoted_chunks"] == 4
@@ -77,7 +81,7 @@ def test_loads_run_ahead_of_the_reader_but_not_without_bound() -> None:
         versions = prompt(2 * LOADS_AHEAD_CHUNKS)
         put_low(core, session, versions)
         lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-        results = core.store.reads.get(session, keys_of(versions), core.later())
+        results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
         depths = []
         for index in range(LOADS_AHEAD_CHUNKS):
             assert next(results).index == index
@@ -155,7 +159,7 @@ def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
     put_low(core, session, versions)
     leases = fill_with_leases(core, session)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
-    results = list(core.store.reads.get(session, keys_of(versions), core.later()))
+    results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
     assert [result.frame.tobytes() for result in results] == frames_of(versions)
     assert [result.place for result in results] == [None] * 3
     assert core.counters["read_throughs"] == 3
@@ -174,12 +178,12 @@ def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -
         readers = []
         for version in versions:
             core.store.open_get(session, keys_of([version]), 0)
-            reader = core.store.reads.get(session, keys_of([version]), core.later())
+            reader = core.store.reads.get(keys_of([version]), ReadTerms(session, core.later()))
             readers.append((reader, next(reader, None)))
         assert [result is None for _, result in readers] == [False, False, True]
         readers[0][0].close()  # type: ignore[attr-defined]
         assert next(readers[1][0], None) is None
-        again = core.store.reads.get(session, keys_of(versions), core.later())
+        again = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
         assert sum(1 for _ in again) == 3, "one at a time, each given back before the next"
 
 
@@ -187,7 +191,7 @@ def test_a_get_that_is_given_up_counts_what_it_delivered(core: Core, session: Se
     versions = prompt(4)
     core.put(session, versions)
     core.store.open_get(session, keys_of(versions), 0)
-    results = core.store.reads.get(session, keys_of(versions), core.later())
+    results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert core.counters["get_chunks"] == 1
@@ -233,7 +237,8 @@ def test_in_reach_means_without_a_load(core: Core, session: Session) -> None:
     here, low, nowhere = prompt(3)
     core.put(session, [here])
     put_low(core, session, [low])
-    reach = [core.store.reads.in_reach(version.info.key) for version in (here, low, nowhere)]
+    terms = ReadTerms(session, core.later(), reach=IN_MEMORY)
+    reach = [core.store.reads.in_reach(one.info.key, terms) for one in (here, low, nowhere)]
     assert reach == [True, False, False]
 
 
@@ -261,7 +266,7 @@ def test_the_disk_is_told_what_of_the_chain_comes_next() -> None:
         assert ticket is not None
         assert core.work_queue.wait(ticket, core.later())
         lease_id, _ = core.store.open_get(session, keys, 0)
-        results = list(core.store.reads.get(session, keys, core.later()))
+        results = list(core.store.reads.get(keys, ReadTerms(session, core.later())))
         assert len(results) == len(keys)
         core.settle()
         assert disk.told == [keys[1], *keys[3:]]
@@ -278,7 +283,9 @@ def test_only_who_opens_files_is_told_of_one(
     monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
     disk = core.slot("disk").tier
     monkeypatch.setattr(disk, "file_place", lambda key: FilePlace(7, 4096, 100))
-    rows = core.store.reads.in_place(keys_of(versions), reach, Fidelity.exact)
+    rows = core.store.reads.in_place(
+        keys_of(versions), ReadTerms(session, core.later(), reach=reach)
+    )
     assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
     assert core.counters["get_chunks"] == len(rows)
 
@@ -294,7 +301,7 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
     monkeypatch.setattr(core.moves.eviction, "delete_from", lambda *_, **__: None)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     reach = IN_MEMORY | {Reach.file}
-    results = core.store.reads.get(session, keys_of(versions), core.later(), reach)
+    results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later(), reach=reach))
     assert next(results).tier == "disk"
     core.moves.eviction.drop_corrupt(disk, versions[3].info.key)
     assert [result.index for result in results] == [1, 2]
@@ -309,9 +316,9 @@ def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile() -> None:
         keys = keys_of(versions)
         put_low(core, session, versions)
         lease_id, _ = core.store.open_get(session, keys, 0)
-        slow = core.store.reads.get(session, keys, core.later())
+        slow = core.store.reads.get(keys, ReadTerms(session, core.later()))
         next(slow)
-        assert len(list(core.store.reads.get(session, keys, core.later()))) == len(keys)
+        assert len(list(core.store.reads.get(keys, ReadTerms(session, core.later())))) == len(keys)
         core.settle()
         rest = [result.tier for result in slow]
         assert rest[-1] == "cpu", "it was brought there by the other get"

@@ -44,7 +44,7 @@ from kvstore.server.store.saved_state import (
     GATES_FILE_NAME,
     RETRY_GATES_S,
     SAVE_EVERY_S,
-    StateKeeper,
+    SavedState,
     pack_models,
     pack_sections,
     unpack_gates,
@@ -306,8 +306,8 @@ def make_core(clock: FakeClock) -> Iterator[Callable[[], Core]]:
         core.close()
 
 
-def keeper_of(core: Core, folder: Path, wall_s: float = 0.0) -> StateKeeper:
-    return StateKeeper(core.store, folder, FakeClock(wall_s))
+def keeper_of(core: Core, folder: Path, wall_s: float = 0.0) -> SavedState:
+    return SavedState(core.store, folder, FakeClock(wall_s))
 
 
 def open_gate(core: Core) -> None:

@@ -19,7 +19,7 @@ from kvstore.proto.device import HostDevice
 from kvstore.proto.types import PutOutcome
 from kvstore.proto.unix_socket import Reach, unpack_places
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import ReadResult
+from kvstore.server.store.reads import ReadResult, ReadTerms
 from kvstore.tiers.gpu import GpuTier
 
 DISK_BYTES = 1 << 20
@@ -79,7 +79,8 @@ def drop_from_cpu(core: Core, versions: list[Version]) -> None:
 def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[ReadResult]:
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
     results = core.store.reads.get(
-        session, keys_of(versions)[:known], core.later(), {Reach.memory, Reach.device}
+        keys_of(versions)[:known],
+        ReadTerms(session, core.later(), reach={Reach.memory, Reach.device}),
     )
     found = list(results)
     assert core.store.release(session, lease_id)

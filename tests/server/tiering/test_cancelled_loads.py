@@ -18,6 +18,7 @@ from kvstore.proto.errors import DeadlineError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import ReadTerms
 from kvstore.server.tiering.work_queue import WorkQueue
 
 PARTS = 8
@@ -163,7 +164,7 @@ def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDis
     versions = put_below(core, session, 4)
     tier.gate.hold_after = PARTS  # the first comes, the second stops at its first part
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    results = core.store.reads.get(session, keys_of(versions)[:known], core.later())
+    results = core.store.reads.get(keys_of(versions)[:known], ReadTerms(session, core.later()))
     assert next(results).frame.tobytes() == versions[0].frame.tobytes()
     assert tier.gate.begun.wait(20.0)
     results.close()  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.security.sessions import Session
+from kvstore.server.store.reads import ReadTerms
 from kvstore.server.tiering.placement import MAX_ENGINES
 from kvstore.tiers.base import Reservation
 
@@ -218,7 +219,7 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
         ask(core, session, versions)
         ask(core, session, prompt(12, seed=9))
         match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
-        results = core.store.reads.get(session, keys_of(versions), core.later())
+        results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
         assert [a.frame.tobytes() for a in results] == frames_of(versions)
         core.store.tick()
         assert on_disk(core, versions) == 3, "it may be read where it is"
