@@ -93,10 +93,8 @@ class DevicePuts:
         self._lock = threading.Lock()  # guards the rings and how many use each
 
     def take_ring(self, session: Session, request: unix_socket.Request, exported: Bytes) -> None:
-        """Map the ring that *session* exported.
-
-        Raises InvalidRequestError for a second one, one that is too large or of another device,
-        LeaseExpiredError once the session is closed, TierUnavailableError for what is no memory.
+        """Map the ring that *session* exported. Raises InvalidRequestError for one too large, of
+        another device or a second one, LeaseExpiredError, TierUnavailableError for no memory.
         """
         device, size_bytes = self._tier.device, request.arg
         if request.token != unix_socket.device_token(device.identity):

@@ -89,10 +89,7 @@ class StreamingLoad:
                 self._give_back()
 
     def _open(self) -> None:
-        """Reserve room and read the header.
-
-        Raises TierFullError, TierUnavailableError, ChunkCorruptError.
-        """
+        """Reserve room and read the header. Raises KVStoreErrors."""
         moves, stored, terms = self._moves, self._stored, self._loads.terms
         room = SpaceRequest(stored, terms.session.tenant, terms.deadline)
         moves.catalog.hold(stored.key)
@@ -167,11 +164,10 @@ class _Source:
 
 
 class LayerwiseRead:
-    """Sends layer i of all chunks while layer i+1 is read. Used once, by one thread.
+    """Sends layer i of all chunks while layer i+1 is read. Used once, by one thread, under a lease.
 
-    What a lower tier holds as raw frames is read layer by layer, straight into CPU memory, and
-    is a promotion once all of it came; other frames are promoted whole before their first
-    layer. The caller holds the lease until it is done with what it got.
+    Raw frames of a lower tier are read layer by layer, straight into CPU memory: a promotion once
+    all of it came. Other frames are promoted whole before their first layer.
     """
 
     def __init__(self, moves: Moves, keys: Sequence[ChunkKey], terms: ReadTerms) -> None:

@@ -46,9 +46,8 @@ PROBE_CHUNKS = 16
 class NegativeCache:
     """Remembers for a moment which chunk a shared tier did not have: it is not queried again.
 
-    A scheduler looks a waiting prompt up at every step, and so does each rank of an engine. A
-    chain ends at its first missing chunk, so one key stands for all behind it. What another node
-    puts meanwhile is a miss until the entry ends. Thread-safe; *clock* returns monotonic seconds.
+    A chain ends at its first missing chunk, so one key stands for all behind it; what another node
+    puts meanwhile is a miss. Thread-safe; *clock* returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -228,8 +227,7 @@ class Lookup:
     ) -> PrefixMatch:
         """Query shared tiers how the chain goes on: a few chunks, then all if they are there.
 
-        Most chains that we do not know nobody knows, and a few chunks are a quick question. Peers
-        are queried once, at the same time as the first of these: for all, as they answer quickly.
+        Mostly nobody knows it. Peers answer quickly: they are queried once, at first, for all.
         """
         for count in (PROBE_CHUNKS, len(keys)):
             missing = found.first_missing

@@ -1,19 +1,14 @@
 """Plans: which chunks of a prompt to load rather than compute, and the order of a batch.
 
-Loads come one after the other, in the order of the chain, while the engine computes; it computes
-a chunk once all before it are there. Two kinds of plan are weighed, exactly:
+Loads come one after the other while the engine computes, a chunk once all before it are there.
+Two kinds of plan are weighed, exactly, and computing everything is one of both:
 
-* compute a head, load what follows, compute the rest. The head is computed while the rest loads,
-  and costs the engine least, as attention has the least to look back at: for chunks of one size
-  on one tier no plan is faster (shown against all plans by its test);
-* where a prompt lies on several tiers: every choice of load or compute for its few stretches of
-  one tier each.
-
-Computing everything is one of both, so that no plan is slower.
+* compute a head while what follows loads, then compute the rest: for chunks of one size on one
+  tier no plan is faster (shown against all plans by its test);
+* where a prompt lies on several tiers: load or compute each of its few stretches of one tier.
 
 A batch is planned by the global prefix information of BatchLLM (arXiv 2412.03594): prompts that
-share a prefix go one after the other, and a chunk is kept for as long as prompts to come use it.
-Pure: no clock, no I/O.
+share a prefix go one after the other. Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -178,9 +173,7 @@ def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[Pl
 @dataclass(frozen=True, slots=True)
 class BatchPlan(Generic[Name]):
     """``order``: the chains by number. ``uses``: in how many of them each chunk is.
-
-    ``peak_chunks`` are kept at once when the chains are asked for in this order, each chunk from
-    its first use to its last: the cache that finds all that an endless one does.
+    ``peak_chunks`` are kept at once in this order, each from its first use to its last.
     """
 
     order: tuple[int, ...]
@@ -191,10 +184,8 @@ class BatchPlan(Generic[Name]):
 def plan_batch(chains: Sequence[Sequence[Name]]) -> BatchPlan[Name]:
     """Plan *chains* of chunks; a chunk's name stands for all before it, too.
 
-    The order is depth first through the tree of prefixes, its branches as they come in the
-    batch. Then nothing but the chunks of one chain is in need at a time: the peak is the longest
-    chain. Chains that contradict each other (a chunk behind two others) or themselves are
-    ordered somehow, each once.
+    The order is depth first through the tree of prefixes: the peak is the longest chain. Chains
+    that contradict each other (a chunk behind two others) or themselves are ordered somehow.
     """
     below: dict[Name | None, list[Name]] = {None: []}
     ends: defaultdict[Name | None, list[int]] = defaultdict(list)

@@ -196,12 +196,11 @@ class Reads:
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
     def in_place(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> NDArray[Any]:
-        """Return where the longest prefix of leased *keys* is that the reader can read in place.
+        """Return where the longest prefix of leased *keys* is that the reader can read in place, as
+        PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered.
 
-        As PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered:
-        hundreds at the price of a few through ``get``. Call ``note_in_place`` when the reader knows
-        them. Where there is GPU memory, to which a second read would promote others, only those
-        that are there.
+        Call ``note_in_place`` when the reader knows them. Where there is GPU memory, to which a
+        second read would promote others, only those that are there.
         """
         tiers, reach, least, peers = self._tiers, terms.reach, terms.least, terms.peers
         names = [slot.name for slot in self._slots_of(reach)]
@@ -333,10 +332,7 @@ class Reads:
                 self._due.popitem(last=False)
 
     def promote_due(self) -> None:
-        """Begin to copy to CPU memory what was read elsewhere twice, or past a lesser copy.
-
-        Called at every tick.
-        """
+        """Begin to promote what was read elsewhere twice, or past a lesser copy. At every tick."""
         with self._lock:
             due = list(self._due.items())
             self._due.clear()

@@ -50,8 +50,7 @@ class ScrubReport:
 class Scrub:
     """Passes over tiers, one at a time. Thread-safe.
 
-    Damaged copies go into drop_corrupt, as those that gets find: they are deleted, counted in
-    ``corrupt_chunks``, and can be put again. *bytes_per_s* is the rate of passes in the
+    Damaged copies are dropped as those that gets find. *bytes_per_s* is the rate of passes in the
     background over *tiers*; 0 for none.
     """
 
@@ -221,10 +220,7 @@ def clear(
     *,
     dry_run: bool = False,
 ) -> Cleared:
-    """Forget the copies of *keys*, or those on *tier*; with *dry_run* only count them.
-
-    *deadline* is a point on the store's clock.
-    """
+    """Forget the copies of *keys*, or those on *tier*; with *dry_run* only count them."""
     catalog, clock = store.catalog, store.moves.clock
     keys = [key for key in keys if not tier or tier in catalog.holders(key)]
     deleted = leased = freed_bytes = 0

@@ -218,9 +218,8 @@ class Store:
     def plan(
         self, session: Session, chains: Sequence[Sequence[ChunkKey]], ttl_s: float
     ) -> tuple[BatchPlan[ChunkKey], int]:
-        """Plan a batch of prompts, and keep its chunks for their uses for *ttl_s* at most.
-
-        Return the plan and how many chunks are here and kept.
+        """Plan a batch of prompts, and keep its chunks for their uses for *ttl_s* at most; return
+        the plan and how many chunks are here and kept.
         """
         batch = plan_batch(chains)
         kept = self.catalog.announce(session.session_id, batch.uses, ttl_s) if ttl_s else 0
@@ -349,10 +348,8 @@ class Store:
                         self.moves.eviction.delete_from(self.tiers.slots[name], key)
 
     def drain(self, deadline: float) -> bool:
-        """Refuse new puts and copy what only memory holds to a tier that survives.
-
-        Return whether nothing is in memory alone: all of it was copied by the deadline, or is
-        elsewhere, or nothing is there.
+        """Refuse new puts and copy what only memory holds to a tier that survives. Return whether
+        nothing is in memory alone by the deadline.
         """
         self.writes.is_draining = True
         self.catalog.in_flight.end_waits()

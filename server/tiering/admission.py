@@ -1,7 +1,6 @@
 """Admission: which chunks a tier is given a copy of, and when.
 
-Writes wear media out and take time from reads, so a copy is made on evidence only. The rules of
-published stores are here by name, beside the one that weighs what a copy is worth; and what is
+Writes wear media out and take time from reads, so a copy is made on evidence only. And what is
 worth promoting, and which recurrent states are kept.
 """
 
@@ -62,10 +61,8 @@ class CopyRequest:
 class TierAdmission:
     """Which copies a tier is given: at these ``triggers``, after ``least_hits`` requests.
 
-    With ``least_value`` it weighs what a copy is worth per byte against a price that rises with
-    the tier's pressure. Chunks of one model take about as many bytes and seconds a token, so the
-    price is stated for such: the chance below which a load that spares all computing is not worth
-    its bytes. At pressure 1 nothing is.
+    With ``least_value`` it weighs what a copy is worth against a price that rises with the tier's
+    pressure: the chance below which a load that spares all computing is not worth its bytes.
     """
 
     triggers: frozenset[Trigger]
@@ -164,8 +161,7 @@ class WriteBudget:
 
     Copies are paid for when they are admitted, so that a full queue of them cannot overrun it;
     those that need no admission (durable puts) as they are written, into debt if need be. Not
-    thread-safe: the owner locks. Times are seconds on the caller's clock; one that goes back earns
-    nothing, one that leaps ahead an hour's share at most. Raises InvalidRequestError.
+    thread-safe: the owner locks. Raises InvalidRequestError.
     """
 
     def __init__(self, bytes_a_day: int, now_s: float) -> None:
@@ -185,10 +181,8 @@ class WriteBudget:
         return self._left_bytes
 
     def price(self, now_s: float) -> float:
-        """Return the least value of a copy that leaves memory: 0 within the budget.
-
-        Of a chance times the share of computing that a load spares. Above 1, so that nothing is
-        worth it, with more than an hour's share of debt.
+        """Return the least value of a copy that leaves memory: 0 within the budget, and above 1, so
+        that nothing is worth it, with more than an hour's share of debt.
         """
         debt = -self.left_bytes(now_s)
         if debt < 0:

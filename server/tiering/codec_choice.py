@@ -26,9 +26,8 @@ def choose_codec(
 ) -> CodecSpeed | None:
     """Return the codec that loads fastest over the link; None where raw frames do.
 
-    A candidate has to win against raw frames even when its decoding waits for its load, so that a
-    single chunk is never later for it; of those, the one whose loads are fastest when decoding
-    runs beside the next load, and of equals the smaller. None loses more than *least*.
+    A candidate wins against raw frames even when its decoding waits for its load; of those, the one
+    that is fastest when decoding runs beside the next load, and of equals the smaller.
     """
     link = link_bytes_per_s
     fit = [c for c in candidates if c.fidelity >= least and link < c.break_even_bytes_per_s]

@@ -28,11 +28,9 @@ _FULLEST = 0.5
 class Prefetch:
     """Loads ahead of gets. Thread-safe.
 
-    Only for readers that do not read files in place, and of what they do not read from another
-    server: for those the loads are the ones that the get would begin with, earlier. At most
-    *limit_bytes* are under way; 0: none. A victim of GPU memory is in CPU memory already, pinned,
-    so what is loaded is what lies below (the victim buffer and its prefetcher are those of
-    LSM-GNN, arXiv 2407.15264).
+    Of what the get would load, earlier: not for readers of files in place, nor of what they read
+    from another server. At most *limit_bytes* are under way; 0: none. The victim buffer and its
+    prefetcher are those of LSM-GNN (arXiv 2407.15264).
     """
 
     def __init__(self, moves: Moves, limit_bytes: int) -> None:

@@ -55,8 +55,7 @@ class TierCodec:
 
     Codecs are by name, such as ``kvq:2``. A lossy one is given originals of floating point only:
     integers and fp8 have no precision to spare, and loss on top of loss has no bound. These go
-    without loss, and so do recurrent states, which the codecs keep as they are beside keys and
-    values. Raises UnknownCodecError.
+    without loss, and so do recurrent states. Raises UnknownCodecError.
     """
 
     def __init__(
@@ -70,10 +69,7 @@ class TierCodec:
         self.use(name)
 
     def use(self, name: str, note: str = "") -> None:
-        """Encode with another codec from now on, for tenants without one of their own.
-
-        *note* is shown behind its name.
-        """
+        """Encode for tenants without a codec of their own with this one, *note* behind its name."""
         self._default, self.name = codec_by_name(name), name + note
 
     @property

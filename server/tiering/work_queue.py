@@ -59,10 +59,9 @@ class _Run:
 class WorkQueue:
     """Bounded queues of tickets, and their threads.
 
-    With ``workers`` of 0 for every queue nothing runs by itself: ``step`` is driven by a test,
-    and ``wait`` steps until its ticket is done. *clock* returns monotonic seconds. As many workers
-    as *parallelism* says of a queue, else one, share the tickets of one batch_key; a worker that
-    has been at one for STUCK_S does not count, and the rest of its run goes to others. *expect* is
+    *queues* says how many workers each has; *clock* returns monotonic seconds. As many workers as
+    *parallelism* says of a queue, else one, share the tickets of one batch_key; a worker that has
+    been at one for STUCK_S does not count, and the rest of its run goes to others. *expect* is
     called by a worker of its queue before each ticket of a run, with the names of what it does
     next, and with none after the last. It raises nothing.
     """
@@ -86,7 +85,6 @@ class WorkQueue:
         self._open: dict[tuple[str, bytes], Ticket] = {}
         self._runs: list[_Run] = []
         self._closed = False
-        self._stepped = not any(queues.values())
         self._this_thread = threading.local()
         # Guards all fields above; held for queue operations only.
         self._lock = threading.Lock()
@@ -171,16 +169,12 @@ class WorkQueue:
 
     def wait(self, ticket: Ticket, deadline: float) -> object:
         """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
-        if self._stepped:
-            while not ticket.done and self._clock() < deadline and self.step(ticket.queue):
-                pass
-        else:
-            with self._changed:
-                while not ticket.done and not self._closed:
-                    left_s = deadline - self._clock()
-                    if left_s <= 0:
-                        break
-                    self._changed.wait(left_s)
+        with self._changed:
+            while not ticket.done and not self._closed:
+                left_s = deadline - self._clock()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
         if not ticket.done:
             raise DeadlineError(f"{ticket.queue}: not done by the deadline")
         if ticket.error is not None:
@@ -191,11 +185,8 @@ class WorkQueue:
         """Wait until a ticket of *queues* is done; False if none is open or time is up."""
         with self._changed:
             tickets = [ticket for (queue, _), ticket in self._open.items() if queue in queues]
-        if not tickets:
-            return False
-        if self._stepped:
-            return self._clock() < deadline and self.step(tickets[0].queue)
-        with self._changed:
+            if not tickets:
+                return False
             while not any(ticket.done for ticket in tickets) and not self._closed:
                 left_s = deadline - self._clock()
                 if left_s <= 0:
@@ -210,26 +201,16 @@ class WorkQueue:
                 self._open[queue, name] for queue in self._waiting if (queue, name) in self._open
             ]
 
-    def step(self, queue: str | None = None) -> bool:
-        """Do the next piece of work of *queue*, or of any. Return whether there was one."""
-        with self._changed:
-            ticket = self._take(queue)
-        if ticket is None:
-            return False
-        self._do(ticket)
-        return True
-
-    def _take(self, queue: str | None) -> Ticket | None:
+    def _take(self, queue: str) -> Ticket | None:
         """Take the next ticket: of a run that is stuck, urgent, or the first that waits."""
-        for name in self._waiting if queue is None else (queue,):
-            full, stuck = self._at_work(name)
-            if stuck:
-                return stuck.pop()  # the last: the next may be on its way to who is stuck
-            for tickets in (self._urgent[name], self._waiting[name]):
-                for ticket in tickets:
-                    if ticket.batch_key not in full:
-                        tickets.remove(ticket)
-                        return ticket
+        full, stuck = self._at_work(queue)
+        if stuck:
+            return stuck.pop()  # the last: the next may be on its way to who is stuck
+        for tickets in (self._urgent[queue], self._waiting[queue]):
+            for ticket in tickets:
+                if ticket.batch_key not in full:
+                    tickets.remove(ticket)
+                    return ticket
         return None
 
     def _at_work(self, queue: str) -> tuple[set[object], deque[Ticket] | None]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from simulation.stepped import SteppedWorkQueue
 from simulation.universe import REPRESENTATION, Version, make_version, salt
 
 from kvstore.proto.keys import tokens_le32
@@ -27,7 +28,6 @@ from kvstore.server.tiering.admission import make_admission
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
-from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
@@ -71,7 +71,7 @@ class Core:
     metadata: ChunkMetadata = field(default_factory=ChunkMetadata)
     policy: Callable[[Tier, ChunkMetadata], EvictionPolicy] = leaf_lru
     cpu: CpuTier = field(init=False)
-    work_queue: WorkQueue = field(init=False)
+    work_queue: SteppedWorkQueue = field(init=False)
     catalog: Catalog = field(init=False)
     counters: Counters = field(init=False)
     moves: Moves = field(init=False)
@@ -87,7 +87,7 @@ class Core:
         for tier in (*self.upper, *self.lower):
             queues |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}
             queues |= {f"ask-{tier.name}": self.workers and 1}
-        self.work_queue = WorkQueue(queues, self.queue_limit, self.clock)
+        self.work_queue = SteppedWorkQueue(queues, self.queue_limit, self.clock)
         policies: dict[str, EvictionPolicy] = {slot.name: slot.policy for slot in slots}
         leases = Leases(100, lambda: next(ids))
         self.catalog = Catalog(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from simulation.schedule import Schedule
+from simulation.stepped import SteppedWorkQueue
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError
@@ -25,7 +26,6 @@ from kvstore.server.store.writes import Writes
 from kvstore.server.tiering.eviction import Eviction
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
-from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.cpu import CpuTier
 
 SEEDS = 1500
@@ -160,8 +160,8 @@ def a_lease_opens_every_chunk(patch: pytest.MonkeyPatch) -> None:
 
 
 def work_begins_after_the_deadline(patch: pytest.MonkeyPatch) -> None:
-    wait = WorkQueue.wait
-    patch.setattr(WorkQueue, "wait", lambda self, ticket, _: wait(self, ticket, 1e12))
+    wait = SteppedWorkQueue.wait
+    patch.setattr(SteppedWorkQueue, "wait", lambda self, ticket, _: wait(self, ticket, 1e12))
 
 
 def a_full_cpu_tier_is_a_miss(patch: pytest.MonkeyPatch) -> None:

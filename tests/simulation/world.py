@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from simulation.clock import FakeClock
+from simulation.stepped import SteppedWorkQueue
 from simulation.tiers import DictTier, Faults, SimDisk, SimRedis
 from simulation.universe import salt
 from typing_extensions import override
@@ -26,7 +27,7 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
-from kvstore.server.tiering.work_queue import Ticket, WorkQueue
+from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
@@ -93,7 +94,7 @@ class Plan:
         return not troubled and self.queue_limit == 1000 and self.bypass_bytes == 1 << 20
 
 
-class WatchedWorkQueue(WorkQueue):
+class WatchedWorkQueue(SteppedWorkQueue):
     """A stepped WorkQueue that remembers when work ran and what it raised."""
 
     def __init__(self, queues: list[str], limit_per_queue: int, clock: FakeClock) -> None:

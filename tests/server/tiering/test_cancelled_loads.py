@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from local_server import eventually
 from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.stepped import SteppedWorkQueue
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
@@ -19,7 +20,6 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms
-from kvstore.server.tiering.work_queue import WorkQueue
 
 PARTS = 8
 
@@ -221,8 +221,8 @@ def test_a_prefetch_that_a_get_waits_for_goes_on(core: Core, tier: SlowDisk) -> 
 # --- the WorkQueue by itself
 
 
-def stepped() -> WorkQueue:
-    return WorkQueue({"load": 0}, 10, time.monotonic)
+def stepped() -> SteppedWorkQueue:
+    return SteppedWorkQueue({"load": 0}, 10, time.monotonic)
 
 
 def test_what_waits_is_dropped_with_its_last_claim() -> None:

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 from local_server import eventually
 from simulation.clock import FakeClock
+from simulation.stepped import SteppedWorkQueue
 
 from kvstore.proto.errors import DeadlineError, TierFullError
 from kvstore.server.tiering.work_queue import STUCK_S, Expect, Ticket, WorkQueue
@@ -28,8 +29,8 @@ def nothing() -> None:
     """Do nothing."""
 
 
-def stepped(limit: int = 100, clock: Callable[[], float] = time.monotonic) -> WorkQueue:
-    return WorkQueue({"up": 0, "down": 0}, limit, clock)
+def stepped(limit: int = 100, clock: Callable[[], float] = time.monotonic) -> SteppedWorkQueue:
+    return SteppedWorkQueue({"up": 0, "down": 0}, limit, clock)
 
 
 @contextmanager
@@ -38,8 +39,8 @@ def running(
     limit: int = 100,
     expect: Mapping[str, Expect] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[WorkQueue]:
-    work_queue = WorkQueue(queues, limit, clock, expect=expect)
+) -> Iterator[SteppedWorkQueue]:
+    work_queue = SteppedWorkQueue(queues, limit, clock, expect=expect)
     try:
         yield work_queue
     finally:
