@@ -201,7 +201,7 @@ class Catalog:
     def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
         """Return the tiers with such a copy of the chunk, in less time than ``copies``."""
         with self._lock:
-            return self._index.holders(self._index.row(key), least)
+            return self._index.holders(self._index.find(key), least)
 
     def is_common(self, key: ChunkKey) -> bool:
         """Whether several prompts have the chunk: two went on from it or from one behind it."""
@@ -314,7 +314,7 @@ class Catalog:
         """Return, for each of leased *keys*, the tiers with such a copy of it now."""
         index = self._index
         with self._lock:
-            return [index.holders(index.row(key), least) for key in keys]
+            return [index.holders(row, least) for row in index.rows(keys).tolist()]
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
         """Return how many chunks after the known ones are being written, or are there already
@@ -357,7 +357,7 @@ class Catalog:
         """
         with self._lock:
             now_s = self._clock()
-            rows = self._index.known_prefix(keys)
+            rows = self._index.prefix(keys)
             if self._metadata.hints.expiring:
                 rows = self._metadata.hints.unexpired(rows, now_s)
             known = len(self._index.readable(rows, Fidelity.none))
