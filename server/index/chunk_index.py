@@ -103,12 +103,11 @@ class ChunkIndex:
     """Chunks by key, each in a row of columns. Not thread-safe: the catalog's lock guards it.
 
     A row belongs to a chunk while any tier has a copy of it, while it is a ghost, or while a
-    chunk with a copy continues it; the parent of such a chunk therefore always has a row. When
-    its last copy goes a chunk becomes a ghost, the oldest of which are forgotten when there are
-    more than *evicted_limit* and EVICTED_A_CHUNK for each chunk with a copy; 0: there are none.
-    *on_forget* is called with the rows of ghosts before they can be other chunks'. Columns and
-    not objects, because a million chunks are a few million objects that the collector of garbage
-    would go through. *columns* of others are kept as long as its own.
+    chunk with a copy continues it. When its last copy goes a chunk becomes a ghost, the oldest of
+    which are forgotten when there are more than *evicted_limit* and EVICTED_A_CHUNK for each
+    chunk with a copy; 0: there are none. *on_forget* is called with the rows of ghosts before
+    they can be other chunks'. Columns, as garbage collection would go through millions of
+    objects. *columns* of others are kept as long as its own.
 
     In a namespace of a model with state or window layers (``ends``) a prefix can be continued
     only where the state was kept (Marconi, MLSys 2025, section 3: exact match of recurrent
@@ -131,7 +130,7 @@ class ChunkIndex:
         self.keys = self._table.keys
         """From rows to their keys, each a void of 32 bytes."""
         self.find, self.rows = self._table.find, self._table.find_all
-        """From a key to its row, or from all keys: it may be without a copy; NO_ROW where none is."""
+        """From a key, or keys, to rows, which may be without a copy; NO_ROW where there is none."""
         self.prefix = self._table.prefix
         """From keys to the rows of those before the first that has none."""
         self._holders = array("B")
@@ -156,13 +155,8 @@ class ChunkIndex:
         self._copies = {tier: CopyColumns(array("Q"), array("H"), array("B")) for tier in tiers}
         self._columns: list[array[Any]] = [
             *(self._holders, self.parents, self._uses, self._wholes, self._marks, self._flops),
-            *(
-                self.hits,
-                self.ends.flags,
-                *self.evicted.columns,
-                *chain(*self._copies.values()),
-                *columns,
-            ),
+            *(self.hits, self.ends.flags, *self.evicted.columns),
+            *chain(*self._copies.values(), columns),
         ]
         self._count = 0
         self._evicted_limit = evicted_limit
@@ -174,12 +168,13 @@ class ChunkIndex:
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
         """Take note of sealed copies on *tier* and return the chunks' rows.
 
-        *infos* are of one chunk, or of some without a copy that have one layout and of which each
-        continues the one before.
+        *infos* are of one chunk, or of a chain of one layout without any copy.
         """
         rows: list[int] = []
         for info in infos:
-            rows.append(self._row_for(info.key))
+            rows.append(self._table.add(info.key))
+            if rows[-1] == len(self._holders):
+                self._extend()
         if not self._holders[rows[0]]:
             self._describe(rows, infos)
         bit = 1 << self.tiers.index(tier)
@@ -233,7 +228,6 @@ class ChunkIndex:
         return row
 
     def _extend(self) -> None:
-        """Make every column longer."""
         count = spare_rows(len(self._holders))
         for column in self._columns:
             column.frombytes(bytes(count * column.itemsize))
@@ -361,10 +355,6 @@ class ChunkIndex:
     def copies(self, row: int) -> dict[str, ChunkInfo]:
         """Return the chunk's copies by tier name."""
         return {tier: self.info(tier, row) for tier in self.holders(row)}
-
-    def longest_prefix(self, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact) -> Rows:
-        """Return the rows of the longest run of *keys* that ``readable`` leaves."""
-        return self.readable(self.prefix(keys), least)
 
     def known_prefix(self, keys: Sequence[ChunkKey]) -> Rows:
         """Return the rows of the longest run of *keys* that have a copy or are ghosts."""

@@ -110,9 +110,9 @@ def test_a_chunk_stored_again_in_another_size_is_counted_once() -> None:
     policy = make_policy(Quota(), Quota(100))
     policy.insert(101, NO_ROW, 10, 0.0)
     policy.insert(101, NO_ROW, 25, 0.0)
-    assert policy.used_bytes(1) == 25
+    assert policy.used[1] == 25
     policy.remove(101)
-    assert (policy.used_bytes(1), len(policy)) == (0, 0)
+    assert (policy.used[1], len(policy)) == (0, 0)
 
 
 def test_a_chunk_that_another_partition_continues_goes_after_that() -> None:
@@ -177,7 +177,7 @@ def test_whatever_is_put_quotas_hold_to_a_chunk_and_guarantees_hold_against_othe
             policy.insert(row, NO_ROW, size, 0.0)
             sizes[row] = size
         for number, quota in enumerate(quotas):
-            assert policy.used_bytes(number) == used(number)
+            assert policy.used[number] == used(number)
             assert not quota.limit_bytes or used(number) <= quota.limit_bytes
             if number != partition:
                 assert used(number) >= min(before[number], quota.guaranteed_bytes)
