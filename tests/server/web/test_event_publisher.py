@@ -339,7 +339,7 @@ def answer_of(reader: Any) -> tuple[list[int], bytes]:
 def test_an_answer_waits_for_who_reads_it_slowly_and_holds_up_nobody(
     context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 300.0)  # the machine is slow too
+    monkeypatch.setattr(module, "MAX_REPLAY_WAIT_S", 300.0)  # the machine is slow too
     with publisher_of_many(tmp_path / "p"):
         slow = asking(context, tmp_path / "p", 0)
         assert slow.poll(DEADLINE_MS)  # its answer has begun, and reads nothing of it
@@ -351,7 +351,7 @@ def test_an_answer_waits_for_who_reads_it_slowly_and_holds_up_nobody(
 def test_who_stops_reading_is_told_that_its_answer_was_cut_short(
     context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "MAX_REPLAY_WAIT_S", 0.0)
     with publisher_of_many(tmp_path / "p") as (_, counters):
         slow = asking(context, tmp_path / "p", 0)
         gone = asking(context, tmp_path / "p", 0)
@@ -361,7 +361,7 @@ def test_who_stops_reading_is_told_that_its_answer_was_cut_short(
         assert end == module.CUT
         assert numbers == list(range(len(numbers)))
         assert 0 < len(numbers) < PAGES
-        monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 60.0)
+        monkeypatch.setattr(module, "MAX_REPLAY_WAIT_S", 60.0)
         slow.send_multipart((b"", len(numbers).to_bytes(8, "big")))
         assert answer_of(slow) == (list(range(len(numbers), PAGES)), module.END)
 
