@@ -21,7 +21,7 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import AccessCheck, CallInterceptor, known_errors
+from kvstore.server.api.interceptors import CallWrapper, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
@@ -155,14 +155,13 @@ class Node:
         self.trust.authorizer.times = self.counters.times
         self._closers.append(self.trust.close)
         self.store.catalog.limit_leases(self.trust.authorizer.lease_terms)
-        self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
-        self._closers.append(shedder.close)
         self._tracing = self._open_tracing()
+        calls = CallWrapper(self.trust, self._tracing)
+        self._shedder = LoadShedder(config.workers, self.counters, calls, clock)
+        self._closers.append(self._shedder.close)
         self._taken = taken(config)
         check_enough(config.max_sessions, self._taken)
-        access = AccessCheck(self.trust.authenticator, self.trust.authorizer)
-        calls = CallInterceptor(self._tracing, access)
-        self._grpc, self.port = bind(config, shedder, calls, self._taken)
+        self._grpc, self.port = bind(config, self._shedder, self._taken)
         self._is_started = False
         self._closers.append(self._end_grpc)
         self.unix_server = self._open_unix_server()
@@ -271,9 +270,9 @@ class Node:
             share_of(SOCKET_SHARE, self._taken, most),
         )
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        auth = self.trust.authorizer.session_auth
+        authorizer = self.trust.authorizer
         try:
-            server = UnixServer(path, self.sessions, files, self._clock, limits, auth)
+            server = UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -311,8 +310,8 @@ class Node:
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        auth = self.trust.authorizer.session_auth
-        service = BulkService(self.store, self.sessions, checks, auth, config.limits)
+        authorizer = self.trust.authorizer
+        service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, certificate = open_bulk(config, service, most)
