@@ -16,7 +16,7 @@ from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.values import GET_BYTES
-from kvstore.server.store.layered_reads import LayerPart
+from kvstore.server.store.reads import LayerPart
 from kvstore.server.tiering.moves import Moves
 
 
