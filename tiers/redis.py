@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -92,7 +93,7 @@ class CapacityTracker:
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._chunks: dict[ChunkKey, Manifest] = {}
-        self._peers: dict[ChunkKey, Manifest] = {}
+        self._peers: OrderedDict[ChunkKey, Manifest] = OrderedDict()
         self._used_bytes = 0
         self._reservations = 0
 
@@ -149,7 +150,7 @@ class CapacityTracker:
                 if new is not None and key not in self._chunks:
                     self._peers[key] = new
                     if len(self._peers) > MAX_PEER_MANIFESTS:
-                        del self._peers[next(iter(self._peers))]
+                        self._peers.popitem(last=False)
 
     def count(
         self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest]
