@@ -11,13 +11,11 @@ from kvstore.proto import bulk, messages
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
+from kvstore.proto.unix_socket import Reach, pack_places
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
-from kvstore.server.store.reads import IN_MEMORY, ByteRange, RangeRead, ReadResult
+from kvstore.server.store.layered_reads import LayerwiseRead
+from kvstore.server.store.reads import IN_MEMORY, LayerPart, RangeRead, ReadResult
 from kvstore.server.store.store import Store
-from kvstore.tiers.allocator import SlabPlace
-from kvstore.tiers.base import FilePlace, PeerPlace
 
 REACH: dict[int, frozenset[Reach] | None] = {
     pb.VIA_STREAM: None,
@@ -81,7 +79,7 @@ class GetStream:
         """Yield the chunks in order: where they are on *peers* or within *reach*, else bytes."""
         reads = self.store.reads
         if reach is None:
-            for result in reads.get(self.session, keys, self.deadline, IN_MEMORY, self.least):
+            for result in reads.get(self.session, keys, self.deadline, least=self.least):
                 yield from self._pieces(frame_part(result))
             return
         rows = reads.in_place(keys, reach, self.least, peers)
@@ -119,7 +117,7 @@ class GetStream:
     def _places_of(self, results: Sequence[ReadResult], lenders: Iterable[int]) -> pb.GetResponse:
         names = list(dict.fromkeys(result.tier for result in results))
         rows = pack_places(
-            _row(result.place, names.index(result.tier))
+            result.place._replace(tier=names.index(result.tier))
             for result in results
             if result.place is not None
         )
@@ -165,20 +163,5 @@ def range_parts(
     Each part's memory is lent until the next.
     """
     for index, group in groupby(ranges, key=attrgetter("index")):
-        if index >= len(keys):
-            continue
-        spans = [ByteRange(one.start, one.stop) for one in group]
-        with reading.read(keys[index], spans) as stored:
-            if stored is not None:
-                for span, data in zip(spans, stored.data, strict=True):
-                    if len(data):
-                        yield LayerPart(index, stored.tier, stored.frame_bytes, span.start, data)
-
-
-def _row(place: SlabPlace | FilePlace | PeerPlace, tier: int) -> Place:
-    if isinstance(place, PeerPlace):
-        return Place(place.number, Reach.peer, tier, 0, place.size_bytes, 0)
-    if isinstance(place, FilePlace):
-        return Place(place.extent, Reach.file, tier, place.offset, place.size_bytes, 0)
-    reach = Reach.device if place.slab_id == ARENA_SLAB else Reach.memory
-    return Place(place.slab_id, reach, tier, place.offset, place.size_bytes, place.generation)
+        if index < len(keys):
+            yield from reading.parts(index, keys[index], [(one.start, one.stop) for one in group])

@@ -158,7 +158,7 @@ class PutStream:
         header = parse_header(data, takes_shards=True)
         info, part = self._checks.chunk(session, header.info(), header.shard, frame_bytes)
         if self._held is not None and self._held.ticket is not None:
-            self._commit_held(is_last=info.parent_key != self._held.ticket.key)
+            self._commit_held(is_last=info.parent_key != self._held.ticket.info.key)
         options = PutOptions(self.hints, is_last=None)
         begun = self._store.writes.open(session, info, self.deadline, options, part)
         self._keys.append(info.key)

@@ -33,7 +33,6 @@ from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.security.setup import Trust
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
-from kvstore.server.store.lookup import Leasing
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
@@ -177,7 +176,7 @@ class DataCalls:
             session,
             keys,
             deadline,
-            lease=Leasing.of(request),
+            lease=request.lease and (not request.ranges or "ranged"),
             min_fidelity=least,
             engine=messages.engine_from_message(request),
         )
@@ -338,7 +337,7 @@ class DataCalls:
                     writes.discard(ticket)
                     raise
                 results.append(writes.commit(ticket, frame=frame))
-                keys.append(ticket.key)
+                keys.append(ticket.info.key)
         except KVStoreError:
             for reservation_id in request.reservation_ids:
                 writes.abort(session, reservation_id)

@@ -384,12 +384,13 @@ class Contents:
 
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
         """Know a chunk by its content, or note that its frame in memory is to be read."""
-        if put_info is not None:
+        if put_info is None:
+            if tier == _MEMORY:
+                self.unread += [info.key for info in infos if info.key not in self.content_index]
+        elif put_info.content != UNKNOWN_CONTENT:
             (info,) = infos
             tokens = info.layout.tokens
             self._take_in(Named(info.key, info.parent, put_info.content, tokens, put_info.position))
-        elif tier == _MEMORY:
-            self.unread += [info.key for info in infos if info.key not in self.content_index]
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """Forget a chunk that is nowhere any more."""

@@ -14,9 +14,8 @@ from kvstore.proto import bulk
 from kvstore.proto.bulk import pack_found, unpack_wanted
 from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.settings.limits import Limits
-from kvstore.server.settings.values import GET_BYTES
-from kvstore.server.store.layered_reads import LayerPart
+from kvstore.server.settings.values import GET_BYTES, Limits
+from kvstore.server.store.reads import LayerPart
 from kvstore.server.tiering.moves import Moves
 
 

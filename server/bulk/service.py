@@ -32,9 +32,9 @@ from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver, Sending
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.settings.limits import Limits
-from kvstore.server.store.layered_reads import LayerPart, LayerwiseRead
-from kvstore.server.store.reads import RangeRead
+from kvstore.server.settings.values import Limits
+from kvstore.server.store.layered_reads import LayerwiseRead
+from kvstore.server.store.reads import LayerPart, RangeRead
 from kvstore.server.store.store import Store
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from kvstore.proto.messages import hints_from_message
 from kvstore.proto.plans import Hints
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.store.layered_reads import LayerPart
+from kvstore.server.store.reads import LayerPart
 
 FIRST_PART_BYTES = 1 << 16
 """Of a frame for a client: it learns from that where the rest goes, which is not copied then."""

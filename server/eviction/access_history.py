@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -198,14 +197,13 @@ _MOST = 255
 _MOST_CHUNKS = 65_535
 
 
-@dataclass(frozen=True, slots=True)
-class InsertInfo:
-    """What is known of a chunk when it is stored.
+class InsertInfo(NamedTuple):
+    """What is known of a chunk when it is stored; hints were checked before.
 
     ``tokens_full`` is False for an end of a prompt that fills no chunk; ``flops`` are what its
     prefill costs, 0 for unknown; ``group`` any number for a tenant or category, 0 for none;
     ``reuse`` 0 for nothing, 1 for "discard", 2 for "keep"; ``prompt_chunks`` how long the prompt
-    is, 0 for unknown. Raises InvalidRequestError.
+    is, 0 for unknown.
     """
 
     tokens_full: bool = True
@@ -213,14 +211,6 @@ class InsertInfo:
     group: int = 0
     reuse: int = 0
     prompt_chunks: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reuse < HINTS:
-            raise InvalidRequestError("reuse", self.reuse, "0 unknown, 1 discard, 2 keep")
-        if not 0.0 <= self.flops < float("inf"):
-            raise InvalidRequestError("flops", self.flops, "a number of operations, or 0")
-        if self.prompt_chunks < 0:
-            raise InvalidRequestError("prompt_chunks", self.prompt_chunks, "a count, or 0")
 
 
 NO_INFO = InsertInfo()
@@ -404,9 +394,7 @@ class AccessHistory:
         self.table.wait(seen.classes[rows], time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
-        """Chunks have another hint from now on. Raises InvalidRequestError."""
-        if not 0 <= reuse < HINTS:
-            raise InvalidRequestError("reuse", reuse, "0 unknown, 1 discard, 2 keep")
+        """Chunks have another hint from now on."""
         rows, seen, kinds = self._known(rows), self._seen, self.kinds
         rows = rows[seen.own[rows] // 2 % HINTS != reuse]
         if not len(rows):

@@ -362,23 +362,13 @@ class HitDensityEviction(LruEviction):
     # --- events
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        super()._came(row, size_bytes, now_s)
-        self._worth[row] = self._worth_of(row, max(size_bytes, 1))
-
-    def _worth_of(self, row: int, size_bytes: int) -> float:
-        parent = self._parents[row]
-        if self._history.is_partial(row) and self._here[parent]:
-            return self._worth[parent]  # fewer tokens, and fewer bytes
-        return 1.0 / size_bytes
-
-    @override
-    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        super()._came_chain(rows, size_bytes, now_s)
-        size_bytes = max(size_bytes, 1)
-        np.frombuffer(self._worth, np.float32)[rows] = 1.0 / size_bytes
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._came(rows, size_bytes, now_s)
+        np.frombuffer(self._worth, np.float32)[rows] = 1.0 / max(size_bytes, 1)
         last = int(rows[-1])
-        self._worth[last] = self._worth_of(last, size_bytes)
+        parent = self._parents[last]
+        if self._history.is_partial(last) and self._here[parent]:
+            self._worth[last] = self._worth[parent]  # fewer tokens, and fewer bytes
 
     @override
     def touch(self, rows: Rows, now_s: float) -> None:

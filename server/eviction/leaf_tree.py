@@ -65,15 +65,13 @@ class LeafCursor:
 
 
 class LeafFirstEviction(EvictionPolicy):
-    """What all policies share that evict leaves first; what follows the tree is done here.
+    """The tree that all policies share which evict leaves first. Nine bytes a row.
 
     A chunk is of no use without those before it, so only leaves (chunks none of whose
     continuations are on the tier) are candidates, as in SGLang's RadixAttention (Zheng et al.,
-    arXiv 2312.07104, section 3.1), over chunks instead of tokens.
-
-    A subclass keeps the leaves in an order of its own. Every event calls its hooks, each once:
-    ``_came``, then ``_add_leaf`` if nothing continues the chunk; ``_use``; ``_drop_leaf`` if it
-    is a leaf, then ``_gone``. ``_name`` is what most need for ``victims``. Nine bytes a row.
+    arXiv 2312.07104, section 3.1), over chunks instead of tokens. A subclass keeps the leaves in
+    an order of its own. Every event calls its hooks, each once: ``_came``, then ``_add_leaf`` if
+    nothing continues the chunk; ``_use``; ``_drop_leaf`` if it is a leaf, then ``_gone``.
     """
 
     def __init__(self) -> None:
@@ -98,13 +96,8 @@ class LeafFirstEviction(EvictionPolicy):
         """Make what is kept beside the columns *count* rows longer."""
 
     @abstractmethod
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        """A chunk came that was not here. Its parent is in ``_parents`` already."""
-
-    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        """Chunks came of which each continues the one before: ``_came`` for each, in order."""
-        for row in rows.tolist():
-            self._came(row, size_bytes, now_s)
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        """Chunks came of which each continues the one before; their ``_parents`` are set."""
 
     @abstractmethod
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
@@ -143,7 +136,7 @@ class LeafFirstEviction(EvictionPolicy):
         self._count += 1
         self._here[row] = 1
         self._parents[row] = parent
-        self._came(row, size_bytes, now_s)
+        self._came(np.array([row]), size_bytes, now_s)
         if not self._children[row]:
             self._add_leaf(row, is_new=True)
         if parent:
@@ -182,7 +175,7 @@ class LeafFirstEviction(EvictionPolicy):
             parents_seen[rows[1:]] = rows[:-1]
             np.frombuffer(self._children, np.uint32)[rows[:-1]] = 1
         self._count += len(rows)
-        self._came_chain(rows, size_bytes, now_s)
+        self._came(rows, size_bytes, now_s)
         self._add_leaf(listed[-1], is_new=True)
         if parent:
             self._adopt(parent)

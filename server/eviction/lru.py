@@ -41,12 +41,7 @@ class LruEviction(LeafFirstEviction):
                 self._queues.place(row, self._kind(row))
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._tick += 1
-        self._used[row] = self._tick
-
-    @override
-    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
         self._stamp(rows)
 
     def _stamp(self, rows: Rows) -> None:

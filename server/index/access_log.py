@@ -130,7 +130,7 @@ class AccessLog:
                 ids = identities(event.keys)
                 for what_if, size in zip(self._what_ifs, self._chunk_bytes, strict=True):
                     if what_if is not None and size:
-                        what_if.asked(ids, int(size), event.now_s)
+                        what_if.asked(ids, int(size))
         for policy in self._policies:
             policy.touch(event.known, event.now_s)
 

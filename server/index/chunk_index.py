@@ -27,7 +27,7 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.index.prefix_ends import StateCheckpoints
+from kvstore.server.index.prefix_ends import ResumeRequirements, StateCheckpoints
 
 
 class EvictedEntries:
@@ -103,12 +103,11 @@ class ChunkIndex:
     """Chunks by key, each in a row of columns. Not thread-safe: the catalog's lock guards it.
 
     A row belongs to a chunk while any tier has a copy of it, while it is a ghost, or while a
-    chunk with a copy continues it; the parent of such a chunk therefore always has a row. When
-    its last copy goes a chunk becomes a ghost, the oldest of which are forgotten when there are
-    more than *evicted_limit* and EVICTED_A_CHUNK for each chunk with a copy; 0: there are none.
-    *on_forget* is called with the rows of ghosts before they can be other chunks'. Columns and
-    not objects, because a million chunks are a few million objects that the collector of garbage
-    would go through. *columns* of others are kept as long as its own.
+    chunk with a copy continues it. When its last copy goes a chunk becomes a ghost, the oldest of
+    which are forgotten when there are more than *evicted_limit* and EVICTED_A_CHUNK for each
+    chunk with a copy; 0: there are none. *on_forget* is called with the rows of ghosts before
+    they can be other chunks'. Columns, as garbage collection would go through millions of
+    objects. *columns* of others are kept as long as its own.
 
     In a namespace of a model with state or window layers (``ends``) a prefix can be continued
     only where the state was kept (Marconi, MLSys 2025, section 3: exact match of recurrent
@@ -130,8 +129,10 @@ class ChunkIndex:
         """From a row to its key."""
         self.keys = self._table.keys
         """From rows to their keys, each a void of 32 bytes."""
-        self.rows = self._table.find_all
-        """From keys to their rows, which may be without a copy; NO_ROW where there is none."""
+        self.find, self.rows = self._table.find, self._table.find_all
+        """From a key, or keys, to rows, which may be without a copy; NO_ROW where there is none."""
+        self.prefix = self._table.prefix
+        """From keys to the rows of those before the first that has none."""
         self._holders = array("B")
         """A bit for each tier that has a copy."""
         self.parents = array("I")
@@ -147,19 +148,15 @@ class ChunkIndex:
         """How often the chunk was found; a lookup that names it twice finds it once."""
         self.layouts: list[KVLayout | None] = []
         """Of chunks with a copy."""
-        self._known_layouts: dict[KVLayout, KVLayout] = {}
+        self._known_layouts: dict[KVLayout, tuple[KVLayout, ResumeRequirements, int]] = {}
+        """What is kept of each layout: one of the equal ones, its ``of_layout`` and their flags."""
         self.ends = StateCheckpoints()
         self.evicted = EvictedEntries()
         self._copies = {tier: CopyColumns(array("Q"), array("H"), array("B")) for tier in tiers}
         self._columns: list[array[Any]] = [
             *(self._holders, self.parents, self._uses, self._wholes, self._marks, self._flops),
-            *(
-                self.hits,
-                self.ends.flags,
-                *self.evicted.columns,
-                *chain(*self._copies.values()),
-                *columns,
-            ),
+            *(self.hits, self.ends.flags, *self.evicted.columns),
+            *chain(*self._copies.values(), columns),
         ]
         self._count = 0
         self._evicted_limit = evicted_limit
@@ -171,10 +168,13 @@ class ChunkIndex:
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
         """Take note of sealed copies on *tier* and return the chunks' rows.
 
-        *infos* are of one chunk, or of some without a copy that have one layout and of which each
-        continues the one before.
+        *infos* are of one chunk, or of a chain of one layout without any copy.
         """
-        rows = [self._row_for(info.key) for info in infos]
+        rows: list[int] = []
+        for info in infos:
+            rows.append(self._table.add(info.key))
+            if rows[-1] == len(self._holders):
+                self._extend()
         if not self._holders[rows[0]]:
             self._describe(rows, infos)
         bit = 1 << self.tiers.index(tier)
@@ -187,10 +187,15 @@ class ChunkIndex:
 
     def _describe(self, rows: Sequence[int], infos: Sequence[ChunkInfo]) -> None:
         """Keep what is the same in all copies."""
-        if len(self._known_layouts) >= _LAYOUTS_KEPT:
-            self._known_layouts.clear()
-        layout = self._known_layouts.setdefault(infos[0].layout, infos[0].layout)
-        flags = self.ends.flags_of(Namespace(infos[0].key[:DIGEST_BYTES]), layout)
+        known = self._known_layouts.get(infos[0].layout)
+        if known is None:
+            if len(self._known_layouts) >= _LAYOUTS_KEPT:
+                self._known_layouts.clear()
+            needs = ResumeRequirements.of_layout(infos[0].layout)
+            known = self._known_layouts[infos[0].layout] = (infos[0].layout, needs, needs.flags)
+        layout, needs, flags = known
+        if flags:
+            self.ends.need(Namespace(infos[0].key[:DIGEST_BYTES]), needs)
         parent = infos[0].parent_key
         above = NO_ROW if parent is None else self._row_for(parent)
         self._count += len(rows)
@@ -223,7 +228,6 @@ class ChunkIndex:
         return row
 
     def _extend(self) -> None:
-        """Make every column longer."""
         count = spare_rows(len(self._holders))
         for column in self._columns:
             column.frombytes(bytes(count * column.itemsize))
@@ -333,7 +337,7 @@ class ChunkIndex:
         return self.size_bytes(self.holders(row)[0], row)
 
     def holders(self, row: int, least: Fidelity = Fidelity.none) -> list[str]:
-        """Return the tiers that hold the chunk, at *least* so true, in the index's order."""
+        """Return the tiers that hold the row's chunk, at *least* so true, in the index's order."""
         return [tier for tier, one in self._copies.items() if one.fidelities[row] > least]
 
     def info(self, tier: str, row: int) -> ChunkInfo:
@@ -352,13 +356,9 @@ class ChunkIndex:
         """Return the chunk's copies by tier name."""
         return {tier: self.info(tier, row) for tier in self.holders(row)}
 
-    def longest_prefix(self, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact) -> Rows:
-        """Return the rows of the longest run of *keys* that ``readable`` leaves."""
-        return self.readable(self._table.prefix(keys), least)
-
     def known_prefix(self, keys: Sequence[ChunkKey]) -> Rows:
         """Return the rows of the longest run of *keys* that have a copy or are ghosts."""
-        rows = self._table.prefix(keys)
+        rows = self.prefix(keys)
         known = (
             np.frombuffer(self._holders, np.uint8)[rows]
             | np.frombuffer(self.evicted.here, np.uint8)[rows]

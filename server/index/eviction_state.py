@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction.quotas import PartitionedEviction, PolicyReport, Quota
 from kvstore.server.index.state import CatalogState
@@ -19,8 +17,7 @@ LOOKED_AT = 4096
 EXPIRED_AT_ONCE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """For which partition victims are: others' above their guarantee, or its own alone."""
 
     partition: int = 0
@@ -37,8 +34,7 @@ class EvictionRank(NamedTuple):
     is_at_least: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TierUse:
+class TierUse(NamedTuple):
     """What a tenant takes of a tier, and may take."""
 
     used_bytes: int
@@ -85,11 +81,11 @@ class EvictionState:
         among: Sequence[ChunkKey] | None = None,
         wanted: Wanted = EVERYBODY,
     ) -> list[ChunkKey]:
-        """Choose whom to evict and keep others from choosing the same. Pair with ``unclaim``.
+        """Choose what to evict and keep others from choosing the same. Pair with ``unclaim``.
 
-        *wanted* says for which partition. With *among* every chunk of it that may go is chosen,
-        whatever the policy says.
+        With *among* every chunk of it that may go is chosen, whatever the policy says.
         """
+        index = self._index
         with self._state.lock:
             self._state.access_log.apply_all()
             if among is None:
@@ -98,11 +94,10 @@ class EvictionState:
                     if need_bytes <= 0 or len(found) == limit:
                         break
                     if row not in found:
-                        found[row] = self._index.key(row)
-                        need_bytes -= self._index.size_bytes(tier, row)
-                victims = list(found.values())
-            else:
-                victims = [key for key in among if not self.stays(key)]
+                        found[row] = index.key(row)
+                        need_bytes -= index.size_bytes(tier, row)
+                among = list(found.values())
+            victims = [key for key in among if not self.stays(key)]
             self.leaving.update(dict.fromkeys(victims, tier))
             return victims
 
@@ -203,9 +198,7 @@ class EvictionState:
         with self._state.lock:
             self._state.access_log.apply_all()
             return {
-                tier: TierUse(
-                    policy.used_bytes(number), policy.chunks(number), policy.quotas[number]
-                )
+                tier: TierUse(policy.used[number], len(policy.parts[number]), policy.quotas[number])
                 for tier, policy in self._state.policies.items()
                 if isinstance(policy, PartitionedEviction)
             }
@@ -214,15 +207,10 @@ class EvictionState:
         """Hold *tenant* to other quotas, by tier. Raises InvalidRequestError, changing nothing."""
         number = self._state.metadata.partitions.number(tenant)
         with self._state.lock:
-            done: list[tuple[PartitionedEviction, Quota]] = []
-            try:
-                for tier, quota in quotas.items():
-                    policy = self._state.policies[tier]
-                    assert isinstance(policy, PartitionedEviction)
-                    before = policy.quotas[number]
-                    policy.set_quota(number, quota)
-                    done.append((policy, before))
-            except InvalidRequestError:
-                for policy, before in done:
-                    policy.set_quota(number, before)
-                raise
+            checked = []
+            for tier, quota in quotas.items():
+                policy = self._state.policies[tier]
+                assert isinstance(policy, PartitionedEviction)
+                checked.append((policy, policy.with_quota(number, quota)))
+            for policy, fresh in checked:
+                policy.quotas = fresh

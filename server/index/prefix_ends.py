@@ -60,22 +60,9 @@ class StateCheckpoints:
 
     def __init__(self) -> None:
         self.flags = array("B")
-        """The ``flags_of`` the layout of each chunk with a copy; the index lengthens it."""
+        """``ResumeRequirements.flags`` of each chunk with a copy; the index lengthens it."""
         self.needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
         """By namespace, for models that need anything."""
-        self._latest: tuple[KVLayout | None, ResumeRequirements, int]
-        self._latest = (None, ResumeRequirements(), 0)
-        """The layout that was described last, which the next most often has too, and its flags."""
-
-    def flags_of(self, space: Namespace, layout: KVLayout) -> int:
-        """Return what chunks of *layout* have of their end, which their *space* then needs."""
-        if layout is not self._latest[0]:
-            needs = ResumeRequirements.of_layout(layout)
-            self._latest = (layout, needs, needs.flags)
-        _, needs, flags = self._latest
-        if flags:
-            self.need(space, needs)
-        return flags
 
     def need(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Take note of what the model of *space* needs where a prefix ends."""

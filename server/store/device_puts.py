@@ -32,9 +32,9 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader, pack_header
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import PutOutcome
+from kvstore.proto.types import ChunkInfo, LayerKind, PutOutcome
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import PutResult, PutTicket
+from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
 from kvstore.server.store.store import Store
 from kvstore.tiers.allocator import SlabPlace
 
@@ -201,8 +201,7 @@ class DevicePuts:
         placed: deque[tuple[int, _Placed]] = deque()
         try:
             for header, offset in frames:
-                info = header.info()
-                ticket = self._reservations.reserve_on(self._slot, session, info, deadline, hints)
+                ticket = self._reserve(session, header.info(), deadline, hints)
                 if isinstance(ticket, PutTicket):
                     placed.append((len(results), _Placed(ticket, header, offset)))
                     ticket = PutResult(PutOutcome.pending)
@@ -214,6 +213,19 @@ class DevicePuts:
             for _, one in placed:
                 self._reservations.discard(one.ticket)
         return results
+
+    def _reserve(
+        self, session: Session, info: ChunkInfo, deadline: float, hints: Hints
+    ) -> PutTicket | PutResult:
+        reservations, slot = self._reservations, self._slot
+        if self._store.states is not None and info.layout.has(LayerKind.state):
+            return reservations.refuse(
+                info.key, "whether its state is kept is judged in CPU memory"
+            )
+        most_bytes = slot.tier.max_frame_bytes()
+        if info.size_bytes > most_bytes:
+            return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
+        return reservations.reserve(session, info, deadline, PutOptions(hints), slot)
 
     def _copied(self, ring: Imported, placed: Sequence[_Placed]) -> list[list[int]]:
         """Copy frames to their room; return the sums of what is there then."""

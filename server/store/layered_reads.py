@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import NamedTuple, TypeAlias
 
 from kvstore.codecs.row_cut import cut_rows, kept_rows
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
-    InvalidRequestError,
     KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
@@ -29,7 +27,7 @@ from kvstore.proto.frame import (
 from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, layer_order
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import Loads
+from kvstore.server.store.reads import LayerPart, Loads
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.server.tiering.work_queue import Ticket
@@ -124,20 +122,14 @@ class StreamingLoad:
         started = self._moves.clock()
         self._take(start, int(ends[segment]))
         check_segment(self.header, segment, checksum(self.header.segment(self.frame, segment)))
-        self.source.rate.observe(int(ends[segment]) - start, self._moves.clock() - started)
+        self.source.note_load(int(ends[segment]) - start, self._moves.clock() - started)
         with self._lock:
             self._unread -= 1
 
     def _take(self, start: int, stop: int) -> None:
         source, key = self.source, self._stored.key
-        try:
-            found = source.guarded(
-                lambda: source.tier.read(key, self.frame[start:stop], start), "read"
-            )
-        except InvalidRequestError:
-            found = False  # others have put a frame of another size in its place
-        if not found:
-            self._moves.note_lost(source, key)
+        read = partial(source.tier.read, key, self.frame[start:stop], start)
+        if not self._moves.read_from(source, key, lambda: source.guarded(read, "read")):
             raise TierUnavailableError(source.name, f"it lost {key.hex()}")
 
     def close(self) -> None:
@@ -155,38 +147,24 @@ class StreamingLoad:
         if self._unread:
             moves.tiers.cpu_tier.abort(self._reservation)
         elif moves.tiers.cpu_tier.seal(self._reservation):
-            moves.catalog.note_sealed(moves.tiers.cpu.name, stored)
-            moves.counters.add("promoted_chunks")
-            flows = moves.counters.flows
-            flows.note(self.source.name, moves.tiers.cpu.name, stored.size_bytes)
+            moves.note_moved(stored, self.source, moves.tiers.cpu)
         moves.catalog.let_go(stored.key)
-
-
-class LayerPart(NamedTuple):
-    """A piece of a frame: its header or one segment. ``chunk`` is its number in the request."""
-
-    chunk: int
-    tier: str
-    frame_bytes: int
-    offset: int
-    data: Bytes
 
 
 @dataclass(slots=True)
 class _Source:
-    """One chunk of the get; ``load`` unless all of it is in CPU memory."""
+    """One chunk of the get. *ticket* brings its header in reach, and ``load`` reads on; of one that
+    is in CPU memory neither.
+    """
 
     index: int
     tier: str
-    header: FrameHeader
-    frame: Bytes
-    load: StreamingLoad | None
+    ticket: Ticket | None = None
+    load: StreamingLoad | None = None
+    header: FrameHeader = field(init=False)
+    frame: Bytes = field(init=False)
     kept: Rows | None = None
     """The rows that are sent; None: all."""
-
-
-_Opening: TypeAlias = tuple[str, Ticket | None, StreamingLoad | None]
-"""A tier, what brings the header in reach, and what reads on; of a chunk in CPU memory neither."""
 
 
 class LayerwiseRead:
@@ -241,17 +219,17 @@ class LayerwiseRead:
     # --- headers
 
     def _open(self) -> None:
-        openings: list[_Opening | None] = []
+        begun: list[_Source | None] = []
         for index, key in enumerate(self._keys):
-            ahead = self._keys[len(openings) : index + 1 + READ_AHEAD_CHUNKS]
-            openings += [self._begin(key_ahead) for key_ahead in ahead]
-            source = self._opened(index, key, openings[index])
-            if source is None:
+            ahead = range(len(begun), min(len(self._keys), index + 1 + READ_AHEAD_CHUNKS))
+            begun += [self._begin(at, self._keys[at]) for at in ahead]
+            source = begun[index]
+            if source is None or not self._is_opened(source, key):
                 return
             source.kept = kept_rows(source.header, self.skipped, index)
             self._sources.append(source)
 
-    def _begin(self, key: ChunkKey) -> _Opening | None:
+    def _begin(self, index: int, key: ChunkKey) -> _Source | None:
         """Start what brings the header of *key* in reach; None when nothing can."""
         moves = self._moves
         copies = moves.catalog.copies(key)
@@ -259,35 +237,36 @@ class LayerwiseRead:
         slot = next(iter(moves.nearest(key, fit)), None)
         if slot is None:
             return None
+        source, copy = _Source(index, slot.name), copies[slot.name]
         if slot is moves.tiers.cpu:
-            return slot.name, None, None
-        load, copy = None, copies[slot.name]
+            return source
         is_raw = copy.codec_id == 0 and copy.size_bytes == raw_frame_bytes(copy.layout)
         if is_raw and slot.tier.reads_parts:
-            load = StreamingLoad(self._reads, slot, copy)
-            self._loads.append(load)
-            ticket = load.submit(None)
+            source.load = StreamingLoad(self._reads, slot, copy)
+            self._loads.append(source.load)
+            source.ticket = source.load.submit(None)
         else:
-            ticket = self._reads.load(key, slot)
-        return None if ticket is None else (slot.name, ticket, load)
+            source.ticket = self._reads.load(key, slot)
+        return None if source.ticket is None else source
 
-    def _opened(self, index: int, key: ChunkKey, opening: _Opening | None) -> _Source | None:
-        if opening is None or not self._is_done(opening[1]):
-            return None
-        tier, _, load = opening
-        frame = load.frame if load is not None else self._moves.tiers.cpu_tier.peek(key)
-        if frame is None:
-            return None
-        header = load.header if load is not None else parse_header(frame)
-        if header.fidelity < self._least or header.layout.segment_count != len(self._order):
-            return None  # too lossy, or without what is of its end
-        return _Source(index, tier, header, frame, load)
+    def _is_opened(self, source: _Source, key: ChunkKey) -> bool:
+        """Wait for a header; False where the chunk cannot be read on from there."""
+        if source.ticket is not None and not self._is_done(source.ticket):
+            return False
+        if source.load is not None:
+            source.header, source.frame = source.load.header, source.load.frame
+        else:
+            frame = self._moves.tiers.cpu_tier.peek(key)
+            if frame is None:
+                return False
+            source.header, source.frame = parse_header(frame), frame
+        header = source.header  # of one too lossy, or without what is of its end, nothing is read
+        return header.fidelity >= self._least and header.layout.segment_count == len(self._order)
 
-    def _is_done(self, ticket: Ticket | None) -> bool:
+    def _is_done(self, ticket: Ticket) -> bool:
         """Wait for a read; False when it failed or is late."""
         try:
-            if ticket is not None:
-                self._reads.wait(ticket)
+            self._reads.wait(ticket)
         except KVStoreError:
             return False
         return True

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from functools import partial
 from itertools import islice
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
@@ -46,23 +43,6 @@ PROBE_CHUNKS = 16
 """Queried first; when a shared tier has them, the rest."""
 
 
-class Leasing(IntEnum):
-    """Whether a lookup leases what is ready, and if so, for which kind of get."""
-
-    no = 0
-    whole = 1
-    """Of whole frames: those on lower tiers are loaded ahead."""
-    ranged = 2
-    """Of ranges of stored frames: nothing is loaded ahead."""
-
-    @classmethod
-    def of(cls, request: pb.LookupRequest) -> Leasing:
-        """Return what *request* asks for."""
-        if not request.lease:
-            return cls.no
-        return cls.ranged if request.ranges else cls.whole
-
-
 class NegativeCache:
     """Remembers for a moment which chunk a shared tier did not have: it is not queried again.
 
@@ -88,13 +68,7 @@ class NegativeCache:
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
             until = self._until.get(key)
-            if until is not None and until <= self._clock():
-                del self._until[key]
-                until = None
-            return until is not None
-
-    def __len__(self) -> int:
-        return len(self._until)
+            return until is not None and until > self._clock()
 
 
 class RemoteHints(Protocol):
@@ -143,12 +117,12 @@ class Lookup:
         keys: Sequence[ChunkKey],
         deadline: float,
         *,
-        lease: bool | Leasing,
+        lease: bool | Literal["ranged"],
         min_fidelity: Fidelity = Fidelity.exact,
         engine: EngineTerms | None = None,
     ) -> Match:
         """Find the longest prefix of *keys* that can be read. With *lease* it is leased, with
-        *engine* the answer has a plan.
+        *engine* the answer has a plan. For a get of ranges nothing is loaded ahead.
         """
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
         if self._shared or self._peers is not None:
@@ -167,17 +141,21 @@ class Lookup:
         if found.evicted:
             self._counters.add("lookup_ghost_chunks", found.evicted)
         self._after(keys[:ready])
+        sources, sizes = found.sources[:ready], found.sizes[:ready]
+        load_us = np.zeros(ready, "<u4")
+        for number in set(sources.tobytes()):
+            here = sources == number
+            load_us[here] = self._sources[number].load_us(sizes[here])
         plan = self._plan(session, keys, found, ready, engine) if engine else None
-        if lease_id and lease is not Leasing.ranged:
-            sources, sizes = found.sources[:ready], found.sizes[:ready]
+        if lease_id and lease != "ranged":
             self._prefetch.found(session, keys[:ready], sources, sizes, lease_id)
         return Match(
             ready=ready,
             pending=found.pending,
             missing=len(keys) - ready - found.pending,
             tier_names=self._names,
-            sources=found.sources[:ready].tobytes(),
-            loads=self._loads(found)[:ready].tobytes(),
+            sources=sources.tobytes(),
+            loads=load_us.tobytes(),
             lease_id=lease_id,
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
             plan=plan,
@@ -197,7 +175,7 @@ class Lookup:
                 placement = self._moves.placement
                 if not placement.admits(slot, key, Trigger.asked):
                     continue
-                if self._moves.copy_down(key, slot) is None:
+                if self._moves.copy_to(key, slot) is None:
                     placement.cancelled(slot.name, key)
 
     def _plan(
@@ -244,13 +222,6 @@ class Lookup:
         if not known:
             self._catalog.release(lease.lease_id, terms.session_id)
         return lease.lease_id if known else 0, known
-
-    def _loads(self, found: PrefixMatch) -> NDArray[np.uint32]:
-        loads = np.zeros(len(found.sizes), "<u4")
-        for number in set(found.sources.tobytes()):
-            here = found.sources == number
-            loads[here] = self._sources[number].rate.load_us(found.sizes[here])
-        return loads
 
     def _with_shared(
         self, keys: Sequence[ChunkKey], min_fidelity: Fidelity, found: PrefixMatch, deadline: float
@@ -366,16 +337,14 @@ class Lookup:
         In the background, as a tier may be far away, or down.
         """
         for slot in self._shared:
-            self._work_queue.submit(f"ask-{slot.name}", b"scan", partial(self._learn_all, slot))
+            work = partial(slot.guarded, partial(self._learn_all, slot))
+            self._work_queue.submit(f"ask-{slot.name}", b"scan", work)
 
     def _learn_all(self, slot: TierSlot) -> bool:
-        def work() -> bool:
-            known = iter(slot.tier.scan())
-            while some := list(islice(known, LEARNT_AT_ONCE)):
-                self._learn(slot, some)
-            return True
-
-        return slot.guarded(work)
+        known = iter(slot.tier.scan())
+        while some := list(islice(known, LEARNT_AT_ONCE)):
+            self._learn(slot, some)
+        return True
 
     def _learn(self, slot: TierSlot, infos: Sequence[ChunkInfo]) -> None:
         """Index what others have on *slot*; of what contradicts what is here, the better."""

@@ -84,11 +84,6 @@ class PartTicket:
     until: float = math.inf
 
     @property
-    def key(self) -> ChunkKey:
-        """The chunk's name."""
-        return self.info.key
-
-    @property
     def frame_bytes(self) -> int:
         """Size of the frame that is to come."""
         return self.part.frame_bytes
@@ -106,7 +101,7 @@ class PartialChunk:
         assert ticket.room is not None
         ticket.hints = NO_HINTS  # those of parts that proved right
         self.ticket = ticket
-        self.info = info = ticket.reservation.info
+        self.info = info = ticket.info
         self.until = until
         self.sessions: set[int] = set()
         """Open ones that have a part in it."""
@@ -246,7 +241,7 @@ class ParallelWrites:
         """
         stream_bytes = ticket.frame_bytes if ticket.part.is_streamed else 0
         with self._lock:
-            chunk = self._chunks.get(ticket.key)
+            chunk = self._chunks.get(ticket.info.key)
             need_bytes = stream_bytes if chunk else stream_bytes + ticket.info.size_bytes
             has_room = self._used_bytes + need_bytes <= self._limit_bytes
             has_room = has_room and (chunk is not None or len(self._chunks) < MAX_UNFINISHED_CHUNKS)
@@ -256,7 +251,7 @@ class ParallelWrites:
                 self._used_bytes += need_bytes
         if not has_room:
             reason = f"have all of their {self._limit_bytes} bytes or are {MAX_UNFINISHED_CHUNKS}"
-            return self._reservations.refuse(ticket.key, f"unfinished chunks {reason}")
+            return self._reservations.refuse(ticket.info.key, f"unfinished chunks {reason}")
         if stream_bytes:
             ticket.room = np.empty(stream_bytes, np.uint8)
         if chunk is not None:
@@ -314,21 +309,21 @@ class ParallelWrites:
         try:
             header = _read_header(ticket, frame)
             with self._lock:
-                chunk = self._chunks.get(ticket.key)
+                chunk = self._chunks.get(ticket.info.key)
                 claim = [] if chunk is None else chunk.claim(ticket.part.shard)
             if chunk is None:
                 return self._too_late(ticket)
             return self._fill(chunk, claim, ticket, header, frame)
         except KVStoreError as error:
-            self._reservations.reject(ticket.key, error)
+            self._reservations.reject(ticket.info.key, error)
             raise
         finally:
             self.discard(ticket)
 
     def _too_late(self, ticket: PartTicket) -> PutResult:
-        if self._reservations.has(ticket.key):
+        if self._reservations.has(ticket.info.key):
             return PutResult(PutOutcome.exists)
-        return self._reservations.refuse(ticket.key, "its other shards did not come in time")
+        return self._reservations.refuse(ticket.info.key, "its other shards did not come in time")
 
     def _fill(
         self,
@@ -415,7 +410,7 @@ def _read_header(ticket: PartTicket, frame: Bytes) -> FrameHeader:
     start = frame[:FIXED_BYTES].copy()
     end = min(max(stated_header_bytes(start), FIXED_BYTES), len(frame)) if len(start) else 0
     header = parse_header(frame[:end].copy(), takes_shards=True)
-    check_identity(header, len(frame), ticket.key)
+    check_identity(header, len(frame), ticket.info.key)
     if header.shard != ticket.part.shard or header.parent != ticket.info.parent:
         raise InvalidRequestError(
             "frame", header.key.hex(), "its rectangle or parent is not what was reserved"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -30,29 +30,33 @@ from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
 from kvstore.server.security.sessions import Session
 from kvstore.server.tiering.admission import PromoteOnSecondHit
 from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket, Work
-from kvstore.tiers.allocator import SlabPlace
-from kvstore.tiers.base import FilePlace, PeerPlace
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """A chunk in reach of its reader. ``tier`` is where it was before.
+    """A chunk in reach of its reader: its ``frame``, or the ``place`` where the reader finds it.
 
-    ``place`` is None when CPU memory had no room, and ``frame`` then a copy of its own. A place
-    in a file, in the arena of a device or on another server comes without the frame's bytes.
+    ``tier`` is where it was before. A frame that ``is_own`` is in memory of this get alone.
     """
 
     index: int
     tier: str
     frame: Bytes
-    place: SlabPlace | FilePlace | PeerPlace | None
+    place: Place | None = None
+    is_own: bool = False
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the frame, wherever it is."""
-        return len(self.frame) if self.place is None else self.place.size_bytes
+
+class LayerPart(NamedTuple):
+    """A piece of a frame, from ``offset`` on. ``chunk`` is its number in the request."""
+
+    chunk: int
+    tier: str
+    frame_bytes: int
+    offset: int
+    data: Bytes
 
 
 READ_AHEAD_CHUNKS = 8
@@ -65,6 +69,8 @@ MAX_DUE = 1024
 """Promotions that wait for the next tick; the oldest are forgotten beyond them."""
 LEAST_MEASURED_BYTES = 64 << 10
 """Of less, what a read takes says nothing about the medium's bandwidth."""
+NO_REACH: frozenset[Reach] = frozenset()
+"""Of a reader that is sent bytes."""
 IN_MEMORY = frozenset({Reach.memory})
 _NOT_HERE: Bytes = np.empty(0, np.uint8)
 _numbers = count()
@@ -74,9 +80,9 @@ _numbers = count()
 class Loads:
     """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
 
-    ``deadline`` is a point on the clock of ``moves``. ``slots`` are those that the reader reads in
-    place, nearest first, ``peers`` the numbers of servers that it reads from itself, ``least`` the
-    fidelity that it wants. For one thread.
+    ``deadline`` is a point on the clock of ``moves``. ``slots`` are those that are read without a
+    load, nearest first, ``peers`` the numbers of servers that the reader reads from itself,
+    ``least`` the fidelity that it wants. For one thread.
     """
 
     moves: Moves
@@ -85,19 +91,21 @@ class Loads:
     slots: Sequence[TierSlot] = ()
     least: Fidelity = Fidelity.exact
     peers: Collection[int] = ()
+    wants_places: bool = False
     claims: list[Ticket] = field(default_factory=list)
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
         """Begin to copy a chunk to CPU memory; None when the queue of *source* is full."""
-        ticket = self.moves.load(key, source, self.tenant, claimed=True)
-        self.claims.extend([ticket] if ticket else [])
-        return ticket
+        return self._claimed(self.moves.load(key, source, self.tenant, claimed=True))
 
     def submit(self, source: TierSlot, name: bytes, work: Work) -> Ticket | None:
         """Begin another read of *source*; None when its queue is full."""
         queue = f"load-{source.name}"
-        ticket = self.moves.work_queue.submit(queue, name, work, claimed=True)
-        self.claims.extend([ticket] if ticket else [])
+        return self._claimed(self.moves.work_queue.submit(queue, name, work, claimed=True))
+
+    def _claimed(self, ticket: Ticket | None) -> Ticket | None:
+        if ticket is not None:
+            self.claims.append(ticket)
         return ticket
 
     def wait(self, ticket: Ticket) -> object:
@@ -121,16 +129,14 @@ class Reads:
     bounds the copies made for readers while CPU memory is full of leases.
     """
 
-    def __init__(
-        self, moves: Moves, bypass_bytes: int, on_read: Callable[[ChunkKey], None]
-    ) -> None:
+    def __init__(self, moves: Moves, bypass_bytes: int, prefetch: Prefetch) -> None:
         self.moves = moves
         self._tiers = tiers = moves.tiers
         self._catalog = moves.catalog
         self._work_queue = moves.work_queue
         self._counters = moves.counters
         self._bypass_limit_bytes = bypass_bytes
-        self._on_read = on_read
+        self._prefetch = prefetch
         self._bypass_bytes = 0
         self._reads = PromoteOnSecondHit(REMEMBERED_READS)
         self._due: OrderedDict[ChunkKey, tuple[str, str]] = OrderedDict()
@@ -143,47 +149,45 @@ class Reads:
         session: Session,
         keys: Sequence[ChunkKey],
         deadline: float,
-        reach: Collection[Reach] = IN_MEMORY,
+        reach: Collection[Reach] = NO_REACH,
         least: Fidelity = Fidelity.exact,
         peers: Collection[int] = (),
     ) -> Iterator[ReadResult]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
-        The caller holds the lease until it is done with what it got. *reach*: where it can read
-        in place, and *peers* from which other servers. *least*: copies of lower fidelity are
-        passed over, as if they were not there.
+        The caller holds the lease until it is done with what it got. *reach*: where it reads in
+        place, and *peers* from which other servers. *least*: copies of lower fidelity are passed
+        over, as if they were not there.
         """
-        slots = self._slots_of(reach)
-        loads = Loads(self.moves, session.tenant, deadline, slots, least, peers)
         cpu = self._tiers.cpu.name
+        slots = self.slots_of(reach) if reach else (self._tiers.cpu,)
+        loads = Loads(self.moves, session.tenant, deadline, slots, least, peers, bool(reach))
         delivered = size_bytes = 0
         origins: list[str] = []
         try:
             for index, key in enumerate(keys):
-                if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
-                    first = index + READ_AHEAD_CHUNKS if index else 1
-                    if following := keys[first : index + 2 * READ_AHEAD_CHUNKS]:
-                        self._read_ahead(following)
-                if len(origins) < min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
-                    ahead = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
-                    origins += self._begin(ahead, loads)
+                self._begin(index, keys, origins, loads)
                 # What is found damaged leaves CPU memory at once, and other tiers later: for
                 # those the catalog is read again.
-                result = self._in_cpu(index, key) if origins[index] == cpu else None
+                origin, result = origins[index], None
+                if origin == cpu:
+                    result = self._found(index, key, cpu, loads)
                 result = result or self._read(index, key, loads)
                 if result is None:
                     break
+                place = result.place
                 delivered += 1
-                size_bytes += result.size_bytes
-                self._on_read(key)
+                size_bytes += len(result.frame) if place is None else place.size_bytes
+                if key in self._prefetch.awaited:
+                    self._prefetch.was_read(key)
                 if result.tier != cpu or self._tiers.gpu is not None:
                     self._promote_if_due(session.tenant, key, result.tier)
-                if origins[index] not in ("", result.tier):
-                    result = replace(result, tier=origins[index])
+                if origin not in ("", result.tier):
+                    result = replace(result, tier=origin)
                 try:
                     yield result
                 finally:
-                    if result.place is None:
+                    if result.is_own:
                         self.release_bypass(len(result.frame))
         finally:
             if loads.claims:
@@ -219,7 +223,18 @@ class Reads:
             rows = np.frombuffer(found, PLACE_ROW).copy()
             rows["reach"][~in_cpu] = Reach.none
             held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
-            rows = rows[: self._add_others(keys, rows, held, least, peers)]
+            for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
+                place, key, filed = None, keys[index], tiers.file_backed
+                if filed is not None and held[index] and not filed.breaker.is_open:
+                    place = self.place_of(filed, key)
+                if place is None and peers:
+                    place = self._lent(key, self._catalog.holders(key, least), peers)
+                    self._counters.add("peer_lent_chunks", place is not None)
+                if place is None:
+                    rows = rows[:index]
+                    break
+                rows[index] = place
+            rows["tier"][rows["reach"] == Reach.file] = 1
             rows["tier"][rows["reach"] == Reach.peer] = len(names)
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
@@ -230,37 +245,9 @@ class Reads:
 
         That of a device is the first, that of peers the last.
         """
-        gpu = self._tiers.gpu if Reach.device in reach else None
-        filed = self._tiers.file_backed if Reach.file in reach else None
-        there = (gpu, self._tiers.cpu, filed, self._tiers.remote if peers else None)
-        return [slot.name for slot in there if slot is not None]
-
-    def _add_others(
-        self,
-        keys: Sequence[ChunkKey],
-        rows: NDArray[Any],
-        held: NDArray[np.bool_],
-        least: Fidelity,
-        peers: Collection[int],
-    ) -> int:
-        """Fill the *rows* of those *held* in files, and of what *peers* have, up to the first that
-        is nowhere; return where that is.
-        """
-        filed = self._tiers.file_backed
-        for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
-            place = None
-            if filed is not None and held[index] and not filed.breaker.is_open:
-                place = filed.tier.file_place(keys[index])
-            if place is not None:
-                rows[index] = (place.extent, Reach.file, 1, place.offset, place.size_bytes, 0)
-                continue
-            holders = self._catalog.holders(keys[index], least) if peers else ()
-            lent = self.moves.lent_place(keys[index], holders, peers)
-            if lent is None:
-                return int(index)
-            rows[index] = (lent.number, Reach.peer, 0, 0, lent.size_bytes, 0)
-            self._counters.add("peer_lent_chunks")
-        return len(rows)
+        names = [slot.name for slot in self.slots_of(reach)]
+        remote = self._tiers.remote if peers else None
+        return names if remote is None else [*names, remote.name]
 
     def note_in_place(self, session: Session, keys: Sequence[ChunkKey], rows: NDArray[Any]) -> None:
         """The reader of *keys* begins to read *rows*: what follows from reading files."""
@@ -296,17 +283,37 @@ class Reads:
     ) -> bool:
         """Whether *key* can be delivered without a load."""
         holders = self._catalog.holders(key, least)
-        if any(_is_in_place(slot, key, holders) for slot in self._slots_of(reach)):
+        if any(_is_in_place(slot, key, holders) for slot in self.slots_of(reach)):
             return True
-        return self.moves.lent_place(key, holders, peers) is not None
+        return bool(peers) and self._lent(key, holders, peers) is not None
 
-    def _slots_of(self, reach: Collection[Reach]) -> Sequence[TierSlot]:
+    def slots_of(self, reach: Collection[Reach]) -> list[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
-        tiers, device, file = self._tiers, Reach.device in reach, Reach.file in reach
-        if not device and not file:
-            return (tiers.cpu,)
-        there = (tiers.gpu if device else None, tiers.cpu, tiers.file_backed if file else None)
-        return [slot for slot in there if slot is not None]
+        gpu = self._tiers.gpu if Reach.device in reach else None
+        filed = self._tiers.file_backed if Reach.file in reach else None
+        return [slot for slot in (gpu, self._tiers.cpu, filed) if slot is not None]
+
+    def place_of(self, slot: TierSlot, key: ChunkKey, peers: Collection[int] = ()) -> Place | None:
+        """Return where a reader finds the copy on *slot* itself; None where it does not."""
+        tiers = self._tiers
+        if slot is tiers.remote:
+            lent = slot.tier.peer_place(key, peers)
+            return Place(lent.number, Reach.peer, 0, 0, lent.size_bytes, 0) if lent else None
+        if slot is not tiers.cpu and slot is not tiers.gpu:
+            file = slot.tier.file_place(key)
+            reach = Reach.file
+            return Place(file.extent, reach, 0, file.offset, file.size_bytes, 0) if file else None
+        gpu = tiers.gpu_tier if slot is tiers.gpu else None
+        held = tiers.cpu_tier.locate(key) if gpu is None else gpu.locate(key)
+        if held is None:
+            return None
+        reach = Reach.memory if gpu is None else Reach.device
+        return Place(held.slab_id, reach, 0, held.offset, held.size_bytes, held.generation)
+
+    def _lent(self, key: ChunkKey, holders: Sequence[str], peers: Collection[int]) -> Place | None:
+        """Return where the reader finds *key* on one of *peers*, if that is the nearest copy."""
+        nearest = self.moves.nearest(key, holders)[:1]
+        return self.place_of(nearest[0], key, peers) if nearest == [self._tiers.remote] else None
 
     def _promote_if_due(self, tenant: str, key: ChunkKey, name: str) -> None:
         """Copy a chunk up, in the background, when it is read a second time and worth its room."""
@@ -324,8 +331,8 @@ class Reads:
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
             self._promote_soon(key, tenant, name)
-        if wants_gpu and gpu and placement.promotes(key, cpu, gpu):
-            self.moves.copy_up(key, tenant)
+        if wants_gpu and gpu and not gpu.breaker.is_open and placement.promotes(key, cpu, gpu):
+            self.moves.copy_to(key, gpu, tenant)
 
     def forget(self, key: ChunkKey) -> None:
         """It was deleted: what comes by its name was not read yet."""
@@ -351,13 +358,22 @@ class Reads:
             if name in self._catalog.holders(key):
                 self.moves.load(key, self._tiers.slots[name], tenant)
 
-    def _begin(self, keys: Sequence[ChunkKey], loads: Loads) -> list[str]:
-        """Begin the loads of *keys*; return where each is read from, "" where it is nowhere."""
-        first = loads.slots[0].name
-        origins = []
+    def _begin(
+        self, index: int, keys: Sequence[ChunkKey], origins: list[str], loads: Loads
+    ) -> None:
+        """Begin loads of what comes behind chunk *index*; add to *origins* where each key is read
+        from, "" where it is nowhere.
+        """
+        if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
+            first = index + READ_AHEAD_CHUNKS if index else 1
+            if following := keys[first : index + 2 * READ_AHEAD_CHUNKS]:
+                self._read_ahead(following)
+        if len(origins) >= min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
+            return
+        keys, first_slot = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS], loads.slots[0].name
         for key, holders in zip(keys, self._catalog.read_plan(keys, loads.least), strict=True):
-            origins.append(first if first in holders else self._load(key, loads, holders)[0])
-        return origins
+            is_first = first_slot in holders
+            origins.append(first_slot if is_first else self._load(key, loads, holders)[0])
 
     def _load(
         self, key: ChunkKey, loads: Loads, holders: Sequence[str]
@@ -378,7 +394,7 @@ class Reads:
         for _ in range(2 * len(self._tiers.slots)):
             name, ticket = self._load(key, loads, holders_of(key, loads.least))
             if ticket is None:
-                return self._in_place(index, key, name, loads.peers) if name else None
+                return self._found(index, key, name, loads) if name else None
             try:
                 loads.wait(ticket)
                 # A copy of too low fidelity has the chunk's place in CPU memory.
@@ -393,27 +409,16 @@ class Reads:
                 continue
         return None
 
-    def _in_place(
-        self, index: int, key: ChunkKey, name: str, peers: Collection[int]
-    ) -> ReadResult | None:
-        if name == self._tiers.cpu.name:
-            return self._in_cpu(index, key)
+    def _found(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
+        """Return a chunk that needs no load: its bytes in CPU memory, or its place."""
         slot = self._tiers.slots[name]
-        gpu = self._tiers.gpu_tier
-        place: SlabPlace | FilePlace | PeerPlace | None
+        if slot is self._tiers.cpu and not loads.wants_places:
+            frame = self._tiers.cpu_tier.peek(key)
+            return None if frame is None else ReadResult(index, name, frame)
+        place = self.place_of(slot, key, loads.peers)
         if slot is self._tiers.remote:
-            place = slot.tier.peer_place(key, peers)
             self._counters.add("peer_lent_chunks", place is not None)
-        else:
-            place = gpu.locate(key) if gpu is slot.tier else slot.tier.file_place(key)
         return None if place is None else ReadResult(index, name, _NOT_HERE, place)
-
-    def _in_cpu(self, index: int, key: ChunkKey) -> ReadResult | None:
-        cpu = self._tiers.cpu_tier
-        place, frame = cpu.locate(key), cpu.peek(key)
-        if place is None or frame is None:
-            return None
-        return ReadResult(index, self._tiers.cpu.name, frame, place)
 
     def _read_bypass(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
@@ -430,7 +435,7 @@ class Reads:
             self.release_bypass(info.size_bytes)
             return None
         self._counters.add("read_throughs")
-        return ReadResult(index, name, frame, None)  # type: ignore[arg-type]
+        return ReadResult(index, name, frame, is_own=True)  # type: ignore[arg-type]
 
     def reserve_bypass(self, size_bytes: int) -> bool:
         """Account for memory of a reader's own; False when there is too much of it already."""
@@ -453,21 +458,6 @@ def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool
     return not is_local_disk or not (slot.breaker.is_open or slot.tier.file_place(key) is None)
 
 
-class ByteRange(NamedTuple):
-    """Bytes *start* to *stop* of a frame, the last not included; cut at the frame's end."""
-
-    start: int
-    stop: int
-
-
-class RangeData(NamedTuple):
-    """Bytes of one frame: ``data[i]`` are those of span i, fewer or none past the frame's end."""
-
-    tier: str
-    frame_bytes: int
-    data: Sequence[Bytes]
-
-
 class RangeRead:
     """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
     before others, of those the smallest; of less than *least* none.
@@ -482,38 +472,38 @@ class RangeRead:
 
     def place(self, key: ChunkKey, reach: Collection[Reach]) -> tuple[str, Place] | None:
         """Return the tier of the chosen copy and where a reader of *reach* reads it in place."""
-        name, _ = self._chosen(key)
-        filed = self._tiers.file_backed
-        if name == self._tiers.cpu.name and Reach.memory in reach:
-            held = self._tiers.cpu_tier.locate(key)
-            if held is not None:
-                where = (held.offset, held.size_bytes, held.generation)
-                return name, Place(held.slab_id, Reach.memory, 0, *where)
-        elif filed is not None and name == filed.name and Reach.file in reach:
-            lies = filed.tier.file_place(key)
-            if lies is not None:
-                return name, Place(lies.extent, Reach.file, 0, lies.offset, lies.size_bytes, 0)
-        return None
+        name, info = self._chosen(key)
+        slot = None if info is None else self._tiers.slots[name]
+        if slot is None or slot is self._tiers.gpu or slot not in self._reads.slots_of(reach):
+            return None
+        place = self._reads.place_of(slot, key)
+        return None if place is None else (name, place)
 
-    @contextmanager
-    def read(self, key: ChunkKey, spans: Sequence[ByteRange]) -> Iterator[RangeData | None]:
-        """Lend *spans* of the chosen copy; None when there is none, or not in time."""
+    def parts(
+        self, index: int, key: ChunkKey, spans: Iterable[tuple[int, int]]
+    ) -> Iterator[LayerPart]:
+        """Yield *spans*, from a byte to another, of the chosen copy of chunk *index*, cut at its
+        end; nothing when there is none, or not in time. Their memory is lent until the next.
+        """
         name, info = self._chosen(key)
         if info is None:
-            yield None
             return
         if name == self._tiers.cpu.name:
             frame = self._tiers.cpu_tier.peek(key)
-            data = [] if frame is None else [frame[a:b] for a, b in spans]
-            yield None if frame is None else RangeData(name, len(frame), data)
+            for start, stop in spans:
+                if frame is not None and len(data := frame[start:stop]):
+                    yield LayerPart(index, name, len(frame), start, data)
             return
-        cut = [ByteRange(min(a, info.size_bytes), min(b, info.size_bytes)) for a, b in spans]
-        size_bytes = sum(stop - start for start, stop in cut)
+        size = info.size_bytes
+        cut = [(start, min(stop, size) - start) for start, stop in spans if start < size]
+        ranges = [(start, np.empty(count, np.uint8)) for start, count in cut if count > 0]
+        size_bytes = sum(len(out) for _, out in ranges)
         if not self._reads.reserve_bypass(size_bytes):
-            yield None
             return
         try:
-            yield self._read(self._tiers.slots[name], info, cut)
+            if self._is_filled(self._tiers.slots[name], info, ranges):
+                for start, out in ranges:
+                    yield LayerPart(index, name, size, start, out)
         finally:
             self._reads.release_bypass(size_bytes)
 
@@ -527,31 +517,26 @@ class RangeRead:
         name = min(order, key=order.__getitem__, default="")
         return name, copies.get(name)
 
-    def _read(
-        self, slot: TierSlot, info: ChunkInfo, spans: Sequence[ByteRange]
-    ) -> RangeData | None:
-        data: list[Bytes] = [np.empty(max(0, stop - start), np.uint8) for start, stop in spans]
-        ranges = [(span.start, out) for span, out in zip(spans, data, strict=True) if len(out)]
+    def _is_filled(
+        self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]
+    ) -> bool:
         name = b"ranges" + info.key + next(_numbers).to_bytes(8, "little")
         ticket = self._loads.submit(slot, name, partial(self._fill, slot, info, ranges))
-        found = None
-        with suppress(KVStoreError):
-            found = ticket and self._loads.wait(ticket)
-        self._loads.close()
-        return RangeData(slot.name, info.size_bytes, data) if found else None
+        try:
+            return ticket is not None and bool(self._loads.wait(ticket))
+        except KVStoreError:
+            return False
+        finally:
+            self._loads.close()
 
     def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         moves, started = self._moves, self._moves.clock()
-        try:
-            found = slot.guarded(lambda: slot.tier.read_batch(info.key, ranges), "read")
-        except InvalidRequestError:
-            found = False  # others have put a frame of another size in its place
-        if not found:
-            moves.note_lost(slot, info.key)
+        read = partial(slot.tier.read_batch, info.key, ranges)
+        if not moves.read_from(slot, info.key, lambda: slot.guarded(read, "read")):
             return False
         size_bytes = sum(len(out) for _, out in ranges)
         if size_bytes >= LEAST_MEASURED_BYTES:
-            slot.rate.observe(size_bytes, moves.clock() - started)
+            slot.note_load(size_bytes, moves.clock() - started)
         moves.counters.add("get_bytes", size_bytes)
         return True
 

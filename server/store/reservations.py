@@ -56,6 +56,7 @@ class PutTicket:
     """
 
     session: Session
+    info: ChunkInfo
     slot: TierSlot
     reservation: Reservation
     hints: Hints
@@ -69,14 +70,9 @@ class PutTicket:
     until: float = math.inf
 
     @property
-    def key(self) -> ChunkKey:
-        """The chunk's name."""
-        return self.reservation.info.key
-
-    @property
     def frame_bytes(self) -> int:
         """Size of the frame that is to come."""
-        return self.reservation.info.size_bytes
+        return self.info.size_bytes
 
 
 class Reservations:
@@ -96,63 +92,52 @@ class Reservations:
         self._lower = moves.tiers.lower
         self.on_existing: list[Callable[[ChunkKey], None]] = []
         """Called with each chunk that was put and is here."""
-        cpu = moves.tiers.cpu_tier
+        self._cpu, self._cpu_tier = moves.tiers.cpu, moves.tiers.cpu_tier
+        cpu = self._cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
         self._headroom_bytes = min(wanted_bytes, cpu.capacity_bytes - cpu.slab_bytes)
 
     def reserve(
-        self, session: Session, info: ChunkInfo, deadline: float, options: PutOptions
+        self,
+        session: Session,
+        info: ChunkInfo,
+        deadline: float,
+        options: PutOptions,
+        device: TierSlot | None = None,
     ) -> PutTicket | PutResult:
-        """Take room in CPU memory for a frame, or say why there is nothing to write.
+        """Take room for a frame in CPU memory, or that of *device*, which keeps chunks as they are;
+        or say why there is nothing to write.
 
         From then on the chunk is pending, until ``commit`` or ``discard``. Raises
         QuotaExceededError, InvalidRequestError.
         """
-        moves, hints, bare = self._moves, options.hints, None
-        if self._states is not None and info.layout.has(LayerKind.state):
+        eviction, catalog, hints = self._moves.eviction, self._catalog, options.hints
+        slot, key, kept, bare = device or self._cpu, info.key, info, None
+        if device is None and self._states is not None and info.layout.has(LayerKind.state):
             bare = self._layout_to_keep(info, options, self._states)
-        kept = info if bare is None else replace(info, layout=bare)
-        room = SpaceRequest(info, session.tenant, deadline, self._headroom_bytes, hints.category)
-        reserved = self._begin(moves.tiers.cpu, kept, room, hints)
-        if isinstance(reserved, PutResult):
-            return reserved
-        partition = self._catalog.eviction.partition(info.key, session.tenant, hints.category)
-        moves.eviction.reserved.add(partition, info.size_bytes, 1)
-        view = moves.tiers.cpu_tier.view(reserved)
-        return PutTicket(session, moves.tiers.cpu, reserved, hints, view, bare, partition)
-
-    def reserve_on(
-        self, slot: TierSlot, session: Session, info: ChunkInfo, deadline: float, hints: Hints
-    ) -> PutTicket | PutResult:
-        """The same in the memory of a device, which keeps chunks as they are."""
-        if self._states is not None and info.layout.has(LayerKind.state):
-            return self.refuse(info.key, "whether its state is kept is judged in CPU memory")
-        most_bytes = slot.tier.max_frame_bytes()
-        if info.size_bytes > most_bytes:
-            return self.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
-        room = SpaceRequest(info, session.tenant, deadline, category=hints.category)
-        reserved = self._begin(slot, info, room, hints)
-        if isinstance(reserved, PutResult):
-            return reserved
-        return PutTicket(session, slot, reserved, hints, None)
-
-    def _begin(
-        self, slot: TierSlot, kept: ChunkInfo, room: SpaceRequest, hints: Hints
-    ) -> Reservation | PutResult:
-        """Make the chunk pending, and reserve; or say why there is nothing to write."""
-        key, in_flight = kept.key, self._catalog.in_flight
-        if not in_flight.begin(key, kept.layout):
-            note = "" if kept is room.info else WITHOUT_STATE
+            kept = info if bare is None else replace(info, layout=bare)
+        if not catalog.in_flight.begin(key, kept.layout):
+            note = "" if bare is None else WITHOUT_STATE
             if (answer := self._begin_anew(kept, hints, note)) is not None:
                 return answer
+        headroom_bytes = 0 if device else self._headroom_bytes
+        room = SpaceRequest(
+            info, session.tenant, deadline, headroom_bytes, hints.category, is_original=True
+        )
         try:
-            return self._moves.eviction.reserve_for_put(slot, room)
+            reserved = eviction.reserve(slot, room)
         except KVStoreError as error:
-            in_flight.end(key)
+            catalog.in_flight.end(key)
             if isinstance(error, TierFullError):
                 return self.refuse(key, str(error))
-            self._catalog.outcomes.note(key, Fate.refused, detail=str(error))
+            catalog.outcomes.note(key, Fate.refused, detail=str(error))
             raise
+        view = None if device else self._cpu_tier.view(reserved)
+        ticket = PutTicket(session, info, slot, reserved, hints, view, bare)
+        if device is None and slot.has_quotas:
+            ticket.partition = eviction.partition(room)
+            eviction.count_awaited(ticket.partition, info.size_bytes, 1)
+        return ticket
 
     def _begin_anew(self, kept: ChunkInfo, hints: Hints, note: str) -> PutResult | None:
         """Begin a chunk that is here, where that is no reason not to; else say why it is."""
@@ -186,7 +171,7 @@ class Reservations:
         """Keep the state after all: nothing of the put continues the chunk."""
         if ticket.kept_layout is not None and self._states is not None:
             ticket.kept_layout = None
-            self._states.forget(ticket.key)
+            self._states.forget(ticket.info.key)
 
     def has(self, key: ChunkKey) -> bool:
         """Whether an exact copy of the chunk is there."""
@@ -208,49 +193,51 @@ class Reservations:
         self.keep_state(ticket)
         self._uncount(ticket)
         ticket.slot.tier.abort(ticket.reservation)
-        self._catalog.in_flight.end(ticket.key)
-
-    def _uncount(self, ticket: PutTicket) -> None:
-        if ticket.partition is not None:
-            self._moves.eviction.reserved.add(ticket.partition, -ticket.frame_bytes, -1)
-            ticket.partition = None
+        self._catalog.in_flight.end(ticket.info.key)
 
     def commit(self, ticket: PutTicket, header: FrameHeader) -> PutResult:
         """Make a verified frame visible, and have it copied on."""
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
-        moves, slot, info = self._moves, ticket.slot, ticket.reservation.info
-        key = info.key
-        self._uncount(ticket)
+        moves, catalog, slot, key = self._moves, self._catalog, ticket.slot, ticket.info.key
+        if ticket.partition is not None:
+            self._uncount(ticket)
         try:
             sealed = slot.tier.seal(ticket.reservation)
             if sealed:
                 hints = ticket.hints
                 put_info = PutInfo(ticket.session.tenant, hints, header.content, header.position)
-                self._catalog.note_sealed(slot.name, header.info(), put_info)
+                catalog.note_sealed(slot.name, header.info(), put_info)
                 if hints is not NO_HINTS:
                     self._hint(key, hints)
         finally:
-            self._catalog.in_flight.end(key)
+            catalog.in_flight.end(key)
         if not sealed:
             self._counters.add("put_existing_chunks")
             return PutResult(PutOutcome.exists)
         self._counters.add("put_stored_chunks")
-        self._counters.add("put_bytes", info.size_bytes)
-        moves.eviction.settle_quota(slot, key)
+        self._counters.add("put_bytes", ticket.info.size_bytes)
+        if slot.has_quotas:
+            moves.eviction.settle_quota(slot, key)
         for lower in self._lower:
             if moves.placement.admits(lower, key, Trigger.stored) and (
-                lower.breaker.is_open or moves.copy_down(key, lower) is None
+                lower.breaker.is_open or moves.copy_to(key, lower) is None
             ):
                 moves.placement.cancelled(lower.name, key)
                 self._counters.add("skipped_copies")
         return PutResult(PutOutcome.stored)
 
+    def _uncount(self, ticket: PutTicket) -> None:
+        if ticket.partition is not None:
+            size_bytes = ticket.info.size_bytes
+            self._moves.eviction.count_awaited(ticket.partition, -size_bytes, -1)
+            ticket.partition = None
+
     def _commit_trimmed(
         self, ticket: PutTicket, header: FrameHeader, layout: KVLayout
     ) -> PutResult:
         """The same of what is kept of a frame whose state was turned away, in room of its size."""
-        moves, cpu = self._moves, self._moves.tiers.cpu_tier
+        cpu, tenant = self._cpu_tier, ticket.session.tenant
         ticket.kept_layout = None
         self._uncount(ticket)
         try:
@@ -258,14 +245,15 @@ class Reservations:
                 fresh, frame = trimmed(header, cpu.view(ticket.reservation), layout)
             finally:
                 cpu.abort(ticket.reservation)
+            ticket.info, deadline = fresh.info(), self._moves.clock() + _TRIM_S
             room = SpaceRequest(
-                fresh.info(), ticket.session.tenant, moves.clock() + _TRIM_S,
-                self._headroom_bytes, ticket.hints.category,
+                ticket.info, tenant, deadline, self._headroom_bytes, ticket.hints.category,
+                is_original=True,
             )  # fmt: skip
-            ticket.reservation = moves.eviction.reserve_for_put(moves.tiers.cpu, room)
+            ticket.reservation = self._moves.eviction.reserve(self._cpu, room)
         except KVStoreError as error:
-            self._catalog.in_flight.end(ticket.key)
-            return self.refuse(ticket.key, str(error))
+            self._catalog.in_flight.end(ticket.info.key)
+            return self.refuse(ticket.info.key, str(error))
         copy_bytes(cpu.view(ticket.reservation), frame)
         self._counters.add("put_states_left_out")
         result = self.commit(ticket, fresh)

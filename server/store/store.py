@@ -30,7 +30,7 @@ from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
 from kvstore.server.store.writes import Writes
 from kvstore.server.telemetry.outcomes import Fate
-from kvstore.server.tiering.admission import StateAdmission, WriteBack, WriteThrough
+from kvstore.server.tiering.admission import WRITE_BACK, WRITE_THROUGH, StateAdmission
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -97,8 +97,8 @@ class Store:
             limits.max_reservations_per_session, new_id, clock, counters,
         )  # fmt: skip
         self._prefetch = prefetch = Prefetch(moves, limits.prefetch_bytes)
-        self.reads = Reads(moves, limits.bypass_bytes, prefetch.was_read)
-        otherwise = WriteThrough() if limits.write_through else WriteBack()
+        self.reads = Reads(moves, limits.bypass_bytes, prefetch)
+        otherwise = WRITE_THROUGH if limits.write_through else WRITE_BACK
         moves.placement.set_terms(otherwise, limits.write_budgets)
         self._work_queue = moves.work_queue
         self.on_tick: list[Callable[[], None]] = []
@@ -150,7 +150,7 @@ class Store:
         ]
 
     def _copied(self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float) -> list[str]:
-        tickets = [self.moves.copy_down(key, slot, urgent=True) for key in keys]
+        tickets = [self.moves.copy_to(key, slot, urgent=True) for key in keys]
         return [self._outcome(ticket, deadline) for ticket in tickets]
 
     def _flushed(
@@ -241,7 +241,7 @@ class Store:
             keys = self.catalog.leased(lease_id, session.session_id)
             self.counters.add("ignored_pins", self.catalog.hint(keys, hints))
         released = self.catalog.release(lease_id, session.session_id)
-        if released:
+        if lease_id in self._prefetch.by_lease and released:
             self._prefetch.dropped(lease_id)
         return released
 
@@ -312,7 +312,7 @@ class Store:
                 slot.tier.stats(),
                 slot.encoder.name,
                 slot.encoder.codec_id,
-                slot.rate.bytes_per_s,
+                slot.bytes_per_s,
                 slot.breaker.reason or slot.tier.write_error,
             )
             for slot in self.tiers.slots.values()

@@ -187,7 +187,7 @@ class Writes:
             return self.parallel.commit(ticket, ticket.room if frame is None else frame)
         if is_last:
             self._reservations.keep_state(ticket)
-        info, room = ticket.reservation.info, ticket.room
+        info, room = ticket.info, ticket.room
         assert room is not None
         try:
             if check is not None:

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar
-
-from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
@@ -23,7 +19,6 @@ from kvstore.proto.types import ChunkKey
 LEAST_CHANCE = 0.1
 """The price of an idle tier. On the Mooncake conversation trace it writes a sixth to a fifth
 less than write-through and finds more; above 0.15 a large tier begins to lose hits."""
-SECOND_ASKING = 2
 _BUSY_FROM, _BUSY_TO = 0.5, 0.8
 
 
@@ -55,15 +50,28 @@ class CopyRequest:
     """Chunks that continue it are on the tier, and of no use without it."""
 
     @property
-    def saved_share(self) -> float:
-        """The part of computing it that a load spares; all of it where that is not known."""
-        return max(0.0, 1.0 - self.load_s / self.compute_s) if self.compute_s else 1.0
+    def value(self) -> float:
+        """The chance of a hit, times the part of computing that it spares: all of it where that
+        is not known.
+        """
+        saved = max(0.0, 1.0 - self.load_s / self.compute_s) if self.compute_s else 1.0
+        return self.chance * saved
 
 
-class TierAdmission(ABC):
-    """Decides for one tier. Keeps nothing of any chunk."""
+@dataclass(frozen=True, slots=True)
+class TierAdmission:
+    """Which copies a tier is given: at these ``triggers``, after ``least_hits`` requests.
 
-    looks_ahead: ClassVar[bool] = False
+    With ``least_value`` it weighs what a copy is worth per byte against a price that rises with
+    the tier's pressure. Chunks of one model take about as many bytes and seconds a token, so the
+    price is stated for such: the chance below which a load that spares all computing is not worth
+    its bytes. At pressure 1 nothing is.
+    """
+
+    triggers: frozenset[Trigger]
+    least_hits: int = 0
+    least_value: float | None = None
+    looks_ahead: bool = False
     """Whether it needs hits and chances."""
 
     def admits(self, offer: CopyRequest, pressure: float) -> bool:
@@ -74,73 +82,33 @@ class TierAdmission(ABC):
         """
         if offer.is_needed and offer.moment is Trigger.leaving:
             return True
-        saves = not offer.compute_s or offer.load_s < offer.compute_s
-        return saves and self._is_worth(offer, pressure)
-
-    @abstractmethod
-    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
-        """Whether this rule makes the copy, which would save something."""
-
-
-class WriteThrough(TierAdmission):
-    """A copy of everything, at once, and again of what was lost (HiCache's ``write_through``)."""
-
-    @override
-    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
-        return offer.moment is not Trigger.asked
-
-
-class WriteBack(TierAdmission):
-    """A copy of what the tier above evicts (HiCache's ``write_back``)."""
-
-    @override
-    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
-        return offer.moment is Trigger.leaving
-
-
-class AdmitOnSecondAccess(TierAdmission):
-    """A copy of what was requested twice (HiCache's ``write_through_selective``, AIBrix's HOT),
-    the first time maybe before an eviction.
-    """
-
-    looks_ahead = True
-
-    @override
-    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
-        return offer.hits >= SECOND_ASKING
-
-
-class ValueBasedAdmission(TierAdmission):
-    """A copy, on eviction, of what is worth more than the tier's price.
-
-    The value of a copy is the chance of a hit times the computing that it spares; per byte it is
-    compared with a price that rises with the tier's pressure. Chunks of one model take about as
-    many bytes and seconds a token, so the price is stated for such: the chance below which a
-    load that spares all computing is not worth its bytes. At pressure 1 nothing is.
-    """
-
-    looks_ahead = True
-
-    def __init__(self, least_chance: float = LEAST_CHANCE) -> None:
-        if not 0 <= least_chance <= 1:
-            raise InvalidRequestError("least_chance", least_chance, "from 0 to 1")
-        self._least = least_chance
+        if offer.compute_s and offer.load_s >= offer.compute_s:
+            return False
+        if offer.moment not in self.triggers or offer.hits < self.least_hits:
+            return False
+        return self.least_value is None or (pressure < 1 and offer.value >= self.price(pressure))
 
     def price(self, pressure: float) -> float:
         """Return the least value that is stored."""
-        return self._least + (1.0 - self._least) * min(1.0, max(0.0, pressure))
-
-    @override
-    def _is_worth(self, offer: CopyRequest, pressure: float) -> bool:
-        value = offer.chance * offer.saved_share
-        return offer.moment is Trigger.leaving and value >= self.price(pressure) and pressure < 1
+        least = self.least_value or 0.0
+        return least + (1.0 - least) * min(1.0, max(0.0, pressure))
 
 
-_BY_NAME: dict[str, type[TierAdmission]] = {
-    "through": WriteThrough,
-    "evict": WriteBack,
-    "selective": AdmitOnSecondAccess,
-    "auto": ValueBasedAdmission,
+_LEAVING = frozenset({Trigger.leaving})
+WRITE_THROUGH = TierAdmission(frozenset({Trigger.stored, Trigger.leaving}))
+"""A copy of everything, at once, and again of what was lost (HiCache's ``write_through``)."""
+WRITE_BACK = TierAdmission(_LEAVING)
+"""A copy of what the tier above evicts (HiCache's ``write_back``)."""
+SECOND_ACCESS = TierAdmission(frozenset(Trigger), least_hits=2, looks_ahead=True)
+"""A copy of what was requested twice (HiCache's ``write_through_selective``, AIBrix's HOT), the
+first time maybe before an eviction."""
+BY_VALUE = TierAdmission(_LEAVING, least_value=LEAST_CHANCE, looks_ahead=True)
+"""A copy, on eviction, of what is worth more than the tier's price."""
+_BY_NAME = {
+    "through": WRITE_THROUGH,
+    "evict": WRITE_BACK,
+    "selective": SECOND_ACCESS,
+    "auto": BY_VALUE,
 }
 ADMISSIONS = tuple(_BY_NAME)
 
@@ -149,7 +117,7 @@ def make_admission(name: str) -> TierAdmission:
     """Return the admission called *name*. Raises InvalidRequestError."""
     if name not in _BY_NAME:
         raise InvalidRequestError("admission", name, f"use one of {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]()
+    return _BY_NAME[name]
 
 
 PRESSURE_WINDOW_S = 10.0

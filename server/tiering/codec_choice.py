@@ -57,7 +57,7 @@ def auto_codec(
     nothing: what fails leaves what was.
     """
     sample = make_sample()
-    layout, link = sample.template.layout, slot.rate.bytes_per_s
+    layout, link = sample.template.layout, slot.bytes_per_s
     info = ChunkInfo(probe, sample.template.parent, layout, 0, raw_frame_bytes(layout))
     try:
         link = _link_bytes_per_s(slot, info, clock) or link

@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.eviction_state import Wanted
+from kvstore.server.index.eviction_state import EVERYBODY, Wanted
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import Trigger
@@ -28,23 +28,6 @@ from kvstore.server.tiering.tier_slot import SpaceRequest, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import Reservation
 
-
-class ReservedRoom:
-    """Room by partition, from its reservation until it is filled or given back. Thread-safe."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[int, tuple[int, int]] = {}
-        """Bytes and chunks by partition."""
-        self._lock = threading.Lock()  # guards it
-
-    def add(self, partition: int, size_bytes: int, chunks: int) -> None:
-        """Count room as the partition's; less than none: count it no longer."""
-        with self._lock:
-            before_bytes, before = self.waiting.pop(partition, (0, 0))
-            if chunks + before:
-                self.waiting[partition] = before_bytes + size_bytes, before + chunks
-
-
 MAX_ROUNDS = 1000
 VICTIMS_PER_ROUND = 64
 
@@ -52,7 +35,7 @@ VICTIMS_PER_ROUND = 64
 class Eviction:
     """Makes room on the slots of *tiers*, and frees copies that were forgotten. Thread-safe.
 
-    *copy_down* demotes a victim that no slower tier has.
+    *copy_to* demotes a victim that no slower tier has.
     """
 
     def __init__(
@@ -62,38 +45,43 @@ class Eviction:
         work_queue: WorkQueue,
         counters: Counters,
         placement: Placement,
-        copy_down: Callable[..., Ticket | None],
+        copy_to: Callable[..., Ticket | None],
     ) -> None:
         self._tiers = tiers
         self._catalog = catalog
         self._work_queue = work_queue
         self._counters = counters
         self._placement = placement
-        self._copy_down = copy_down
-        self.reserved = ReservedRoom()
-        """In CPU memory, for chunks that are on their way in."""
+        self._copy_to = copy_to
+        self._awaited: dict[int, tuple[int, int]] = {}
+        """Bytes and chunks, by partition, that puts into CPU memory have reserved."""
+        self._lock = threading.Lock()  # guards it
 
     def reserve(self, slot: TierSlot, request: SpaceRequest) -> Reservation:
         """Reserve on *slot*, evicting what is in the way.
 
-        Raises TierFullError when everything else is held or the deadline passes first,
-        InvalidRequestError for a frame that no empty tier could hold.
+        Raises TierFullError when everything else is held, the deadline passes first or a lossy
+        copy in the place of an original is read, InvalidRequestError for a frame that no empty tier
+        could hold.
         """
         tier = slot.tier
         size = request.info.size_bytes
         if size > (most := tier.max_frame_bytes()):
             fix = f"tier {tier.name!r} takes {most} at most"
             raise InvalidRequestError("frame_bytes", size, fix)
+        if request.is_original and slot.name in self._catalog.holders(request.info.key):
+            self._replace_lossy(slot, request)
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - request.headroom_bytes
-        key, tenant = request.info.key, request.tenant
-        partition = self._catalog.eviction.partition(key, tenant, request.category)
-        self._free_own(slot, Wanted(partition, is_own=True), request)
+        wanted = EVERYBODY
+        if slot.has_quotas:
+            wanted = Wanted(self.partition(request))
+            self._free_own(slot, Wanted(wanted.partition, is_own=True), request)
         for attempt in range(MAX_ROUNDS):
             missing = tier.stats().used_bytes + need - limit
             if is_scattered := missing <= 0:
                 try:
-                    return tier.reserve(request.info, tenant)
+                    return tier.reserve(request.info, request.tenant)
                 except TierFullError:
                     missing = need
                 except TierUnavailableError as error:
@@ -101,16 +89,16 @@ class Eviction:
                         slot.breaker.fail(str(error))
                     raise
             around = request if is_scattered else None
-            claimed = self._claim(slot, missing, around, attempt, Wanted(partition))
+            claimed = self._claim(slot, missing, around, attempt, wanted)
             self._evict(slot, claimed, missing, request.deadline)
         raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
 
     def _free_own(self, slot: TierSlot, own: Wanted, request: SpaceRequest) -> None:
         """Evict of a partition what it would be over its quota. Raises TierFullError."""
         size, eviction = request.info.size_bytes, self._catalog.eviction
-        reserved = self.reserved.waiting if slot is self._tiers.cpu else {}
-        waiting_bytes, waiting = reserved.get(own.partition, (0, 0))
-        need_bytes, need_chunks = size + waiting_bytes, 1 + waiting
+        awaited = self._awaited if slot is self._tiers.cpu else {}
+        awaited_bytes, chunks = awaited.get(own.partition, (0, 0))
+        need_bytes, need_chunks = size + awaited_bytes, 1 + chunks
         for _ in range(MAX_ROUNDS):
             owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
             if not owed:
@@ -119,6 +107,20 @@ class Eviction:
             self._evict(slot, victims, owed, request.deadline)
             self._counters.add("evicted_for_quota_chunks", len(victims))
         raise TierFullError(slot.name, size, 0)
+
+    def partition(self, request: SpaceRequest) -> int:
+        """Return the partition whose quota a request counts against."""
+        key = request.info.key
+        return self._catalog.eviction.partition(key, request.tenant, request.category)
+
+    def count_awaited(self, partition: int, size_bytes: int, chunks: int) -> None:
+        """Count room in CPU memory as the partition's until it is filled or given back; less than
+        none: count it no longer.
+        """
+        with self._lock:
+            before_bytes, before = self._awaited.pop(partition, (0, 0))
+            if chunks + before:
+                self._awaited[partition] = before_bytes + size_bytes, before + chunks
 
     def settle_quota(self, slot: TierSlot, key: ChunkKey) -> None:
         """Evict what the partition of a chunk that came is over its quota, as far as may go:
@@ -210,10 +212,10 @@ class Eviction:
         if not targets or any(target.name in held for target in lower):
             return None
         if targets[0] is self._tiers.cpu:
-            return self._copy_down(key, targets[0], urgent=True)
+            return self._copy_to(key, targets[0], urgent=True)
         for target in self._placement.by_load(targets, key):
             if self._placement.admits(target, key, Trigger.leaving):
-                return self._copy_down(key, target, urgent=True)
+                return self._copy_to(key, target, urgent=True)
         self._counters.add("unworthy_copies")
         return None
 
@@ -251,18 +253,13 @@ class Eviction:
             elif exact == [slot.name]:
                 self._counters.add("lossy_victims")
 
-    def reserve_for_put(self, slot: TierSlot, request: SpaceRequest) -> Reservation:
-        """Reserve in memory for an original, which a lossy copy there gives way to.
-
-        Raises as ``reserve`` does, TierFullError while somebody reads that copy.
-        """
+    def _replace_lossy(self, slot: TierSlot, request: SpaceRequest) -> None:
+        """Have a lossy copy give way to an original. Raises TierFullError while it is read."""
         key = request.info.key
-        if slot.name in self._catalog.holders(key):
-            if not self._catalog.cast_out(slot.name, key, even_if_held=False):
-                raise TierFullError(slot.name, request.info.size_bytes, 0)
-            self._counters.add("replaced_copies")
-            self.discard(slot, key)
-        return self.reserve(slot, request)
+        if not self._catalog.cast_out(slot.name, key, even_if_held=False):
+            raise TierFullError(slot.name, request.info.size_bytes, 0)
+        self._counters.add("replaced_copies")
+        self.discard(slot, key)
 
     def replace(self, info: ChunkInfo) -> bool:
         """Cast out the copies of a chunk that has more of its end in *info*; False when somebody

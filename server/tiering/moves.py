@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,7 @@ from kvstore.server.tiering.eviction import Eviction
 from kvstore.server.tiering.placement import Placement
 from kvstore.server.tiering.tier_slot import SpaceRequest, Tiers, TierSlot, verify
 from kvstore.server.tiering.work_queue import Ticket, WorkQueue
-from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation
 
 FULL_PERCENT = 90
 """Of CPU memory in use, from which on room is given up again."""
@@ -71,9 +70,7 @@ class Moves:
         self.counters = counters
         self.clock = clock
         self.placement = Placement(tiers, catalog, work_queue, counters, clock)
-        self.eviction = Eviction(
-            tiers, catalog, work_queue, counters, self.placement, self.copy_down
-        )
+        self.eviction = Eviction(tiers, catalog, work_queue, counters, self.placement, self.copy_to)
         self._move_timeout_s = move_timeout_ms / 1000
         self._duplicates: deque[tuple[ChunkKey, TierSlot, TierSlot, str]] = deque(
             maxlen=MAX_DUPLICATES
@@ -82,32 +79,21 @@ class Moves:
         self._remote_reads = PromoteOnSecondHit(REMEMBERED_CHUNKS)
         self._lock = threading.Lock()  # guards _remote_reads
 
-    def copy_down(self, key: ChunkKey, target: TierSlot, *, urgent: bool = False) -> Ticket | None:
-        """Queue a copy of *key* to a slower slot; None when its queue is full.
-
-        What goes to CPU memory comes from GPU memory.
+    def copy_to(
+        self, key: ChunkKey, target: TierSlot, tenant: str | None = None, *, urgent: bool = False
+    ) -> Ticket | None:
+        """Queue a copy of *key* to *target*, for *tenant* or whose it is; None when its queue is
+        full. What goes to CPU memory comes from GPU memory.
         """
-        work = partial(self._counted, self._copy, key, target)
-        if target is self._cpu:
-            assert self._gpu is not None
-            tenant = self._gpu.tier.tenant_of(key)
-            work = partial(self._counted, self._promote, key, self._gpu, tenant)
+        work = partial(self.copy_now, key, target, tenant)
         return self.work_queue.submit(f"store-{target.name}", key, work, urgent=urgent)
 
-    def copy_now(self, key: ChunkKey, target: TierSlot) -> bool:
-        """Copy *key* to a lower slot, in a thread of its store queue. Raises KVStoreErrors."""
-        return self._counted(self._copy, key, target)
-
-    def copy_up(self, key: ChunkKey, tenant: str) -> Ticket | None:
-        """Queue a copy of *key* to GPU memory; None without it or when its queue is full."""
-        if self._gpu is None or self._gpu.breaker.is_open:
-            return None
-        work = partial(self._counted, self._copy, key, self._gpu, tenant)
-        return self.work_queue.submit(f"store-{self._gpu.name}", key, work)
-
-    def _counted(self, copy: Callable[..., bool], *args: Any) -> bool:
+    def copy_now(self, key: ChunkKey, target: TierSlot, tenant: str | None = None) -> bool:
+        """Copy *key*, in a thread of the store queue of *target*. Raises KVStoreErrors."""
         try:
-            return copy(*args)
+            if target is self._cpu and self._gpu is not None:
+                return self._promote(key, self._gpu, self._gpu.tier.tenant_of(key))
+            return self._copy(key, target, tenant)
         except KVStoreError:
             self.counters.add("failed_copies")
             raise
@@ -182,13 +168,18 @@ class Moves:
             request = SpaceRequest(info, tenant, self.clock() + self._move_timeout_s)
             reservation = self.eviction.reserve(target, request)
             if self._write(target, reservation, frame):
-                self.catalog.note_sealed(target.name, info)
-                self.counters.add("promoted_chunks" if target is self._gpu else "copied_chunks")
-                self.counters.flows.note(self._best(copies)[0].name, target.name, info.size_bytes)
+                self.note_moved(info, self._best(copies)[0], target)
                 return True
             return self._adopt(key, target)
         finally:
             self.catalog.let_go(key)
+
+    def note_moved(self, info: ChunkInfo, source: TierSlot, target: TierSlot) -> None:
+        """A copy that came from *source* is on *target*."""
+        self.catalog.note_sealed(target.name, info)
+        is_up = target is self._gpu or (target is self._cpu and source is not self._gpu)
+        self.counters.add("promoted_chunks" if is_up else "copied_chunks")
+        self.counters.flows.note(source.name, target.name, info.size_bytes)
 
     def _owner(self, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> str:
         """Return whose chunk it is, by the nearest of its *copies*."""
@@ -293,9 +284,7 @@ class Moves:
             if not found:
                 return False
             if self.tiers.cpu_tier.seal(reservation):
-                self.catalog.note_sealed(self._cpu.name, info)
-                self.counters.add("copied_chunks" if source is self._gpu else "promoted_chunks")
-                self.counters.flows.note(source.name, self._cpu.name, info.size_bytes)
+                self.note_moved(info, source, self._cpu)
             return True
         finally:
             self.catalog.let_go(key)
@@ -342,23 +331,26 @@ class Moves:
         return frame if self._read(stored, source, frame) else None
 
     def _read(self, stored: ChunkInfo, source: TierSlot, out: Bytes) -> bool:
+        is_cancelled = self.work_queue.is_cancelled
         try:
-            header = source.read_verified(stored, out, self.work_queue.is_cancelled)
+            return self.read_from(
+                source, stored.key, lambda: source.read_verified(stored, out, is_cancelled)
+            )
         except ChunkCorruptError:
             self.eviction.drop_corrupt(source, stored.key)
             raise
-        except InvalidRequestError:
-            header = None  # others have put a frame of another size in its place
-        if header is None:
-            self.note_lost(source, stored.key)
-            return False
-        return True
 
-    def note_lost(self, slot: TierSlot, key: ChunkKey) -> None:
-        """A copy that the catalog knew is not on its medium any more."""
-        self.catalog.forget(slot.name, key)
-        self.catalog.outcomes.note(key, Fate.lost, slot.name)
+    def read_from(self, source: TierSlot, key: ChunkKey, read: Callable[[], object]) -> bool:
+        """Read a copy that the catalog knows; False when it is not on its medium any more."""
+        try:
+            if read():
+                return True
+        except InvalidRequestError:
+            pass  # others have put a frame of another size in its place
+        self.catalog.forget(source.name, key)
+        self.catalog.outcomes.note(key, Fate.lost, source.name)
         self.counters.add("lost_chunks")
+        return False
 
     # --- from where a chunk is read
 
@@ -376,12 +368,3 @@ class Moves:
             usable.remove(remote)
             usable.append(remote)
         return usable
-
-    def lent_place(
-        self, key: ChunkKey, holders: Sequence[str], peers: Collection[int]
-    ) -> PeerPlace | None:
-        """Return where a reader that reads from *peers* itself finds *key*; None where the nearest
-        of *holders* is none of them.
-        """
-        nearest = self.nearest(key, holders)[:1] if peers else []
-        return next((slot.tier.peer_place(key, peers) for slot in nearest), None)

@@ -13,14 +13,12 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import (
-    AdmitOnSecondAccess,
+    WRITE_BACK,
     CopyRequest,
     EvictionValue,
     Pressure,
     TierAdmission,
     Trigger,
-    ValueBasedAdmission,
-    WriteBack,
     WriteBudget,
     value_per_byte,
 )
@@ -55,7 +53,7 @@ class Placement:
         self._prices = {name: EvictionValue() for name in tiers.slots}
         self._engines: OrderedDict[Namespace, PrefillModel] = OrderedDict()
         self._lock = threading.Lock()  # guards _pressures, _budgets, _engines and _prices
-        self.set_terms(WriteBack(), {})
+        self.set_terms(WRITE_BACK, {})
 
     def set_terms(self, otherwise: TierAdmission, bytes_a_day: Mapping[str, int]) -> None:
         """Have slots without an admission use *otherwise*, and tiers write at most so many bytes a
@@ -63,7 +61,7 @@ class Placement:
         """
         now_s = self._clock()
         self._rules = {name: slot.admission or otherwise for name, slot in self._slots.items()}
-        self._weighs = any(isinstance(rule, ValueBasedAdmission) for rule in self._rules.values())
+        self._weighs = any(rule.least_value is not None for rule in self._rules.values())
         budgets = {name: size for name, size in bytes_a_day.items() if name in self._slots}
         self._budgets = {name: WriteBudget(size, now_s) for name, size in budgets.items()}
 
@@ -76,7 +74,7 @@ class Placement:
         budget = self._budgets.get(slot.name)
         engine = self._engines.get(Namespace(key[:DIGEST_BYTES]))
         if engine is None and not rule.looks_ahead and budget is None:
-            return rule.admits(CopyRequest(moment, 0), 0.0)
+            return moment in rule.triggers
         looks_ahead = rule.looks_ahead or (budget is not None and moment is Trigger.leaving)
         prospect = self._catalog.queries.reuse_estimate(key, ahead=looks_ahead)
         if prospect is None:
@@ -99,8 +97,7 @@ class Placement:
         with self._lock:
             price = budget.price(self._clock())
             is_leaving = offer.moment is Trigger.leaving
-            value = offer.chance * offer.saved_share
-            affords = price == 0 or (is_leaving and (offer.is_needed or value >= price))
+            affords = price == 0 or (is_leaving and (offer.is_needed or offer.value >= price))
             if affords:
                 budget.admitted(key, offer.size_bytes)
         if not affords:
@@ -112,7 +109,7 @@ class Placement:
 
         Where all weigh copies by value that is the order of measured loads; else as given.
         """
-        weigh = all(isinstance(self._rules[slot.name], ValueBasedAdmission) for slot in slots)
+        weigh = all(self._rules[slot.name].least_value is not None for slot in slots)
         if len(slots) < 2 or not weigh:
             return slots
         size = self._catalog.any_size_bytes(key)
@@ -155,7 +152,7 @@ class Placement:
 
     def admits_on_lookup(self, slot: TierSlot) -> bool:
         """Whether a lookup of a chunk may lead to a copy on *slot*."""
-        return isinstance(self._rules[slot.name], AdmitOnSecondAccess)
+        return Trigger.asked in self._rules[slot.name].triggers
 
     def pressure(self, name: str) -> float:
         """Return how far behind a tier's writes are, from 0 to 1."""

@@ -40,10 +40,11 @@ class Prefetch:
         self._counters = moves.counters
         self._limit_bytes = limit_bytes
         self._under_way: list[tuple[Ticket, int]] = []
-        self._awaited: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.awaited: OrderedDict[ChunkKey, None] = OrderedDict()
+        """Chunks whose get is awaited."""
         self._used_share = 1.0
         self._lookups = 0
-        self._by_lease: dict[int, list[Ticket]] = {}
+        self.by_lease: dict[int, list[Ticket]] = {}
         """Loads that were begun for a lease, until it is over; no more than leases there are."""
         self._lock = threading.Lock()  # guards the five above
 
@@ -84,34 +85,32 @@ class Prefetch:
             self._note(key, ticket, size_bytes)
         if begun:
             with self._lock:
-                self._by_lease[lease_id] = begun
+                self.by_lease[lease_id] = begun
 
     def _note(self, key: ChunkKey, ticket: Ticket, size_bytes: int) -> None:
         self._counters.add("prefetched_chunks")
         with self._lock:
             self._under_way.append((ticket, size_bytes))
-            self._awaited[key] = None
-            if len(self._awaited) > REMEMBERED:
-                self._awaited.popitem(last=False)
+            self.awaited[key] = None
+            if len(self.awaited) > REMEMBERED:
+                self.awaited.popitem(last=False)
                 self._used_share -= _WEIGHT * self._used_share
 
     def dropped(self, lease_id: int) -> None:
-        """A lease is over: its loads end, unless a get waits for them."""
-        if lease_id in self._by_lease:
-            with self._lock:
-                tickets = self._by_lease.pop(lease_id, [])
-            self._moves.let_go_of_loads(tickets)
+        """A lease of ``by_lease`` is over: its loads end, unless a get waits for them."""
+        with self._lock:
+            tickets = self.by_lease.pop(lease_id, [])
+        self._moves.let_go_of_loads(tickets)
 
     def sweep(self, is_live: Callable[[int], bool]) -> None:
         """End the loads of leases that ended by themselves. Called at every tick."""
-        for lease_id in list(self._by_lease):
+        for lease_id in list(self.by_lease):
             if not is_live(lease_id):
                 self.dropped(lease_id)
 
     def was_read(self, key: ChunkKey) -> None:
-        """A get delivered a chunk."""
-        if key in self._awaited:
-            with self._lock:
-                if self._awaited.pop(key, self) is None:
-                    self._used_share += _WEIGHT * (1.0 - self._used_share)
-                    self._counters.add("prefetch_used_chunks")
+        """A get delivered a chunk that was awaited."""
+        with self._lock:
+            if self.awaited.pop(key, self) is None:
+                self._used_share += _WEIGHT * (1.0 - self._used_share)
+                self._counters.add("prefetch_used_chunks")

@@ -31,6 +31,7 @@ from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_he
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind
 from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.quotas import PartitionedEviction
 from kvstore.server.tiering.admission import TierAdmission
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.base import Tier
@@ -153,24 +154,6 @@ _FIRST_GUESS_BYTES_PER_S = {"gpu": 10e9, "cpu": 10e9, "disk": 1e9, "peer": 1e9, 
 _ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "peer": 500e-6, "redis": 500e-6}
 
 
-@dataclass(slots=True)
-class Rate:
-    """Bytes per second of loads from a tier, an exponentially weighted mean."""
-
-    bytes_per_s: float
-    round_trip_s: float
-
-    def observe(self, size_bytes: int, seconds: float) -> None:
-        """Take note of one load."""
-        if seconds > 0:
-            self.bytes_per_s += _EWMA_WEIGHT * (size_bytes / seconds - self.bytes_per_s)
-
-    def load_us(self, sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Estimated microseconds to load each of *sizes* bytes."""
-        seconds = self.round_trip_s + sizes / self.bytes_per_s
-        return np.minimum(1e6 * seconds, _MAX_LOAD_US).astype(np.uint32)
-
-
 @dataclass(frozen=True, slots=True)
 class SpaceRequest:
     """Room for a frame on a slot, by when, leaving how much free."""
@@ -180,6 +163,8 @@ class SpaceRequest:
     deadline: float
     headroom_bytes: int = 0
     category: str = ""
+    is_original: bool = False
+    """Whether a lossy copy on the slot gives way to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -203,12 +188,18 @@ class TierSlot:
     """Mean speed of decoding its frames for CPU memory; 0 before the first, and for raw ones."""
     name: str = field(init=False)
     """The tier's, kept here as it is read often."""
-    rate: Rate = field(init=False)
+    bytes_per_s: float = field(init=False)
+    """Of loads from it, an exponentially weighted mean."""
+    round_trip_s: float = field(init=False)
+    has_quotas: bool = field(init=False)
+    """Whether its policy keeps tenants and categories to shares of it."""
     tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
         self.name = name = self.tier.name
-        self.rate = Rate(_FIRST_GUESS_BYTES_PER_S.get(name, 1e9), _ROUND_TRIP_S.get(name, 1e-3))
+        self.has_quotas = isinstance(self.policy, PartitionedEviction)
+        self.bytes_per_s = _FIRST_GUESS_BYTES_PER_S.get(name, 1e9)
+        self.round_trip_s = _ROUND_TRIP_S.get(name, 1e-3)
 
     def read_verified(
         self, info: ChunkInfo, out: Bytes, is_cancelled: Callable[[], bool] = lambda: False
@@ -234,14 +225,24 @@ class TierSlot:
         if header.fidelity < info.fidelity:
             why = f"is {header.fidelity.name}, not {info.fidelity.name}"
             raise ChunkCorruptError(info.key, why)
-        self.rate.observe(len(out), self.clock() - started)
+        self.note_load(len(out), self.clock() - started)
         return header
+
+    def note_load(self, size_bytes: int, seconds: float) -> None:
+        """Take note of one load."""
+        if seconds > 0:
+            self.bytes_per_s += _EWMA_WEIGHT * (size_bytes / seconds - self.bytes_per_s)
 
     def note_decode(self, size_bytes: int, seconds: float) -> None:
         """Take note of a frame of so many stored bytes that was decoded."""
         if seconds > 0:
             before = self.decode_bytes_per_s or size_bytes / seconds
             self.decode_bytes_per_s = before + _EWMA_WEIGHT * (size_bytes / seconds - before)
+
+    def load_us(self, sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Estimated microseconds until each of *sizes* stored bytes has come."""
+        seconds = self.round_trip_s + sizes / self.bytes_per_s
+        return np.minimum(1e6 * seconds, _MAX_LOAD_US).astype(np.uint32)
 
     def decode_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Estimated seconds to decode each of *sizes* stored bytes."""
@@ -250,7 +251,7 @@ class TierSlot:
 
     def load_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Estimated seconds until each of *sizes* stored bytes is in memory, decoded."""
-        return self.rate.round_trip_s + sizes / self.rate.bytes_per_s + self.decode_s(sizes)
+        return self.round_trip_s + sizes / self.bytes_per_s + self.decode_s(sizes)
 
     def guarded(self, work: Callable[[], bool], what: str = "use") -> bool:
         """Run *work*, *what* in traces, on the medium; the breaker counts how it went."""

@@ -13,10 +13,10 @@ from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.tiering.admission import (
+    BY_VALUE,
     EvictionValue,
     PromoteOnSecondHit,
     Trigger,
-    ValueBasedAdmission,
     value_per_byte,
 )
 
@@ -80,7 +80,7 @@ def run(*, is_weighed: bool) -> tuple[float, float, int, int]:
     """Return the hit rate, the mean time of a prompt, and blocks promoted and written."""
     forecast = ReuseForecast(AccessHistory(MODEL.block_tokens), MODEL.block_tokens)
     terms = TierTerms(60, 300)
-    replay = Promoting(LruEviction(), LruEviction(), terms, ValueBasedAdmission(), forecast)
+    replay = Promoting(LruEviction(), LruEviction(), terms, BY_VALUE, forecast)
     replay.begin(is_weighed=is_weighed)
     times = []
     for at, rows in enumerate(trace()):

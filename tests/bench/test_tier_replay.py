@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from bench.tier_replay import LoadModel, TierReplay, TierTerms
@@ -15,8 +16,8 @@ from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.tiering.admission import (
     ADMISSIONS,
+    BY_VALUE,
     TierAdmission,
-    ValueBasedAdmission,
     make_admission,
 )
 
@@ -107,7 +108,7 @@ def test_the_value_rule_writes_less_than_write_through_and_finds_as_much() -> No
 def test_bytes_written_fall_as_the_price_rises() -> None:
     written = []
     for price in (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0):
-        replay = make_replay(100, 400, ValueBasedAdmission(price))
+        replay = make_replay(100, 400, replace(BY_VALUE, least_value=price))
         for now_s, rows in sessions(1500):
             replay.request(rows, now_s)
         written.append(replay.counts.written)

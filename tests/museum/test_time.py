@@ -107,7 +107,7 @@ def test_lmcache_1938_what_is_sooner_computed_than_loaded_is_computed(
     client = server.connect()
     PlainEngine(client).store(prompt)
     for slot in server.node.store.tiers.slots.values():
-        slot.rate.round_trip_s = 1e-3
+        slot.round_trip_s = 1e-3
     before = server.counter("get_chunks")
     fast = PlainEngine(client, PrefillModel(0.0, 1e-9))
     assert fast.load(prompt).stored_tokens == 0

@@ -159,7 +159,7 @@ class Core:
 
     def copy_down(self, version: Version, tier: str = "disk") -> object:
         """Copy a chunk to a lower tier and wait for that."""
-        ticket = self.moves.copy_down(version.info.key, self.slot(tier))
+        ticket = self.moves.copy_to(version.info.key, self.slot(tier))
         assert ticket is not None
         return self.work_queue.wait(ticket, self.later())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,14 +169,13 @@ def a_full_cpu_tier_is_a_miss(patch: pytest.MonkeyPatch) -> None:
 
 
 def gets_give_the_next_chunk(patch: pytest.MonkeyPatch) -> None:
-    in_cpu = Reads._in_cpu
+    found = Reads._found
 
-    def other(self: Reads, index: int, key: ChunkKey) -> object:
+    def other(self: Reads, index: int, key: ChunkKey, *where: Any) -> object:
         first = next(self.moves.tiers.cpu_tier.scan()).key
-        result = in_cpu(self, index, first)
-        return result and replace(result, index=index)
+        return found(self, index, first, *where)
 
-    patch.setattr(Reads, "_in_cpu", other)
+    patch.setattr(Reads, "_found", other)
 
 
 def lookups_stop_one_short(patch: pytest.MonkeyPatch) -> None:

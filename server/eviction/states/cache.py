@@ -12,9 +12,15 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
 from kvstore.server.eviction.access_history import SteadyClock
 from kvstore.server.eviction.queues import RowHeap
-from kvstore.server.eviction.states.columns import ROOT
 from kvstore.server.eviction.states.ranks import CheckpointRank
-from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Match, Node, Tokens
+from kvstore.server.eviction.states.tree import (
+    ROOT,
+    CheckpointTree,
+    HybridModel,
+    Match,
+    Node,
+    Tokens,
+)
 
 TOKENS_PER_KEPT = 16
 """Tokens remembered for each one that the capacity has KV for: 64 bytes beside 65,536."""

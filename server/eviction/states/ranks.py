@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, DensityTable, bins_of
-from kvstore.server.eviction.states.columns import Slots
-from kvstore.server.eviction.states.tree import CheckpointTree, Node
+from kvstore.server.eviction.states.tree import CheckpointTree, Node, Slots
 
 Scores = NDArray[np.float64]
 

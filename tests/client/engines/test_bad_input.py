@@ -106,7 +106,7 @@ def absent(engine: PlainEngine, server: LocalServer) -> None:
 def slow(engine: PlainEngine, server: LocalServer) -> None:
     engine.store(PROMPT)
     for slot in server.node.store.tiers.slots.values():
-        slot.rate.round_trip_s = 1e-3
+        slot.round_trip_s = 1e-3
     fast = PlainEngine(engine.client, PrefillModel(0.0, 1e-9))
     engine.connector = fast.connector
     engine.load(PROMPT)

@@ -385,7 +385,7 @@ def test_what_is_sooner_computed_than_loaded_is_not_loaded(
     prompt = tokens(6, 3 * CHUNK_TOKENS)
     connect().store(prompt)
     for slot in server.node.store.tiers.slots.values():
-        slot.rate.round_trip_s = 1e-3
+        slot.round_trip_s = 1e-3
     engine = Engine(Connector(server.connect(), prefill=PrefillModel(1e-6, token_s)))
     assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
     stats = engine.connector.stats()

@@ -39,7 +39,7 @@ def test_what_is_sooner_computed_is_a_counted_miss_and_not_stored_again(
 ) -> None:
     start().run("a", PROMPT)
     for slot in server.node.store.tiers.slots.values():
-        slot.rate.round_trip_s = 1e-3
+        slot.round_trip_s = 1e-3
     fast, slow = start(PrefillModel(0.0, 1e-9)), start(PrefillModel(0.0, 1.0))
     request, blocks = FakeRequest("b", PROMPT), fast.blocks(200)
     assert fast.matched(request) == 0

@@ -33,7 +33,8 @@ from kvstore.proto.types import (
     layer_order,
 )
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerPart, LayerwiseRead
+from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRead
+from kvstore.server.store.reads import LayerPart
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -102,7 +103,7 @@ def put_low(core: Core, session: Session, versions: list[Version]) -> None:
     """Put chunks so that only the disk has them."""
     core.put(session, versions)
     for version in versions:
-        ticket = core.moves.copy_down(version.info.key, core.slot("disk"), urgent=True)
+        ticket = core.moves.copy_to(version.info.key, core.slot("disk"), urgent=True)
         assert ticket is not None
         assert core.work_queue.wait(ticket, core.later())
         assert core.catalog.cast_out("cpu", version.info.key)

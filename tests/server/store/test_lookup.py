@@ -196,7 +196,6 @@ def test_a_key_is_absent_for_a_moment_after_it_was_noted() -> None:
     assert key(2) not in absent
     clock.advance(NEGATIVE_TTL_S)
     assert key(1) not in absent
-    assert len(absent) == 0
 
 
 def test_noting_again_starts_the_moment_anew() -> None:
@@ -207,7 +206,6 @@ def test_noting_again_starts_the_moment_anew() -> None:
     absent.note(key(1))
     clock.advance(NEGATIVE_TTL_S * 0.75)
     assert key(1) in absent
-    assert len(absent) == 1
 
 
 def test_no_more_keys_are_remembered_than_the_limit_and_the_oldest_go() -> None:
@@ -215,6 +213,5 @@ def test_no_more_keys_are_remembered_than_the_limit_and_the_oldest_go() -> None:
     keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(MAX_NEGATIVE_KEYS + 2)]
     for one in keys:
         absent.note(one)
-    assert len(absent) == MAX_NEGATIVE_KEYS
     assert [one in absent for one in keys[:3]] == [False, False, True]
     assert keys[-1] in absent

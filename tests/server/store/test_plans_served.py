@@ -56,7 +56,7 @@ def test_a_disk_that_has_become_slow_is_left_alone(core: Core) -> None:
     core.put(session, prompt(12, seed=9))
     assert shape(plan_of(core, session, 6, 400)) == [(0, 6, True)]
     for _ in range(100):
-        core.slot("disk").rate.observe(1000, 1.0)
+        core.slot("disk").note_load(1000, 1.0)
     slow = plan_of(core, session, 6, 400)
     assert shape(slow) == [(0, 6, False)]
     assert slow.plan_ms == slow.recompute_ms

@@ -13,7 +13,7 @@ from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.unix_socket import ROW_BYTES, Reach
+from kvstore.proto.unix_socket import ROW_BYTES, Reach, unpack_places
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS
 from kvstore.tiers.base import FilePlace
@@ -26,7 +26,7 @@ def put_low(core: Core, session: Session, versions: list[Version], tier: str = "
     """Put chunks so that only a lower tier has them."""
     core.put(session, versions)
     for version in versions:
-        ticket = core.moves.copy_down(version.info.key, core.slot(tier), urgent=True)
+        ticket = core.moves.copy_to(version.info.key, core.slot(tier), urgent=True)
         assert ticket is not None
         assert core.work_queue.wait(ticket, core.later())
         assert core.catalog.cast_out("cpu", version.info.key)
@@ -50,12 +50,13 @@ def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
     assert [result.index for result in results] == [0, 1, 2, 3, 4]
     assert [result.frame.tobytes() for result in results] == frames_of(versions)
     assert {result.tier for result in results} == {"cpu"}
-    for result in results:
-        assert result.place == core.cpu.locate(versions[result.index].info.key)
-        assert not result.frame.flags.writeable
+    assert not any(result.frame.flags.writeable for result in results)
+    placed = core.store.reads.get(session, keys_of(versions), core.later(), IN_MEMORY)
+    rows = core.cpu.place_rows(keys_of(versions))
+    assert [result.place for result in placed] == unpack_places(rows)
     core.store.release(session, lease_id)
-    assert core.counters["get_chunks"] == 5
-    assert core.counters["get_bytes"] == sum(map(len, frames_of(versions)))
+    assert core.counters["get_chunks"] == 10
+    assert core.counters["get_bytes"] == 2 * sum(map(len, frames_of(versions)))
 
 
 def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session: Session) -> None:

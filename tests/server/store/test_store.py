@@ -248,7 +248,7 @@ def test_a_delete_waits_for_moves_and_nothing_reappears(gated: GatedDisk) -> Non
         versions = prompt(1)
         core.put(session, versions)
         gated.shut()
-        core.moves.copy_down(versions[0].info.key, core.slot("disk"))
+        core.moves.copy_to(versions[0].info.key, core.slot("disk"))
         assert gated.reached.wait(PATIENCE_S)
         answer: list[tuple[int, int]] = []
 
@@ -270,7 +270,7 @@ def test_a_delete_whose_time_is_up_leaves_a_moving_chunk_alone(gated: GatedDisk)
         versions = prompt(1)
         core.put(session, versions)
         gated.shut()
-        core.moves.copy_down(versions[0].info.key, core.slot("disk"))
+        core.moves.copy_to(versions[0].info.key, core.slot("disk"))
         assert gated.reached.wait(PATIENCE_S)
         assert core.store.delete(keys_of(versions), core.later(0.01)) == (0, 1)
         gated.gate.set()

@@ -93,7 +93,7 @@ def test_what_a_failed_flush_took_is_not_called_durable() -> None:
         versions = prompt(2)
         core.put(session, versions)
         for version in versions:
-            core.moves.copy_down(version.info.key, core.slot("disk"))
+            core.moves.copy_to(version.info.key, core.slot("disk"))
         core.settle()
         disk.faults.fail = 1.0
         with pytest.raises(TierUnavailableError):

@@ -19,7 +19,7 @@ from kvstore.server.index import queries
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.node import TICK_S
 from kvstore.server.store.store import StoreLimits
-from kvstore.server.tiering.admission import WriteBack
+from kvstore.server.tiering.admission import WRITE_BACK
 
 TIER_BYTES = 2 << 20
 ALL = {"redis": "through"}
@@ -234,7 +234,7 @@ def test_what_admission_keeps_out_of_a_shared_tier_is_not_taken_for_lost(
         core.put(session, [*there, *kept_out])
         for version in there:
             core.copy_down(version, "redis")
-        core.moves.placement.set_terms(WriteBack(), {"redis": 1})
+        core.moves.placement.set_terms(WRITE_BACK, {"redis": 1})
         asked = finds_of(redis, monkeypatch)
         minutes = 2
         for _ in range(round(60 * minutes / TICK_S)):
@@ -249,7 +249,7 @@ def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_a
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
         session, versions = core.open_session(), prompt(8)
-        core.moves.placement.set_terms(WriteBack(), {"redis": 24})
+        core.moves.placement.set_terms(WRITE_BACK, {"redis": 24})
         core.put(session, versions)
         core.settle()
         assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)

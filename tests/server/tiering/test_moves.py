@@ -78,8 +78,8 @@ def test_a_full_queue_takes_no_more_copies() -> None:
     disk = SimDisk(DISK_BYTES, no_faults())
     with closing(Core([disk], queue_limit=1)) as core:
         first, second = prompt(2)
-        assert core.moves.copy_down(first.info.key, core.slot("disk")) is not None
-        assert core.moves.copy_down(second.info.key, core.slot("disk")) is None
+        assert core.moves.copy_to(first.info.key, core.slot("disk")) is not None
+        assert core.moves.copy_to(second.info.key, core.slot("disk")) is None
         assert core.moves.load(first.info.key, core.slot("disk"), "red") is not None
         assert core.moves.load(second.info.key, core.slot("disk"), "red") is None
 

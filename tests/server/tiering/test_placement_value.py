@@ -51,7 +51,7 @@ def test_victims_go_to_the_nearest_tier(core: Core) -> None:
 
 
 def test_victims_that_are_weighed_go_where_they_would_load_from_soonest(core: Core) -> None:
-    core.slot("disk").rate.bytes_per_s = 1e6  # a disk that has become slow
+    core.slot("disk").bytes_per_s = 1e6  # a disk that has become slow
     evict(core)
     by_value = core.admissions["disk"] == "auto"
     assert (below(core, "redis") > 0) == by_value
