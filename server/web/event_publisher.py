@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,7 @@ from kvstore.proto.types import ROOT, Fidelity
 from kvstore.server.api.event_calls import POLL_S
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import Settings
-from kvstore.server.telemetry.events import Event, EventLog, Page
+from kvstore.server.telemetry.events import EventLog, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.event_sockets import EventSockets, load_key, parse_readers
 
@@ -67,27 +67,27 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """What was known before is void."""
 
 
-Word = BlockStored | BlockRemoved | AllBlocksCleared
+BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Words in order; *ts* is in seconds of the wall clock."""
+    """Events in order; *ts* is in seconds of the wall clock."""
 
     ts: float
-    events: list[Word]
+    events: list[BlockEvent]
     data_parallel_rank: int | None = None
 
 
-def words_of(events: Iterable[Event]) -> list[Word]:
-    """Return *events* as words, those of a chain's next chunks in one.
+def block_events(page: Page) -> list[BlockEvent]:
+    """Return the events of *page*, those of a chain's next chunks in one.
 
-    Block hashes are keys, of 32 bytes. A copy that is not exact counts as gone: who asks for
+    Block hashes are keys, of 32 bytes. A copy that is not exact counts as gone: a request for
     exact does not find it.
     """
-    words: list[Word] = []
-    for event in events:
+    blocks: list[BlockEvent] = [AllBlocksCleared()] if page.cleared else []
+    for event in page.events:
         medium = MEDIA[event.tier]
-        last = words[-1] if words else None
+        last = blocks[-1] if blocks else None
         if event.tokens and event.fidelity is Fidelity.exact:
             parent = None if event.parent == ROOT else event.space + event.parent
             link = (medium, event.tokens, parent)
@@ -97,20 +97,21 @@ def words_of(events: Iterable[Event]) -> list[Word]:
             ):
                 last.block_hashes.append(event.key)
             else:
-                keys, tokens = [event.key], event.tokens
-                words.append(
-                    BlockStored(keys, parent, [], tokens, None, medium, None, LOCAL, OWNER)
+                blocks.append(
+                    BlockStored(
+                        [event.key], parent, [], event.tokens, None, medium, None, LOCAL, OWNER
+                    )
                 )
         elif isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(event.key)
         else:
-            words.append(BlockRemoved([event.key], medium, LOCAL, OWNER))
-    return words
+            blocks.append(BlockRemoved([event.key], medium, LOCAL, OWNER))
+    return blocks
 
 
-def encode(ts: float, words: list[Word]) -> bytes:
+def encode(ts: float, blocks: list[BlockEvent]) -> bytes:
     """Return the third part of a message."""
-    return msgspec.msgpack.encode(EventBatch(ts, words))
+    return msgspec.msgpack.encode(EventBatch(ts, blocks))
 
 
 KEPT_BATCHES = 10_000
@@ -205,10 +206,10 @@ class EventPublisher:
         page = self._reader.poll()
         if page is None:
             return False
-        words = _words(page)
-        if not words:
+        blocks = block_events(page)
+        if not blocks:
             return True
-        message = self._message(self._number, words)
+        message = self._message(self._number, blocks)
         self._number += 1
         self._kept.append(message)
         self._kept_bytes += len(message[2])
@@ -219,8 +220,8 @@ class EventPublisher:
             self._sockets.pub.send_multipart(message, copy=False)
         return True
 
-    def _message(self, number: int, words: list[Word]) -> Message:
-        return self.topic, number.to_bytes(8, "big"), encode(self._wall_clock(), words)
+    def _message(self, number: int, blocks: list[BlockEvent]) -> Message:
+        return self.topic, number.to_bytes(8, "big"), encode(self._wall_clock(), blocks)
 
     def _receive(self) -> bool:
         """Take one request for a replay; False when there is none."""
@@ -256,9 +257,9 @@ class EventPublisher:
         """
         reader = self._log.reader()
         while (page := reader.poll()) is not None:
-            words = _words(page)
-            if words:
-                yield self._message(min(number, last), words)
+            blocks = block_events(page)
+            if blocks:
+                yield self._message(min(number, last), blocks)
                 number += 1
             if reader.is_level:
                 return
@@ -303,11 +304,6 @@ class EventPublisher:
 
 _LAST: Message = (b"", END, b"")
 _CUT_SHORT: Message = (b"", CUT, b"")
-
-
-def _words(page: Page) -> list[Word]:
-    words = words_of(page.events)
-    return [AllBlocksCleared(), *words] if page.cleared else words
 
 
 logger = structlog.get_logger(__name__)

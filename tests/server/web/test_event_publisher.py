@@ -33,8 +33,8 @@ from kvstore.server.web.event_publisher import (
     BlockStored,
     EventBatch,
     EventPublisher,
+    block_events,
     encode,
-    words_of,
 )
 from kvstore.server.web.event_sockets import EventSockets, parse_readers
 
@@ -56,15 +56,9 @@ def stored(number: int, tier: str = "cpu", fidelity: Fidelity = Fidelity.exact) 
 
 
 def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
-    first, second, third, gone = words_of(
-        [
-            stored(1),
-            stored(2),
-            stored(4),
-            stored(5, "disk"),
-            *(Event(key(n), "gpu") for n in (1, 2)),
-        ]
-    )
+    events = [stored(1), stored(2), stored(4), stored(5, "disk")]
+    events += [Event(key(n), "gpu") for n in (1, 2)]
+    first, second, third, gone = block_events(Page(events, 0))
     assert isinstance(first, BlockStored)
     assert first.block_hashes == [key(1), key(2)]
     assert (first.parent_block_hash, first.block_size, first.token_ids) == (None, 256, [])
@@ -76,14 +70,16 @@ def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
 
 
 def test_a_lossy_copy_counts_as_gone_for_who_asks_for_exact() -> None:
-    assert words_of([stored(1, "disk", Fidelity.bounded)]) == [
+    assert block_events(Page([stored(1, "disk", Fidelity.bounded)], 0)) == [
         BlockRemoved([key(1)], "STORAGE", "LOCAL", "kvstore")
     ]
 
 
 def test_a_batch_is_written_as_it_always_was() -> None:
     """The file is what vLLM's own decoder reads in tests/real_vllm."""
-    words = [AllBlocksCleared(), *words_of([stored(1), stored(2), Event(key(3), "disk")])]
+    events = [stored(1), stored(2), Event(key(3), "disk")]
+    words = block_events(Page(events, 0, cleared=True))
+    assert words[0] == AllBlocksCleared()
     assert encode(1_700_000_000.5, words) == GOLDEN.read_bytes()
     decoder = msgspec.msgpack.Decoder(EventBatch)
     assert decoder.decode(GOLDEN.read_bytes()) == EventBatch(1_700_000_000.5, words)
