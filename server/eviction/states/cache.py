@@ -180,11 +180,7 @@ class StateCache:
     """
 
     def __init__(
-        self,
-        model: HybridModel,
-        capacity_bytes: int,
-        ghosts: GhostLimits,
-        make_rank: MakeRank,
+        self, model: HybridModel, capacity_bytes: int, ghosts: GhostLimits, make_rank: MakeRank
     ) -> None:
         if capacity_bytes < 0:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "at least 0")
