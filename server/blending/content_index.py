@@ -28,10 +28,9 @@ from kvstore.server.blending.scores import (
     context_impact,
     fix_overhead,
 )
-from kvstore.server.index.access_log import Asked
+from kvstore.server.index.access_log import Asked, CatalogState
 from kvstore.server.index.hints import UNKNOWN_CONTENT, PutInfo
 from kvstore.server.index.holds import Lease, LeaseTerms
-from kvstore.server.index.state import CatalogState
 
 MAX_VARIANTS = 5
 """Of one content: Cache-Craft's M (section 5)."""
@@ -295,9 +294,7 @@ class ContentIndex:
                 self._masses.popitem(last=False)
 
     def learned(self) -> list[Learned]:
-        """Return what is known from reports, the latest last; first what an earlier run learned of
-        chunks that were not read yet.
-        """
+        """Return what reports taught, the latest last, first of variants that were not read yet."""
         found = list(self._recalled.values())
         found += [
             Learned(
@@ -453,10 +450,7 @@ class Contents:
         return None
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
-        """Lease those of *keys* that exist, a chain or not; None when none does.
-
-        Raises QuotaExceededError.
-        """
+        """Lease those of *keys* that exist; None when none does. Raises QuotaExceededError."""
         with self._state.lock:
             known = list(dict.fromkeys(key for key in keys if self._state.index.row(key)))
             until = self._state.clock() + terms.ttl_s
@@ -481,10 +475,7 @@ class Contents:
         return [0 if one is None else one.tokens for one in found]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
-        """Take in what engines measured of variants that are here still.
-
-        Scores: (tokens), -1 for those that were not measured.
-        """
+        """Take in reports of variants that are here: scores are (tokens), -1 if not measured."""
         with self._state.lock:
             self.report_count += 1
             for key, measured, scores in reports:

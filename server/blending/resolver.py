@@ -149,10 +149,7 @@ class VariantChoice:
         return scored
 
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
-        """Return the share to recompute: the gate's; where attention was measured, by CFO, no less.
-
-        The gate's ratio was good enough for chunks of any context: it sets equation 12's factor.
-        """
+        """Return the share to recompute: the gate's; more by CFO, where attention was measured."""
         least = self._least_ratio
         tokens = sum(count for count, _ in stand_ins)
         if not tokens:
@@ -343,10 +340,7 @@ class Blending:
         return replace(resolution, segments=segments, lease_id=lease_id, lease_ttl_ms=ttl_ms)
 
     def report(self, session: Session, report: Report) -> GateView:
-        """Take in what an engine reports; return the gate as it is then.
-
-        With ACCURACY_TAG nothing is reported: return which codecs' gates are open.
-        """
+        """Take in a report; return the gate then, or with ACCURACY_TAG those of codecs."""
         if report.tag == ACCURACY_TAG:
             return self.gates.of_codecs(session.namespace)
         self.contents.reported(report.chunks)

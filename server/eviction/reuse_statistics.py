@@ -85,10 +85,7 @@ class AgeSlots:
             self._counts = np.concatenate((self._counts, more), axis=1)
 
     def by_bin(self, now_s: float, ends_s: Floats, classes: int) -> Floats:
-        """Return the members by class and bin of age, of the classes below *classes*.
-
-        *ends_s*: where each bin but the last ends. Shape: (classes, bins).
-        """
+        """Return members of *classes* by bin of age, ending at *ends_s*: (classes, bins)."""
         ages_s = now_s - self._starts_s
         middles_s = ages_s / 2
         middles_s[:-1] += ages_s[1:] / 2
@@ -167,10 +164,7 @@ def gittins(hazards: Floats, widths_s: Floats) -> Floats:
 
 
 def gittins_in_steps(hazards: Floats, widths_s: Floats, best: Floats, steps: int) -> Iterator[None]:
-    """Write ``gittins`` to *best*, of the shape of *hazards*, in so many ``next`` of like length.
-
-    All classes at once: numpy takes as long for one as for some thirty.
-    """
+    """Write ``gittins`` to *best*, all classes at once, in so many ``next`` of like length."""
     by_age = np.ascontiguousarray(hazards.T)
     bins = len(by_age)
     stays = 1.0 - by_age
@@ -252,10 +246,7 @@ class DensityTable:
         """Hits per second of residency. Shape: (classes, bins)."""
 
     def learned(self, asked: Floats, forgotten: Floats) -> None:
-        """Start from the counts of another run, both (classes, bins), as if they were from here.
-
-        Chunks that still waited there count as forgotten.
-        """
+        """Start from another run's counts, (classes, bins): what waited there was forgotten."""
         self._asked += asked
         self._forgotten += forgotten
 
