@@ -15,7 +15,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import found_rows, keys_of
 from kvstore.proto.errors import InvalidRequestError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.settings.limits import Limits
+from kvstore.server.settings.values import Limits
 from kvstore.server.store.reads import LayerPart
 from kvstore.server.tiering.moves import Moves
 

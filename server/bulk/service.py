@@ -33,8 +33,7 @@ from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Sending, receive_put
 from kvstore.server.security.authorization import SessionAuth
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.settings.limits import Limits
-from kvstore.server.settings.values import GET_BYTES
+from kvstore.server.settings.values import GET_BYTES, Limits
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import LayerPart, RangeRead
 from kvstore.server.store.store import Store

@@ -23,6 +23,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.framing import FramedSocket, connect_wire
 from kvstore.proto.keys import join_digests
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
 
 STEP_BYTES = 1 << 19
@@ -33,7 +34,6 @@ MAX_GET_MS = 600_000
 """What servers take for a deadline."""
 _LATE_S = 0.02
 """For an answer that has come when its time is up: others may have been waited for before."""
-_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,76 +58,63 @@ Dial = Callable[[str, str, float], PeerSession]
 """A peer's address, this node's id and the seconds that it may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAccess:
-    """``token_file`` has an API key of role peer. With ``ca`` only peers that it signed are
-    trusted, under ``name`` whatever their address where there is one; ``cert`` and ``key`` are our
-    own, for peers that require one. ``insecure`` lets the key travel to other hosts in plain text.
+def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> PeerSession:
+    """Open a session at the peer at *address*, host:port.
+
+    Raises TierUnavailableError when it does not, InvalidRequestError for credentials that cannot
+    be used.
     """
-
-    token_file: Path | None = None
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-    insecure: bool = False
-    name: str = ""
-
-    def dial(self, address: str, node_id: str, within_s: float) -> PeerSession:
-        """Open a session at the peer at *address*, host:port.
-
-        Raises TierUnavailableError when it does not, InvalidRequestError for credentials that
-        cannot be used.
-        """
-        metadata = self._metadata(address)
-        channel = self._channel(address)
+    metadata = key_metadata(config, address)
+    with _channel(config, address) as channel:
         try:
             reply: pb.OpenPeerResponse = kvstore_pb2_grpc.KVStoreStub(channel).OpenPeer(
                 pb.OpenPeerRequest(node_id=node_id), timeout=within_s, metadata=metadata
             )
         except grpc.RpcError as error:
-            raise TierUnavailableError(
-                "peer", f"{address}: {error.code().name}: {(error.details() or '')[:200]}"
-            ) from None
-        finally:
-            channel.close()
-        bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
-        if not bulk_address.startswith("tcp://"):
-            raise TierUnavailableError("peer", f"{address}: has no bulk channel")
-        return PeerSession(
-            bulk_address,
-            reply.bulk_certificate,
-            reply.session_id,
-            reply.attach_token,
-            max(1, reply.heartbeat_ms),
-            min(reply.max_frame_bytes, MAX_FRAME_BYTES),
-            max(1, reply.max_batch_chunks),
-            reply.server.boot_id,
-        )
+            why = f"{address}: {error.code().name}: {(error.details() or '')[:200]}"
+            raise TierUnavailableError("peer", why) from None
+    bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
+    if not bulk_address.startswith("tcp://"):
+        raise TierUnavailableError("peer", f"{address}: has no bulk channel")
+    return PeerSession(
+        bulk_address,
+        reply.bulk_certificate,
+        reply.session_id,
+        reply.attach_token,
+        max(1, reply.heartbeat_ms),
+        min(reply.max_frame_bytes, MAX_FRAME_BYTES),
+        max(1, reply.max_batch_chunks),
+        reply.server.boot_id,
+    )
 
-    def check(self, address: str) -> None:
-        """Raise InvalidRequestError when the key may not be shown at *address*."""
-        self._metadata(address)
 
-    def _metadata(self, address: str) -> tuple[tuple[str, str], ...] | None:
-        if self.token_file is None:
-            return None
-        if self.ca is None and not self.insecure and not is_loopback(parse_endpoint(address)[0]):
-            fix = "the key would travel in plain text: give --peer-ca, or --insecure"
-            raise InvalidRequestError("peer_key", address, fix)
-        token = _read("peer_key", self.token_file).strip().decode("ascii", "replace")
-        if not token.isascii() or not token.isprintable():
-            raise InvalidRequestError("peer_key", str(self.token_file), "holds no API key")
-        return (("authorization", f"Bearer {token}"),)
+def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] | None:
+    """Return what shows the key to the peer at *address*; None without one.
 
-    def _channel(self, address: str) -> grpc.Channel:
-        if self.ca is None:
-            return grpc.insecure_channel(address, options=_OPTIONS)
-        parts = (("peer_ca", self.ca), ("tls_key", self.key), ("tls_cert", self.cert))
-        credentials = grpc.ssl_channel_credentials(
-            *(None if path is None else _read(name, path) for name, path in parts)
-        )
-        named = [("grpc.ssl_target_name_override", self.name)] if self.name else []
-        return grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
+    Raises InvalidRequestError when it may not be shown there.
+    """
+    path = config.peer_key
+    if path is None:
+        return None
+    if not (config.peer_ca or config.insecure or is_loopback(parse_endpoint(address)[0])):
+        fix = "the key would travel in plain text: give --peer-ca, or --insecure"
+        raise InvalidRequestError("peer_key", address, fix)
+    token = _read("peer_key", path).strip().decode("ascii", "replace")
+    if not token.isascii() or not token.isprintable():
+        raise InvalidRequestError("peer_key", str(path), "holds no API key")
+    return (("authorization", f"Bearer {token}"),)
+
+
+def _channel(config: Settings, address: str) -> grpc.Channel:
+    """Return one to *address*, encrypted where it is known who signs peers' certificates."""
+    options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
+    if config.peer_ca is None:
+        return grpc.insecure_channel(address, options)
+    if config.peer_name:
+        options.append(("grpc.ssl_target_name_override", config.peer_name))
+    names = ("peer_ca", "tls_key", "tls_cert")
+    files = [_read(name, path) if (path := getattr(config, name)) else None for name in names]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*files), options)
 
 
 def _read(field: str, path: Path) -> bytes:

@@ -6,7 +6,6 @@ it takes, for fuzzers to begin with.
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from golden.samples import FOLDER
 from google.protobuf.message import DecodeError
 from prompts import SMALL
 from redis.exceptions import RedisError
+from redis_relay import replying
 from simulation.network import NetworkSchedule
 
 from kvstore.codecs.base import codec_by_id, empty_tensors
@@ -52,7 +52,6 @@ from kvstore.tiers.encrypted import (
     cells,
 )
 from kvstore.tiers.redis_chunks import Manifest, parse_manifest
-from kvstore.tiers.redis_connection import ReplyReader
 
 Target = Callable[[bytes], object]
 
@@ -126,14 +125,7 @@ def redis_manifest(data: bytes) -> None:
 
 def redis_reply(data: bytes) -> None:
     """What a Redis says."""
-    stream = io.BytesIO(data)
-
-    def receive(room: memoryview) -> int:
-        if count := stream.readinto(room):
-            return count
-        raise RedisError("the server hung up")
-
-    ReplyReader(receive, 1 << 20).read(1)
+    replying(data).read_replies(1, 1 << 20)
 
 
 def lmdb_row(data: bytes) -> None:

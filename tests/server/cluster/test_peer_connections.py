@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
@@ -38,12 +39,13 @@ from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import ATTACH_BYTES, MAX_STRANGERS, STREAMS_PER_SESSION
-from kvstore.server.cluster.peer_connections import PeerAccess, PeerSession, StreamLink
+from kvstore.server.cluster.peer_connections import PeerSession, StreamLink, dial_peer
 from kvstore.server.cluster.peer_tier import PeerTier
-from kvstore.server.cluster.peers import PeerChunk, Peers, PeersTerms
+from kvstore.server.cluster.peers import PeerChunk, Peers
 from kvstore.server.security.audit_log import audit_files, read_chain
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.settings.values import GET_BYTES
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import GET_BYTES, Limits
 from kvstore.server.telemetry.metrics import Counters
 
 ServerMaker = Callable[..., LocalServer]
@@ -71,7 +73,7 @@ def infos(server: LocalServer) -> list[ChunkInfo]:
 
 @pytest.fixture
 def terms(server: LocalServer) -> PeerSession:
-    return PeerAccess().dial(server.address, "other", SILENCE_S)
+    return dial_peer(Settings(), server.address, "other", SILENCE_S)
 
 
 @pytest.fixture
@@ -231,7 +233,7 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     assert server.node.bulk is not None
     peer_server = server.node.bulk.service.peer_server
-    with closing(reached(PeerAccess().dial(server.address, "other", SILENCE_S))) as link:
+    with closing(reached(dial_peer(Settings(), server.address, "other", SILENCE_S))) as link:
         with peer_server.admitted(GET_BYTES):
             (info,) = find(link, keys)
             assert info is not None
@@ -280,7 +282,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 1)
     (info,) = (one for one in server.node.store.tiers.cpu.tier.find(keys) if one)
-    terms = PeerAccess().dial(server.address, "other", SILENCE_S)
+    terms = dial_peer(Settings(), server.address, "other", SILENCE_S)
 
     def came(**wanted: object) -> bool:
         written = read_chain(audit_files(log))
@@ -460,7 +462,7 @@ def ends(link: socket.socket) -> bool:
 
 def test_a_server_with_another_certificate_is_not_believed(make_server: ServerMaker) -> None:
     server = make_server("--bulk", "0.0.0.0:0", "--insecure", "--cpu", "64MiB")
-    terms = PeerAccess().dial(server.address, "other", SILENCE_S)
+    terms = dial_peer(Settings(), server.address, "other", SILENCE_S)
     for certificate in (make_tls().certificate, b"no certificate"):
         with pytest.raises(TierUnavailableError):
             reached(replace(terms, certificate=certificate))
@@ -493,12 +495,13 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
     is_reached = False
 
     def dial(address: str, node_id: str, within_s: float) -> PeerSession:
-        told = PeerAccess().dial(address, node_id, SILENCE_S)
+        told = dial_peer(Settings(), address, node_id, SILENCE_S)
         where = told.address if is_reached else NOWHERE
         return replace(told, address=where)
 
-    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S), failures=1, retry_ms=1)
-    with closing(Peers(terms, dial, Counters(), time.monotonic)) as peers:
+    waits = {"peer_timeout_ms": int(1000 * SILENCE_S), "breaker_failures": 1, "breaker_retry_ms": 1}
+    terms = (server.address,), Limits(**waits)
+    with closing(Peers(*terms, dial, Counters(), time.monotonic)) as peers:
         peers.start("other", 1)
         (peer,) = peers.known()
         assert eventually(lambda: bool(peer.breaker.reason))
@@ -521,8 +524,10 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     keys = store(server.connect("grpc", MEDIUM, options), 1, 4)
-    terms = PeersTerms((server.address,), timeout_ms=int(1000 * SILENCE_S))
-    with closing(Peers(terms, PeerAccess().dial, Counters(), time.monotonic)) as peers:
+    terms = (server.address,), Limits(peer_timeout_ms=int(1000 * SILENCE_S))
+    with closing(
+        Peers(*terms, partial(dial_peer, Settings()), Counters(), time.monotonic)
+    ) as peers:
         peers.start("other", 1)
         (peer,) = peers.known()
         assert eventually(lambda: peer.is_connected)

@@ -30,9 +30,11 @@ from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer import BARRED_S, MAX_FAULTS, PeerNode
-from kvstore.server.cluster.peer_connections import PeerAccess
+from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
 from kvstore.server.cluster.peer_tier import CHECK_AGAIN_S, CHECKED_AGAIN, KNOWN_S, PeerTier
-from kvstore.server.cluster.peers import Peers, PeersTerms
+from kvstore.server.cluster.peers import Peers
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import Limits
 from kvstore.server.store.lookup import MAX_PEER_QUERIES
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
@@ -170,7 +172,7 @@ def test_who_is_in_its_own_list_does_not_ask_itself(
 
 
 def boot_id_of(server: LocalServer) -> int:
-    return PeerAccess().dial(server.address, "me", 20.0).boot_id
+    return dial_peer(Settings(), server.address, "me", 20.0).boot_id
 
 
 class OneNode:
@@ -270,10 +272,10 @@ def test_over_tls_only_a_peer_that_the_authority_signed_is_shown_the_key(
     (tmp_path / "shown").write_text(rows.make("fleet", "peer"))
     proofs = ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-keys", str(tmp_path / "keys"))
     first = node(make_server, *proofs)
-    access = PeerAccess(tmp_path / "shown", right.path)
-    assert access.dial(first.address, "second", 20.0).session_id
+    access = Settings(peer_key=tmp_path / "shown", peer_ca=right.path)
+    assert dial_peer(access, first.address, "second", 20.0).session_id
     with pytest.raises(TierUnavailableError, match="UNAVAILABLE"):
-        PeerAccess(tmp_path / "shown", wrong.path).dial(first.address, "second", 20.0)
+        dial_peer(access.model_copy(update={"peer_ca": wrong.path}), first.address, "second", 20.0)
 
 
 def test_a_peer_that_is_reached_by_a_pods_address_is_known_by_its_name(
@@ -296,9 +298,9 @@ def test_a_key_does_not_travel_in_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("kvs_secret")
     with pytest.raises(InvalidRequestError, match="plain text"):
-        PeerAccess(path).check("example.org:7420")
-    PeerAccess(path, insecure=True).check("example.org:7420")
-    PeerAccess(path).check("127.0.0.1:7420")
+        key_metadata(Settings(peer_key=path), "example.org:7420")
+    key_metadata(Settings(peer_key=path, insecure=True), "example.org:7420")
+    key_metadata(Settings(peer_key=path), "127.0.0.1:7420")
 
 
 # --- peers that lie
@@ -324,8 +326,7 @@ def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list
 
 def wait_for_answers(server: LocalServer, timeout_ms: int = 20_000) -> None:
     """Let peers of a busy machine have the time that they need: what is missed was refused."""
-    peers = tier_of(server).peers
-    peers._terms = replace(peers._terms, timeout_ms=timeout_ms)
+    tier_of(server).peers._timeout_s = timeout_ms / 1000
 
 
 def as_it_is(message: Message) -> list[Message]:
@@ -506,8 +507,8 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
     counters = Counters()
     with closing(FakePeer({key: frame})) as near, closing(FakePeer({key: frame})) as far:
         fakes = {"127.0.0.1:1": near, "127.0.0.1:2": far}
-        terms = PeersTerms(tuple(fakes), timeout_ms=20_000)
-        peers = Peers(terms, lambda *say: fakes[say[0]].dial(*say), counters, time.monotonic)
+        terms = tuple(fakes), Limits(peer_timeout_ms=20_000)
+        peers = Peers(*terms, lambda *say: fakes[say[0]].dial(*say), counters, time.monotonic)
         with closing(peers):
             peers.step()
             one, other = peers.known()
@@ -532,8 +533,8 @@ def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
     infos = {key: replace(parse_header(frame).info(), key=key) for key in keys}
     with closing(FakePeer({})) as fake:
         fake._infos.update(infos)
-        terms = PeersTerms(("127.0.0.1:1",), timeout_ms=20_000)
-        peers = Peers(terms, fake.dial, Counters(), lambda: now[0])
+        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000)
+        peers = Peers(*terms, fake.dial, Counters(), lambda: now[0])
         with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
             peers.step()
             for some in (keys[:1], keys[1:2], keys[2:]):
@@ -576,8 +577,8 @@ def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
     key = ChunkKey(bytes(31) + b"k")
     counters = Counters()
     with closing(FakePeer({key: frame_of(key, MEDIUM, CHUNK_TOKENS)})) as fake:
-        terms = PeersTerms(("127.0.0.1:1",), timeout_ms=20_000, failures=1)
-        peers = Peers(terms, fake.dial, counters, time.monotonic)
+        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000, breaker_failures=1)
+        peers = Peers(*terms, fake.dial, counters, time.monotonic)
         with closing(peers):
             peers.step()
             fake.lie = lambda message: []
@@ -610,9 +611,9 @@ def test_hearsay_ends_after_a_while_and_with_the_peer() -> None:
     keys = [ChunkKey(bytes(31) + bytes([n])) for n in (1, 2)]
     frames = {key: frame_of(key, MEDIUM, CHUNK_TOKENS) for key in keys}
     with closing(FakePeer(frames)) as fake:
-        peers = Peers(PeersTerms(("127.0.0.1:1",)), fake.dial, Counters(), lambda: now[0])
+        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000)
+        peers = Peers(*terms, fake.dial, Counters(), lambda: now[0])
         with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
-            peers._terms = replace(peers._terms, timeout_ms=20_000)
             peers.step()
             assert None not in tier.find(keys)
             assert tier.stale() == []

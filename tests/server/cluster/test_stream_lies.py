@@ -24,7 +24,8 @@ from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailab
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.bulk.tcp_server import BulkServer, listen
-from kvstore.server.cluster.peer_connections import PeerAccess, PeerSession, StreamLink
+from kvstore.server.cluster.peer_connections import PeerSession, StreamLink, dial_peer
+from kvstore.server.settings.settings import Settings
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0
@@ -152,7 +153,7 @@ def test_without_a_descriptor_it_listens_again_a_little_later(make_server: Serve
     assert server.node.bulk is not None
     listener = _Full()
     service, limits = server.node.bulk.service, server.node.bulk.limits
-    told = PeerAccess().dial(server.address, "other", SILENCE_S)
+    told = dial_peer(Settings(), server.address, "other", SILENCE_S)
     with closing(
         BulkServer(cast("socket.socket", listener), listener.address, None, service, limits)
     ) as streams:
