@@ -21,7 +21,7 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import AccessCheck, CallInterceptor, known_errors
+from kvstore.server.api.interceptors import CallWrapper, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
@@ -135,13 +135,12 @@ class Node:
         self._maintenance = Maintenance(clock)
         try:
             self._open_store()
-            access = AccessCheck(self.trust.authenticator, self.trust.authorizer)
-            calls = CallInterceptor(self._tracing, access)
-            self._shedder = LoadShedder(config.workers, self.counters, clock)
+            calls = CallWrapper(self.trust, self._tracing)
+            self._shedder = LoadShedder(config.workers, self.counters, calls, clock)
             self._closers.append(self._shedder.close)
             self._taken = taken(config)
             check_enough(config.max_sessions, self._taken)
-            self._grpc, self.port = bind(config, self._shedder, calls, self._taken)
+            self._grpc, self.port = bind(config, self._shedder, self._taken)
             self._closers.append(self._end_grpc)
             self._open_calls()
         except BaseException:
@@ -264,9 +263,9 @@ class Node:
             share_of(SOCKET_SHARE, self._taken, most),
         )
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        auth = self.trust.authorizer.session_auth
+        authorizer = self.trust.authorizer
         try:
-            server = UnixServer(path, self.sessions, files, self._clock, limits, auth)
+            server = UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -305,8 +304,8 @@ class Node:
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        auth = self.trust.authorizer.session_auth
-        service = BulkService(self.store, self.sessions, checks, auth, config.limits)
+        authorizer = self.trust.authorizer
+        service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, certificate = open_bulk(config, service, most)

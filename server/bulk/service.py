@@ -31,7 +31,7 @@ from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Sending, receive_put
-from kvstore.server.security.authorization import SessionAuth
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.values import GET_BYTES, Limits
 from kvstore.server.store.layered_reads import LayerwiseRead
@@ -91,12 +91,12 @@ class BulkService:
         store: Store,
         sessions: SessionTable,
         checks: Checks,
-        auth: SessionAuth,
+        authorizer: Authorizer,
         limits: Limits,
     ) -> None:
         self.sessions = sessions
         self.clock = checks.clock
-        self.auth = auth
+        self.authorizer = authorizer
         self.peer_server = PeerServer(store.moves, limits)
         self.tracing: Tracing | None = None
         self._store = store
@@ -113,7 +113,7 @@ class BulkService:
 
     def note(self, caller: Caller, method: str, outcome: str, frames: int) -> None:
         """Record a request in the audit log."""
-        self.auth.note(caller.session, method, outcome, frames, caller.origin)
+        self.authorizer.note_on(caller.session, method, outcome, frames, caller.origin)
 
     # --- gets
 
@@ -272,7 +272,7 @@ class BulkService:
         session = self.sessions.get(caller.session.session_id)
         if session_id != session.session_id:
             raise UnauthenticatedError("session_id: ask on the connection of your session")
-        self.auth.admit(session, method)
+        self.authorizer.admit_on(session, method)
 
     def _answer(
         self,

@@ -261,7 +261,7 @@ class BulkServer:
             self._forget(stranger)
             name = type(error).__name__
             logger.info("refused", method="stream", error=name, reason=str(error))
-            self.service.auth.note(None, "Attach", name, 0, stranger.origin)
+            self.service.authorizer.note_on(None, "Attach", name, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)

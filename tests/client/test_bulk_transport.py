@@ -270,7 +270,7 @@ def test_a_server_that_was_restarted_is_used_again(make_server: ServerMaker) -> 
     server = make_server(*BULK)
     client = server.connect("tcp")
     first = store(client, 1, 2)
-    for session in list(server.node.sessions._sessions):
+    for session in list(server.node.sessions.by_id):
         server.node.sessions.close(session)  # what its client sees of a restart
     second = store(client, 2, 2)
     assert client.transport_name == "tcp"

@@ -258,7 +258,7 @@ def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: Serv
     server = make_server(*BULK)
     client = server.connect("tcp")
     keys = store(client, 1, 2)
-    for session in list(server.node.sessions._sessions):
+    for session in list(server.node.sessions.by_id):
         server.node.sessions.close(session)
     assert_reads(client, keys)
     assert len(server.node.sessions) == 1
