@@ -23,8 +23,7 @@ from typing_extensions import override
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.checks import ConflictError, Problem
-from kvstore.server.settings.limits import Limits, limits_by_name
-from kvstore.server.settings.values import format_size, text_by_tier
+from kvstore.server.settings.values import Limits, format_size, limits_by_name, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
@@ -46,6 +45,9 @@ REPLACED = {
 
 Split: TypeAlias = "Mapping[str, Callable[[str], dict[str, object]]]"
 """From settings that name several things to what tells those apart, "" for all of them."""
+
+Given: TypeAlias = tuple[str, object]
+"""Where a setting came from, and what it was given."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -84,21 +86,19 @@ def load(model: type[ModelT], argv: Sequence[str], split: Split) -> tuple[ModelT
     flags, environment = _flags(model.model_fields, argv), _environment()
     path = flags.pop("config", environment.pop("config", ("", ""))[1])
     file = read_settings(Path(str(path))) if path else {}
-    variables = {name: variable for name, (variable, _) in environment.items()}
-    sources: tuple[tuple[dict[str, object], dict[str, str]], ...] = (
-        (file, dict.fromkeys(file, str(path))),
-        ({name: value for name, (_, value) in environment.items()}, variables),
-        (flags, {name: flag_of(name) for name in flags}),
-    )
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    for given, where in sources:
-        origins |= {SHORT_NAMES.get(name, name): origin for name, origin in where.items()}
-        for name, value in _by_full_name(given).items():
+    sources: tuple[Mapping[str, Given], ...] = (
+        {name: (str(path), value) for name, value in file.items()},
+        environment,
+        {name: (flag_of(name), value) for name, value in flags.items()},
+    )
+    for given in sources:
+        for name, (origin, value) in _by_full_name(given).items():
+            origins[name] = origin
             if name in split and name in values:
-                values[name] = _joined(values[name], value, split[name])
-            else:
-                values[name] = value
+                value = _joined(values[name], value, split[name])
+            values[name] = value
     try:
         return model.model_validate(values), origins
     except ValidationError as error:
@@ -135,15 +135,13 @@ def _joined(below: object, above: object, split: Callable[[str], dict[str, objec
     return above if is_whole else parts[0] | parts[1]
 
 
-def _by_full_name(given: dict[str, object]) -> dict[str, object]:
+def _by_full_name(given: Mapping[str, Given]) -> dict[str, Given]:
     """Return settings by their full names. Raises InvalidRequestError for one given by both."""
-    for short in given.keys() & SHORT_NAMES.keys():
-        name, value = SHORT_NAMES[short], given.pop(short)
-        if name in given:
-            shown = "***" if name == "redis_url" else value
+    for short, name in SHORT_NAMES.items():
+        if short in given and name in given:
+            shown = "***" if name == "redis_url" else given[short][1]
             raise InvalidRequestError(short, shown, f"is {name} too; give one of the two")
-        given[name] = value
-    return given
+    return {SHORT_NAMES.get(name, name): value for name, value in given.items()}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -125,7 +125,6 @@ MAX_CUTS = 64
 """Answers given up whose readers are still to be told; of more the oldest are not."""
 END = (-1).to_bytes(8, "big", signed=True)
 CUT = (-2).to_bytes(8, "big", signed=True)
-_NUMBER_BYTES = 8
 _JOIN_WITHIN_S = 2.0
 
 Message = tuple[bytes, bytes, bytes]
@@ -158,6 +157,7 @@ class EventPublisher:
         clock: Callable[[], float],
     ) -> None:
         self._sockets = sockets
+        self.addresses = sockets.addresses
         self._log = log
         self._reader = log.reader()
         self.topic = b"kvstore@%016x" % boot_id
@@ -173,11 +173,6 @@ class EventPublisher:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
-
-    @property
-    def addresses(self) -> list[str]:
-        """Those to connect to."""
-        return self._sockets.addresses
 
     def tick(self) -> None:
         """Take in a file of readers that was replaced or deleted. Called a few times a second."""
@@ -197,9 +192,9 @@ class EventPublisher:
     def _run(self) -> None:
         try:
             while not self._closed:
+                self._sockets.hold()
                 # Each has its turn: a long answer keeps no event waiting.
-                first = (self._sockets.hold, self._publish, self._sockets.admit)
-                steps = (*first, self._receive, self._replay)
+                steps = (self._publish, self._sockets.admit, self._receive, self._replay)
                 did = [step() for step in steps]
                 if not any(did):
                     self._sockets.wait(int(1000 * POLL_S))
@@ -226,8 +221,7 @@ class EventPublisher:
         return True
 
     def _message(self, number: int, words: list[Word]) -> Message:
-        batch = encode(self._wall_clock(), words)
-        return self.topic, number.to_bytes(_NUMBER_BYTES, "big"), batch
+        return self.topic, number.to_bytes(8, "big"), encode(self._wall_clock(), words)
 
     def _receive(self) -> bool:
         """Take one request for a replay; False when there is none."""
@@ -237,7 +231,7 @@ class EventPublisher:
             frames = self._sockets.replay.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
-        if len(frames) != 3 or frames[1] or len(frames[2]) != _NUMBER_BYTES:
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             self._counters.add("event_invalid_requests")
         elif len(self._replays) < MAX_REPLAYS:
             answer = self._answer(int.from_bytes(frames[2], "big"))

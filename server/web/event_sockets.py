@@ -9,6 +9,7 @@ import stat
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -72,9 +73,8 @@ def _write(path: Path, secret: bytes) -> None:
     finally:
         os.close(descriptor)
     try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass
+        with suppress(FileExistsError):
+            os.link(draft, path)
     finally:
         os.unlink(draft)
 
@@ -126,42 +126,28 @@ class ConnectionCap:
 
     def _hang_up(self, descriptor: int) -> None:
         """End a connection as its other end would; ZeroMQ sees that and closes it."""
-        try:
+        with suppress(OSError):  # gone by itself
             copy = os.dup(descriptor)
-        except OSError:
-            return  # gone by itself
-        try:
-            link = sockets.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            return
-        with link:
-            # The number may be another file's by now: only what came to this address is ended.
-            if _own_end(link) == _bound_end(self._socket):
-                try:
+            try:
+                link = sockets.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                raise
+            with link:
+                own = link.getsockname()
+                if link.family in (sockets.AF_INET, sockets.AF_INET6):
+                    own = own[1]
+                url = _bound(self._socket)
+                bound = url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
+                # The number may be another file's by now: only what came to this address is ended.
+                if own == bound:
                     link.shutdown(sockets.SHUT_RDWR)
-                except OSError:
-                    return  # gone by itself
 
     def close(self) -> None:
         """Watch no more. Idempotent. To be called before the socket is closed."""
         if not self.news.closed:
             self._socket.disable_monitor()
             self.news.close(0)
-
-
-def _own_end(link: sockets.socket) -> object:
-    try:
-        name = link.getsockname()
-    except OSError:
-        return None
-    return name[1] if link.family in (sockets.AF_INET, sockets.AF_INET6) else name
-
-
-def _bound_end(socket: Socket) -> object:
-    """Return the port or path that *socket* is bound to."""
-    url = _bound(socket)
-    return url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
 
 
 def _bound(socket: Socket) -> str:
@@ -214,8 +200,8 @@ def bind_to(socket: Socket, endpoint: str) -> str:
 class EventSockets:
     """A PUB socket and a ROUTER for replays, either of which may be None, and what admits to them.
 
-    With the server's *secret* key and *readers*, keys as Z85 text, who connects proves by CURVE to
-    be one of them. ``addresses`` are those to connect to. *refused* is called for each connection
+    With the server's *secret* key and *readers*, keys as Z85 text, connections prove by CURVE to be
+    of these. ``addresses`` are those to connect to. *refused* is called for each connection
     that is one too many. Raises InvalidRequestError.
     """
 
@@ -300,24 +286,23 @@ class EventSockets:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(timeout_ms)
 
-    def hold(self) -> bool:
-        """Hang up on who is too many; False: nothing that would be gone on with at once."""
+    def hold(self) -> None:
+        """Hang up on connections that are too many."""
         for cap in self._caps:
             cap.hold()
-        return False
 
     def admit(self) -> bool:
         """Answer one connection that asks to be let in; False when there is none."""
         if self._admission is None or self._readers is None:
             return False
         try:
-            version, request, _, _, _, mechanism, *proof = self._admission.recv_multipart(
-                zmq.NOBLOCK
-            )
+            frames = self._admission.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
+        version, request, _, _, _, mechanism, *proof = frames
         self._readers.refresh()
-        is_known = mechanism == b"CURVE" and _text_of(proof) in self._readers.value
+        is_key = mechanism == b"CURVE" and [len(one) for one in proof] == [32]
+        is_known = is_key and z85.encode(proof[0]) in self._readers.value
         answer = (b"200", b"OK") if is_known else (b"400", b"unknown key")
         self._admission.send_multipart((version, request, *answer, b"", b""))
         return True
@@ -330,7 +315,3 @@ class EventSockets:
             if socket is not None:
                 socket.close(0)
         self._context.term()
-
-
-def _text_of(proof: list[bytes]) -> bytes:
-    return z85.encode(proof[0]) if len(proof) == 1 and len(proof[0]) == 32 else b""

@@ -274,7 +274,7 @@ def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
     keys = keys_of(client, 1, 20)
     client.put(chunks_of(client, keys))
     replies = server.dial().stream(
-        "List", pb.ListRequest(session_id=next(iter(server.node.sessions._sessions))), 20_000
+        "List", pb.ListRequest(session_id=next(iter(server.node.sessions.by_id))), 20_000
     )
     next(replies)
     assert server.stop()
