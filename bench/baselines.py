@@ -93,9 +93,10 @@ class LfuEviction(HeapedEviction):
         super()._extend(count)
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._tick += 1
-        self._counts[row] = 1 << _TICK_BITS | self._tick
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        for row in rows.tolist():
+            self._tick += 1
+            self._counts[row] = 1 << _TICK_BITS | self._tick
 
     @override
     def _rank(self, rows: Rows) -> None:
@@ -137,10 +138,11 @@ class GdsfEviction(HeapedEviction):
         super()._extend(count)
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        self._densities[row] = self._density.of(row, size_bytes)
-        self._uses[row] = 1
-        self._set_key(row)
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        for row in rows.tolist():
+            self._densities[row] = self._density.of(row, size_bytes)
+            self._uses[row] = 1
+            self._set_key(row)
 
     @override
     def _rank(self, rows: Rows) -> None:
@@ -235,13 +237,14 @@ class S3FifoEviction(LeafFirstEviction):
         self._leaves[_SMALL].extend(count)  # the places of both
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        queue = _MAIN if self._is_ghost(row) else _SMALL
-        self._evicted[row] = 0
-        self._uses[row] = 0
-        self._sizes[row] = size_bytes
-        self._enter(row, queue)
-        self._bytes[queue] += size_bytes
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        for row in rows.tolist():
+            queue = _MAIN if self._is_ghost(row) else _SMALL
+            self._evicted[row] = 0
+            self._uses[row] = 0
+            self._sizes[row] = size_bytes
+            self._enter(row, queue)
+            self._bytes[queue] += size_bytes
 
     def _is_ghost(self, row: int) -> bool:
         # A row that was another chunk's when it was evicted is seen for the first time now.

@@ -18,11 +18,12 @@ import redis
 from bench.peer_nodes import hit_against_raw
 from bench.workload import MIB, TINY, connect, make_chunks, redis_server, serving
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.directory import Directory, DirectoryTerms
+from kvstore.server.cluster.directory import Directory
 from kvstore.server.cluster.membership import NodeAddress
+from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import RedisClient
+from kvstore.tiers.redis_url import DEFAULT_PREFIX
 
 LOOKUPS = 300
 LOOKUP_CHUNKS = 24
@@ -122,8 +123,7 @@ def _node(port: int, name: str) -> Directory:
     link = RedisClient("redis", f"redis://127.0.0.1:{port}/0", 2000, 2)
     number = int.from_bytes(os.urandom(7), "big")
     me = NodeAddress(name, number, f"tcp://127.0.0.1:{number % 60_000}", "127.0.0.1:1")
-    breaker = Breaker("tier", 3, 1000, time.monotonic)
-    return Directory(link, me, DirectoryTerms(ttl_ms=2000), Counters(), breaker)
+    return Directory(link, me, DEFAULT_PREFIX, Limits(directory_ttl_ms=2000), Counters())
 
 
 def _wait(condition: Callable[[], bool]) -> None:

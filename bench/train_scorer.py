@@ -50,9 +50,10 @@ class _Recorder(LearnedEviction):
         self.ages_s: list[float] = []
 
     @override
-    def _describe(self, row: int, size_bytes: int, now_s: float) -> None:
-        super()._describe(row, size_bytes, now_s)
-        self.uses.setdefault(row, []).append(now_s)
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._came(rows, size_bytes, now_s)
+        for row in rows.tolist():
+            self.uses.setdefault(row, []).append(now_s)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:

@@ -46,12 +46,15 @@ class FrameVerifier:
         """Of the next segments, where the reader summed them."""
         self._done = 0
         self._failure: InvalidFrameError | ChunkCorruptError | None = None
+        self.has_begun = False
+        """Whether something has come, of one read."""
 
     def update(self, arrived: int) -> None:
         """Check what has come of the frame, which are its first *arrived* bytes.
 
         What is wrong with them is raised by ``finish``.
         """
+        self.has_begun = True
         self._arriving(arrived)
         if self._failure is None:
             try:

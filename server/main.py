@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TextIO, cast
 
 import structlog
@@ -32,14 +32,8 @@ EXIT_CANNOT_START = 2
 logger = structlog.get_logger(__name__)
 
 
-def create_server(config: Settings) -> tuple[Node, int]:
-    """Build a server and bind it; return it, not yet started, with the port it got."""
-    node = Node(config)
-    return node, node.port
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop. Returns the exit status: 0, or 2 when it could not start."""
+    """Serve until a signal ends it. Returns the exit status: 0, or 2 when it could not start."""
     try:
         os.umask(0o077)  # what it writes is nobody else's to read
         config = load_config(sys.argv[1:] if argv is None else argv)
@@ -47,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_freed_memory()
         raise_limit()
         check_memory(config)
-        node, port = create_server(config)
+        node = Node(config)
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
@@ -56,19 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             "every user of this host can read and write all chunks",
             fix="give --auth-keys, or --insecure where that is meant",
         )
-    told, out = _listen_for_signals(), _Output(sys.stdout)
+    signals, out = _listen_for_signals(), _Output(sys.stdout)
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
-    where = join_endpoint(config.listen_address[0], port)
+    where = join_endpoint(config.listen_address[0], node.port)
     tiers = ",".join(config.tiers)
     recovered = f"recovered_chunks={node.recovered_chunks}"
     out.write(f"kvstore-server listening on {where} tiers={tiers} {recovered}\n")
-    out.flush()
-    while os.read(told, 1)[0] == signal.SIGHUP:
+    while os.read(signals, 1)[0] == signal.SIGHUP:
         logger.info("SIGHUP", does="keys and certificates are read again once they are replaced")
     clean = node.stop(GRACE_S)
     out.write(f"kvstore-server stopped clean={str(clean).lower()}\n")
-    out.flush()
     return 0
 
 
@@ -81,33 +73,30 @@ class _Output:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        self._try(lambda: self._stream.write(text))
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        self._try(self._stream.flush)
-
-    def _try(self, work: Callable[[], object]) -> None:
         try:
-            work()
+            self._stream.write(text)
+            self._stream.flush()
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())  # Python writes what is left as it ends
             os.close(nowhere)
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
 
 def _listen_for_signals() -> int:
     """Return a descriptor from which the numbers of signals can be read that have come.
 
     Python's handlers run in the main thread, which waits on; a kernel may give the signal to any
-    other. What is written here wakes the main thread whoever got it.
+    other. What is written here wakes the main thread whichever got it.
     """
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    signals, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
-    return told
+    return signals
 
 
 def keep_freed_memory() -> None:
@@ -140,5 +129,5 @@ def _set_up_logs(config: Settings) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[config.log_level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Output(sys.stderr))),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Output(sys.stderr))),
     )

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from random import SystemRandom
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from typing_extensions import override
 
 import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
@@ -21,14 +22,13 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import AccessCheck, CallInterceptor, known_errors
+from kvstore.server.api.interceptors import CallWrapper, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
 from kvstore.server.api.validation import Checks, ServiceLimits
 from kvstore.server.blending.content_reader import ContentReader
-from kvstore.server.cluster.setup import open_directory, ready_peers
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.security.setup import Trust
@@ -40,19 +40,22 @@ from kvstore.server.settings.process_limits import (
     taken,
 )
 from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import DIRECTORY
 from kvstore.server.store.saved_state import SavedState
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.events import EventLog
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.telemetry.tracing import Tracing, open_tracing
+from kvstore.server.telemetry.tracing import open_tracing
 from kvstore.server.tiering.codec_choice import begin_choices
 from kvstore.server.wiring import build_store
 
-if TYPE_CHECKING:  # their files load an HTTP server, ZeroMQ and torch
+if TYPE_CHECKING:  # their files load redis, an HTTP server, ZeroMQ and torch
     from kvstore.server.bulk.tcp_server import BulkServer
+    from kvstore.server.cluster.directory import Directory
+    from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.store.device_puts import DevicePuts
     from kvstore.server.web.event_publisher import EventPublisher
-    from kvstore.server.web.http_pages import HttpPort
+    from kvstore.server.web.http_server import HttpServer
 
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
@@ -64,182 +67,151 @@ logger = structlog.get_logger(__name__)
 Clock = Callable[[], float]
 
 
-class Maintenance:
-    """One thread that runs each job when it is due. *clock* returns monotonic seconds.
+class Maintenance(threading.Thread):
+    """Runs ``jobs`` every TICK_S. An error of one is logged and stops neither it nor the others."""
 
-    An error of a job is logged and stops neither it nor the others.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._jobs: list[tuple[float, Callable[[], object]]] = []
-        self._due: list[float] = []
+    def __init__(self) -> None:
+        super().__init__(name="maintenance", daemon=True)
+        self.jobs: list[Callable[[], object]] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
 
-    def every(self, seconds: float, *jobs: Callable[[], object]) -> None:
-        """Run each of *jobs* every *seconds*, from now on. Called before ``start``."""
-        for job in jobs:
-            self._jobs.append((seconds, job))
-            self._due.append(self._clock() + seconds)
+    @override
+    def run(self) -> None:
+        while not self._stopping.wait(TICK_S):
+            self.run_jobs()
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        """Whether its thread lives."""
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """End, behind the job that runs. Idempotent."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def run_due(self) -> None:
-        """Run what is due."""
-        for at, (seconds, job) in enumerate(self._jobs):
-            if self._due[at] > self._clock():
-                continue
+    def run_jobs(self) -> None:
+        """Run each job once."""
+        for job in self.jobs:
             name = getattr(job, "__qualname__", "job")
             try:
                 with known_errors(name):
                     job()
             except KVStoreError as error:
                 logger.error("maintenance failed", job=name, reason=str(error))
-            self._due[at] = self._clock() + seconds
 
-    def _run(self) -> None:
-        while not self._stopping.wait(max(0.0, min(self._due) - self._clock())):
-            self.run_due()
+    def stop(self) -> None:
+        """End, behind the job that runs. Idempotent."""
+        self._stopping.set()
+        if self.is_alive():
+            self.join()
 
 
 class Node:
     """One server: tiers, store, Unix socket and gRPC. ``port`` is the one it got.
 
-    Raises KVStoreError with one sentence when something it was told to use cannot be used;
-    nothing is left open then.
+    Raises KVStoreError with one sentence when something it was to use cannot be used; nothing is
+    left open then.
     """
 
     def __init__(self, config: Settings, clock: Clock = time.monotonic) -> None:
         self._config = config
         self._clock = clock
         self._closers: list[Callable[[], object]] = []
+        self.counters = Counters()
+        self._is_started = False
+        self._stopping = threading.Event()
+        self._learner = threading.Thread(target=self._learn, name="learner", daemon=True)
+        self._maintenance = Maintenance()
         try:
-            self._build()
+            self._open_store()
+            calls = CallWrapper(self.trust, self._tracing)
+            self._shedder = LoadShedder(config.workers, self.counters, calls, clock)
+            self._closers.append(self._shedder.close)
+            self._taken = taken(config)
+            check_enough(config.max_sessions, self._taken)
+            self._grpc, self.port = bind(config, self._shedder, self._taken)
+            self._closers.append(self._end_grpc)
+            self._open_calls()
         except BaseException:
             self._close()
             raise
 
-    def _build(self) -> None:
+    def _open_store(self) -> None:
+        """Open the tiers and the store, and what learns from it; sessions and who may call."""
         config, clock = self._config, self._clock
-        self.counters = Counters()
         if config.assets is not None:
             ASSETS.load_folder(config.assets)
         models = KnownModels()
-        self.store = build_store(config, clock, self.counters, self._closers, models, _new_id)
-        self._keeper = self._open_keeper()
-        self.recovered_chunks = self.store.recover()
-        self._content_reader = self._open_content_reader()
-        self.sessions = SessionTable(
-            config.max_sessions,
-            config.limits.session_ttl_ms,
-            tenant_salts(config),
-            clock,
-            os.urandom,
-        )
-        self.sessions.on_open += [models.note, self.store.begin_session]
-        self.sessions.on_close.append(self.store.end_session)
+        store = build_store(config, clock, self.counters, self._closers, models, _new_id)
+        self.store, slots = store, store.tiers.slots
+        self._keeper: SavedState | None = None
+        if "disk" in slots:
+            self._keeper = SavedState(store, config.disk.path, time.time)
+            self._keeper.load()
+        self.recovered_chunks = store.recover()
+        kept = [slots[name] for name in ("cpu", "disk") if name in slots]
+        limit = config.blend_contents if "disk" in slots else 0
+        contents = store.blends.contents
+        self._content_reader = ContentReader(store.catalog, contents, kept, limit, clock)
+        salts = tenant_salts(config)
+        ttl_ms = config.limits.session_ttl_ms
+        self.sessions = SessionTable(config.max_sessions, ttl_ms, salts, clock, os.urandom)
+        self.sessions.on_open += [models.note, store.begin_session]
+        self.sessions.on_close.append(store.end_session)
         self.trust = Trust(config, self.sessions, clock)
-        self.trust.authorizer.times = self.counters.times
         self._closers.append(self.trust.close)
-        self.store.catalog.limit_leases(self.trust.authorizer.lease_terms)
-        self._shedder = shedder = LoadShedder(config.workers, self.counters, clock)
-        self._closers.append(shedder.close)
-        self._tracing = self._open_tracing()
-        self._taken = taken(config)
-        check_enough(config.max_sessions, self._taken)
-        access = AccessCheck(self.trust.authenticator, self.trust.authorizer)
-        calls = CallInterceptor(self._tracing, access)
-        self._grpc, self.port = bind(config, shedder, calls, self._taken)
-        self._is_started = False
-        self._closers.append(self._end_grpc)
+        self.trust.authorizer.times = self.counters.times
+        store.catalog.limit_leases(self.trust.authorizer.lease_terms)
+        self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
+        if self._tracing is not None:
+            self._closers.append(self._tracing.close)
+            for slot in slots.values():
+                slot.tracing = self._tracing
+
+    def _open_calls(self) -> None:
+        """Open all ways in, and what they answer with once they are started."""
+        config, clock, store, trust = self._config, self._clock, self.store, self.trust
         self.unix_server = self._open_unix_server()
         limits = ServiceLimits(
             config.limits.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
         )
         checks = Checks(limits, clock)
         self.device_puts = self._open_device_puts()
-        self.bulk: BulkServer | None = None
         bulk = self._open_bulk(checks)
-        identity = Identity(_new_id(), kvstore.__version__, host_id(), clock(), *bulk)
-        self.directory = open_directory(
-            config, identity.boot_id, self.port, identity.bulk_address, self.counters, clock
-        )
-        if self.directory is not None:
-            self._closers.append(self.directory.close)
-            self.store.catalog.listeners.append(self.directory)
-        self._begin_peers = ready_peers(
-            config, self.store, self.directory, self.port, identity.boot_id
-        )
-        self._serve(checks, identity)
-        self.health_port = self._open_health()
-        self._http = self._open_http()
-        self.http_port = self._http.port if self._http is not None else None
-        self._stopping = threading.Event()
-        self._learner = threading.Thread(target=self._learn, name="learner", daemon=True)
-        self._maintenance = self._open_maintenance()
+        self._boot_id = boot_id = _new_id()
+        identity = Identity(boot_id, kvstore.__version__, host_id(), clock(), *bulk)
+        self.directory: Directory | None = None
+        if config.directory:
+            from kvstore.server.cluster.directory import open_directory
 
-    def _serve(self, checks: Checks, identity: Identity) -> None:
-        """Have gRPC and the Unix socket answer calls, once they are started."""
-        self._scrub = self._open_scrub()
-        self.events, self.publisher = self._open_events(identity.boot_id)
+            self.directory = open_directory(
+                config, boot_id, self.port, identity.bulk_address, self.counters, clock
+            )
+            self._closers.append(self.directory.close)
+            store.catalog.listeners.append(self.directory)
+        self._scrub = Scrub(store.moves, config.scrub_tiers, config.scrub_bytes_per_s)
+        self._closers.append(self._scrub.close)
+        self.events, self.publisher = self._open_events(boot_id)
         backend = Backend(
-            self.store, self.sessions, checks, identity, self.trust, self.unix_server,
+            store, self.sessions, checks, identity, trust, self.unix_server,
             self.device_puts, self._scrub, self.events, self.directory,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.unix_server is not None:
-            learn = self.store.catalog.drain_some
-            calls = UnixCalls(service, self.trust.authorizer, learn, self._tracing)
+            learn = store.catalog.drain_some
+            calls = UnixCalls(service, trust.authorizer, learn, self._tracing)
             self.unix_server.answer = calls.answer
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc
-        )
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        self.health_port = None
+        if config.health_address is not None:
+            plain, self.health_port = bind_health(config.health_address, self._health)
+            self._closers.append(lambda: plain.stop(None).wait())
+        http: HttpServer | None = None
+        if config.http_address is not None:
+            from kvstore.server.web.http_pages import open_http
 
-    def _open_tracing(self) -> Tracing | None:
-        tracing = open_tracing(self._config.tracing_endpoint, self._config.tracing_share)
-        if tracing is not None:
-            self._closers.append(tracing.close)
-            for slot in self.store.tiers.slots.values():
-                slot.tracing = tracing
-        return tracing
-
-    def _open_keeper(self) -> SavedState | None:
-        if "disk" not in self._config.tiers:
-            return None
-        keeper = SavedState(self.store, self._config.disk.path, time.time)
-        keeper.load()
-        return keeper
-
-    def _open_content_reader(self) -> ContentReader:
-        slots, limit = self.store.tiers.slots, 0
-        kept = [slots["cpu"]]
-        if "disk" in slots:
-            kept.append(slots["disk"])
-            limit = self._config.blend_contents
-        contents = self.store.blends.contents
-        return ContentReader(self.store.catalog, contents, kept, limit, self._clock)
-
-    def _open_scrub(self) -> Scrub:
-        config = self._config
-        scrub = Scrub(self.store.moves, config.scrub_tiers, config.scrub_bytes_per_s)
-        self._closers.append(scrub.close)
-        return scrub
+            http = open_http(config.http_address, config, backend, trust)
+            self._closers.append(http.close)
+        self.http_port = None if http is None else http.port
+        parts = (store, self.publisher, self._shedder, self.unix_server, http)
+        jobs = self._maintenance.jobs
+        jobs += [part.tick for part in parts if part is not None]
+        jobs += [self._expire_sessions, self._end_revoked, self._check_health]
 
     def _open_events(self, boot_id: int) -> tuple[EventLog | None, EventPublisher | None]:
         """Return the log that the RPC reads, and what publishes it. Events count from here on."""
@@ -264,22 +236,17 @@ class Node:
             return None
         config = self._config
         most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
-        limits = UnixLimits(
-            config.max_sessions,
-            MAX_STAGING_BYTES,
-            config.workers,
-            share_of(SOCKET_SHARE, self._taken, most),
-        )
+        most = share_of(SOCKET_SHARE, self._taken, most)
+        limits = UnixLimits(config.max_sessions, MAX_STAGING_BYTES, config.workers, most)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        auth = self.trust.authorizer.session_auth
+        authorizer = self.trust.authorizer
         try:
-            server = UnixServer(path, self.sessions, files, self._clock, limits, auth)
+            server = UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
-            logger.warning(
-                "no Unix socket: clients of this host use the network", reason=str(error)
-            )
+            what = "no Unix socket: clients of this host use the network"
+            logger.warning(what, reason=str(error))
             return None
         self._closers.append(server.close)
         return server
@@ -306,13 +273,14 @@ class Node:
     def _open_bulk(self, checks: Checks) -> tuple[str, bytes]:
         """Return the address of the bulk channel and its certificate."""
         config = self._config
+        self.bulk: BulkServer | None = None
         if config.bulk == "off":
             return "", b""
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        auth = self.trust.authorizer.session_auth
-        service = BulkService(self.store, self.sessions, checks, auth, config.limits)
+        authorizer = self.trust.authorizer
+        service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, certificate = open_bulk(config, service, most)
@@ -326,28 +294,6 @@ class Node:
         descriptor = slot.tier.extent_file(extent, tenant)
         return descriptor, os.fstat(descriptor).st_size
 
-    def _open_health(self) -> int | None:
-        address = self._config.health_address
-        if address is None:
-            return None
-        server, port = bind_health(address, self._health)
-        self._closers.append(lambda: server.stop(None).wait())
-        return port
-
-    def _open_http(self) -> HttpPort | None:
-        if self._config.http_address is None:
-            return None
-        from kvstore.server.web.dashboard import Subject
-        from kvstore.server.web.http_pages import HttpPort
-
-        subject = Subject(
-            self.store, self.sessions, self.counters, kvstore.__version__, self._clock,
-            self.directory,
-        )  # fmt: skip
-        port = HttpPort(self._config, subject, self.trust)
-        self._closers.append(port.close)
-        return port
-
     def start(self) -> None:
         """Begin to serve."""
         self._is_started = True
@@ -357,7 +303,12 @@ class Node:
         self._scrub.start()
         if self.directory is not None:
             self.directory.start()
-        self._begin_peers()
+        slot = self.store.tiers.remote
+        if slot is not None:
+            peers = cast("PeerTier", slot.tier).peers
+            if self.directory is not None and DIRECTORY in (self._config.peers or ()):
+                peers.holders = self.directory.holders
+            peers.start(self._config.node_id_for(self.port), self._boot_id)
         begin_choices(self.store.moves, self._config.codecs, os.urandom)
         self._set_health(serving=True)
 
@@ -375,14 +326,6 @@ class Node:
         parts = (self.store.moves.work_queue, self._maintenance, self._learner, self.unix_server,
                  self.bulk, self.publisher)  # fmt: skip
         return all(part is None or part.is_alive() for part in parts)
-
-    def _open_maintenance(self) -> Maintenance:
-        maintenance = Maintenance(self._clock)
-        parts = (self.store, self.publisher, self._shedder, self.unix_server, self._http)
-        ticks = [part.tick for part in parts if part is not None]
-        jobs = (self._expire_sessions, self._end_revoked, self._check_health)
-        maintenance.every(TICK_S, *ticks, *jobs)
-        return maintenance
 
     def _expire_sessions(self) -> None:
         self.counters.add("expired_sessions", self.sessions.expire())

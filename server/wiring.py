@@ -14,7 +14,6 @@ import structlog
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.refill import attach_refills
-from kvstore.server.cluster.setup import with_peers
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import (
     NO_QUOTA,
@@ -45,25 +44,43 @@ from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
-if TYPE_CHECKING:  # its file loads torch
+if TYPE_CHECKING:  # their files load torch, and gRPC's client
+    from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.tiers.gpu import GpuTier
 
+PIN_LIMIT_PERCENT = 50
+WORKERS_PER_WAITER = 4
+"""One of so many threads may wait in a lookup for chunks that are about to come."""
+LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "peer": 4, "redis": 3}
+"""Loading threads of each tier: one reads while the other verifies what it read."""
+FINDS_AT_ONCE = {"peer": 2, "redis": 1}
 
-def open_tiers(config: Settings, closers: list[Callable[[], object]]) -> list[Tier]:
+Clock = Callable[[], float]
+
+logger = structlog.get_logger(__name__)
+
+
+def open_tiers(
+    config: Settings, counters: Counters, clock: Clock, closers: list[Callable[[], object]]
+) -> list[Tier]:
     """Return the configured tiers, fastest first; *closers* learns how to close them."""
     tiers: list[Tier] = []
+
+    def add(tier: Tier) -> None:
+        tiers.append(tier)
+        closers.append(tier.close)
+
     hidden = hiding(config)
     register = None
     if "gpu" in config.tiers:
         gpu = open_gpu_tier(config.gpu)
-        tiers.append(gpu)
-        closers.append(gpu.close)
+        add(gpu)
         register = gpu.device.register
-    tiers.append(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
-    closers.append(tiers[-1].close)
+    add(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
     if "disk" in config.tiers:
-        tiers.append(hidden(_open_disk_tier(config)))
-        closers.append(tiers[-1].close)
+        add(hidden(_open_disk_tier(config)))
+    if config.peers:
+        add(_open_peer_tier(config, counters, clock))
     if "redis" in config.tiers:
         from kvstore.tiers.redis import RedisTier
 
@@ -74,8 +91,7 @@ def open_tiers(config: Settings, closers: list[Callable[[], object]]) -> list[Ti
             connections=config.limits.redis_connections,
             prefix=config.redis_prefix,
         )
-        tiers.append(hidden(tier))
-        closers.append(tiers[-1].close)
+        add(hidden(tier))
     return tiers
 
 
@@ -102,6 +118,18 @@ def open_gpu_tier(config: GpuConfig) -> GpuTier:
         fix = "install kvstore-server[gpu], or start without gpu"
         raise TierUnavailableError("gpu", f"needs torch and cupy ({error}): {fix}") from None
     return GpuTier(config.capacity_bytes, open_device(torch.device("cuda", config.device)))
+
+
+def _open_peer_tier(config: Settings, counters: Counters, clock: Clock) -> PeerTier:
+    """Return the memory of other servers. Raises InvalidRequestError for a key that it betrays."""
+    from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
+    from kvstore.server.cluster.peer_tier import PeerTier
+    from kvstore.server.cluster.peers import Peers
+
+    for address in config.peer_addresses:
+        key_metadata(config, address)
+    peers = Peers(config.peer_addresses, config.limits, partial(dial_peer, config), counters, clock)
+    return PeerTier(peers, counters, clock)
 
 
 def hiding(config: Settings) -> Callable[[Tier], Tier]:
@@ -133,88 +161,56 @@ def _by_epoch(data: bytes) -> dict[int, bytes]:
     return {epoch: row.key for epoch, row in rows.items()}
 
 
-class Policies:
-    """The eviction policy of each tier, and the metadata that all of them rank by."""
+def make_policies(
+    config: Settings, capacities: Mapping[str, int], clock: Clock | None = None
+) -> tuple[ChunkMetadata, dict[str, EvictionPolicy]]:
+    """Return the metadata that all policies rank by, and the policy of each tier.
 
-    def __init__(
-        self,
-        config: Settings,
-        capacities: Mapping[str, int],
-        clock: Callable[[], float] | None = None,
-    ) -> None:
-        """*capacities* has the bytes of each tier that is used; *clock* ends long decisions.
-
-        Raises InvalidRequestError when more of a tier is guaranteed than it has.
-        """
-        self._names = config.policy
-        self._capacities = capacities
-        self._clock = clock
-        self._quotas = config.tenant_quotas
-        terms = config.category_terms
-        self._categories = {rule.category: Quota(rule.quota) for rule in terms if rule.quota}
-        self._chunks = {rule.tenant: rule.chunks for rule in config.tenant_limits if rule.chunks}
-        tenants = dict.fromkeys([*(rule.tenant for rule in self._quotas), *self._chunks])
-        self._has_quotas = bool(tenants or self._categories)
-        partitions = PartitionTable(tuple(tenants), tuple(self._categories))
-        self.metadata = ChunkMetadata(
-            partitions=partitions,
-            category_ttls_s={rule.category: float(rule.ttl_s) for rule in terms if rule.ttl_s},
-            evicted_limit=config.limits.ghost_limit,
-            what_ifs={tier: MissRatioCurve(size) for tier, size in capacities.items() if size},
-            policy_names={tier: self.name(tier) for tier in capacities},
-        )
-        rules = config.write
-        looks_ahead = any(make_admission(rule).looks_ahead for rule in rules.values())
-        if looks_ahead or config.write_budgets:
-            self.metadata.forecast = ReuseForecast(self.metadata.history)
-        self.by_tier = {tier: self._policy(tier) for tier in capacities}
-
-    def name(self, tier: str) -> str:
-        """Return the name of a tier's policy; nothing is evicted from one without a size."""
-        return self._names[tier] if self._capacities[tier] else "lru"
-
-    def _policy(self, tier: str) -> EvictionPolicy:
-        partitions = self.metadata.partitions
-        if not self._has_quotas or not self._capacities[tier]:
-            return self._plain(tier)
-        # What is said of this tier comes last, and wins.
-        rules = sorted(self._quotas, key=lambda rule: rule.tier != "")
-        by_tenant = {
-            rule.tenant: Quota(rule.quota, rule.guaranteed)
-            for rule in rules
-            if rule.tier in ("", tier)
-        }
-        for tenant, chunks in self._chunks.items():
-            by_tenant[tenant] = replace(by_tenant.get(tenant, NO_QUOTA), limit_chunks=chunks)
-        quotas = partitions.quotas(by_tenant, self._categories)
-        self._check(tier, quotas)
-        return PartitionedEviction(
-            lambda: self._plain(tier),
-            self.metadata.hints.partitions.__getitem__,
-            quotas,
-            self._capacities[tier],
-        )
-
-    def _check(self, tier: str, quotas: tuple[Quota, ...]) -> None:
-        sure = sum(quota.guaranteed_bytes for quota in quotas)
-        if sure > self._capacities[tier]:
-            fix = f"guarantee at most the {format_size(self._capacities[tier])} of tier {tier!r}"
-            raise InvalidRequestError("tenant_quotas", ",".join(map(str, self._quotas)), fix)
-
-    def _plain(self, tier: str) -> EvictionPolicy:
-        return make_policy(self.name(tier), self.metadata.history, self._clock)
+    *capacities* has the bytes of each tier that is used; *clock* ends long decisions. Raises
+    InvalidRequestError when more of a tier is guaranteed than it has.
+    """
+    # Nothing is evicted from a tier without a size.
+    names = {tier: config.policy[tier] if size else "lru" for tier, size in capacities.items()}
+    terms = config.category_terms
+    categories = {rule.category: Quota(rule.quota) for rule in terms if rule.quota}
+    limited = [rule.tenant for rule in config.tenant_limits if rule.chunks]
+    tenants = dict.fromkeys([*(rule.tenant for rule in config.tenant_quotas), *limited])
+    metadata = ChunkMetadata(
+        partitions=PartitionTable(tuple(tenants), tuple(categories)),
+        category_ttls_s={rule.category: float(rule.ttl_s) for rule in terms if rule.ttl_s},
+        evicted_limit=config.limits.ghost_limit,
+        what_ifs={tier: MissRatioCurve(size) for tier, size in capacities.items() if size},
+        policy_names=names,
+    )
+    looks_ahead = any(make_admission(rule).looks_ahead for rule in config.write.values())
+    if looks_ahead or config.write_budgets:
+        metadata.forecast = ReuseForecast(metadata.history)
+    by_tier: dict[str, EvictionPolicy] = {}
+    for tier, size_bytes in capacities.items():
+        make = partial(make_policy, names[tier], metadata.history, clock)
+        if size_bytes and (tenants or categories):
+            quotas = metadata.partitions.quotas(_by_tenant(config, tier), categories)
+            if sum(quota.guaranteed_bytes for quota in quotas) > size_bytes:
+                fix = f"guarantee at most the {format_size(size_bytes)} of tier {tier!r}"
+                given = ",".join(map(str, config.tenant_quotas))
+                raise InvalidRequestError("tenant_quotas", given, fix)
+            of = metadata.hints.partitions.__getitem__
+            by_tier[tier] = PartitionedEviction(make, of, quotas, size_bytes)
+        else:
+            by_tier[tier] = make()
+    return metadata, by_tier
 
 
-logger = structlog.get_logger(__name__)
-
-PIN_LIMIT_PERCENT = 50
-WORKERS_PER_WAITER = 4
-"""One of so many threads may wait in a lookup for chunks that are about to come."""
-LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "peer": 4, "redis": 3}
-"""Loading threads of each tier: one reads while the other verifies what it read."""
-QUESTIONS_AT_ONCE = {"peer": 2}
-
-Clock = Callable[[], float]
+def _by_tenant(config: Settings, tier: str) -> dict[str, Quota]:
+    """Return what tenants may take of *tier*: a rule for this one wins over one for each."""
+    rules = sorted(config.tenant_quotas, key=lambda rule: rule.tier != "")
+    of_tier = (rule for rule in rules if rule.tier in ("", tier))
+    quotas = {rule.tenant: Quota(rule.quota, rule.guaranteed) for rule in of_tier}
+    for limit in config.tenant_limits:
+        if limit.chunks:
+            quota = quotas.get(limit.tenant, NO_QUOTA)
+            quotas[limit.tenant] = replace(quota, limit_chunks=limit.chunks)
+    return quotas
 
 
 def build_store(
@@ -229,27 +225,26 @@ def build_store(
 
     *new_id* returns unpredictable numbers below 2^64.
     """
-    tiers = with_peers(open_tiers(config, closers), config, counters, clock)
-    closers += [tier.close for tier in tiers if tier.read_only]
+    tiers = open_tiers(config, counters, clock, closers)
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
-    policies = Policies(config, capacities, time.perf_counter)
-    slots = [_slot(config, tier, policies, clock, models) for tier in tiers]
+    metadata, policies = make_policies(config, capacities, time.perf_counter)
+    slots = [_slot(config, tier, policies[tier.name], clock, models) for tier in tiers]
     for tier in tiers:
         if tier.write_error:
             logger.warning("tier is down at start", tier=tier.name, reason=tier.write_error)
-    counters.add("dropped_rows", sum(slot.tier.dropped_rows for slot in slots))
+    counters.add("dropped_rows", sum(tier.dropped_rows for tier in tiers))
     queues = {"store-cpu": 1} if "gpu" in config.tiers else {}
     queues[QUEUE] = 1
-    for slot in slots:
-        if slot.name == "cpu":
+    for tier in tiers:
+        if tier.name == "cpu":
             continue
-        queues |= {f"load-{slot.name}": LOADS_AT_ONCE[slot.name], f"store-{slot.name}": 1}
-        if slot.tier.shared:
-            queues[f"ask-{slot.name}"] = QUESTIONS_AT_ONCE.get(slot.name, 1)
+        queues |= {f"load-{tier.name}": LOADS_AT_ONCE[tier.name], f"store-{tier.name}": 1}
+        if tier.shared:
+            queues[f"ask-{tier.name}"] = FINDS_AT_ONCE[tier.name]
     leases = Leases(config.limits.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
-    catalog = Catalog(policies.by_tier, leases, pin_limit_bytes, clock, policies.metadata)
-    expect = {f"load-{slot.name}": partial(_expect, slot.tier) for slot in slots}
+    catalog = Catalog(policies, leases, pin_limit_bytes, clock, metadata)
+    expect = {f"load-{tier.name}": partial(_expect, tier) for tier in tiers}
     work_queue = WorkQueue(queues, config.limits.mover_queue, clock, batch_parallelism(), expect)
     closers.append(work_queue.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
@@ -273,11 +268,10 @@ def build_store(
 
 
 def _slot(
-    config: Settings, tier: Tier, policies: Policies, clock: Clock, models: KnownModels
+    config: Settings, tier: Tier, policy: EvictionPolicy, clock: Clock, models: KnownModels
 ) -> TierSlot:
-    breaker = Breaker(
-        f"tier {tier.name}", config.limits.breaker_failures, config.limits.breaker_retry_ms, clock
-    )
+    failures, retry_ms = config.limits.breaker_failures, config.limits.breaker_retry_ms
+    breaker = Breaker(f"tier {tier.name}", failures, retry_ms, clock)
     name = config.codecs[tier.name]
     by_tenant = {rule.tenant: rule.codec for rule in config.tenant_codecs if rule.tier == tier.name}
     encoder = TierCodec(LOSSLESS if is_auto(name) else name, by_tenant, models.terms_of)
@@ -285,8 +279,7 @@ def _slot(
         encoder.name = f"{name}, measuring"
     rule = config.write.get(tier.name)
     return TierSlot(
-        tier, encoder, policies.by_tier[tier.name], breaker, clock,
-        make_admission(rule) if rule else None,
+        tier, encoder, policy, breaker, clock, make_admission(rule) if rule else None,
         is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
     )  # fmt: skip
 

@@ -6,10 +6,13 @@ import select
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 from kvstore.proto.errors import TierUnavailableError
+from kvstore.tiers.redis_connection import ConnectionOptions, DeadlineSocket, RedisConnection
 
 Spoil = Callable[[socket.socket, bytes], None]
 
@@ -107,3 +110,26 @@ def outcome(call: Callable[[], object]) -> str:
         return str(call())
     except TierUnavailableError:
         return "unavailable"
+
+
+class _Pieces:
+    def __init__(self, *pieces: bytes) -> None:
+        self._left = iter(pieces)
+
+    def recv(self, size: int) -> bytes:
+        piece = next(self._left, b"")
+        assert len(piece) <= size
+        return piece
+
+    def settimeout(self, seconds: float) -> None:
+        pass
+
+
+def replying(*pieces: bytes) -> RedisConnection:
+    """Return a connection to a server that sends *pieces*, and then hangs up."""
+    connection = RedisConnection(("nowhere", 1), ConnectionOptions(1.0, 1), time.monotonic)
+    connection.link = DeadlineSocket(cast(Any, _Pieces(*pieces)), 1.0, time.monotonic)
+    connection.link.deadline = time.monotonic() + 60
+    connection._sock = connection.link  # type: ignore[assignment]
+    connection._parser.on_connect(connection)
+    return connection

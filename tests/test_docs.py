@@ -18,10 +18,9 @@ from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
 from kvstore.proto.messages import unpack_info
-from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.loading import REPLACED, as_written, flag_of
 from kvstore.server.settings.settings import Settings, load_config
-from kvstore.server.settings.values import parse_size
+from kvstore.server.settings.values import Limits, parse_size
 from kvstore.server.telemetry.metrics import COUNTERS
 from kvstore.tiers.disk import DEFAULT_FILE_BYTES
 from kvstore.tiers.disk_files import DirectoryId, DiskConfig, DiskDirectory

@@ -63,12 +63,18 @@ class Stamps:
     now_us: Callable[[], int] = lambda: time.time_ns() // 1000
 
 
+@dataclass(slots=True)
 class _PendingWrite:
-    """A reserved frame, in this process until it is sealed or aborted."""
+    """A reserved frame, in this process until it is sealed or aborted: None then."""
 
-    def __init__(self, size_bytes: int, write_id: bytes) -> None:
-        self.frame: Bytes | None = np.zeros(size_bytes, dtype=np.uint8)
-        self.write_id = write_id
+    frame: Bytes | None
+
+    @classmethod
+    def of(cls, reservation: Reservation) -> _PendingWrite:
+        """Return that of *reservation*. Raises InvalidRequestError for another tier's."""
+        if not isinstance(reservation.place, cls):
+            raise InvalidRequestError("reservation", reservation.place, "it is another tier's")
+        return reservation.place
 
     def open_frame(self) -> Bytes:
         """Return the frame. Raises InvalidRequestError once it is spent."""
@@ -138,7 +144,7 @@ class CapacityTracker:
         with self._lock:
             for key, new in found.items():
                 old = before[key]
-                if old is not None and old != new and self._chunks.get(key) is old:
+                if old is not None and old != new and self._chunks.get(key) == old:
                     self._discount(key)
                 self._peers.pop(key, None)
                 if new is not None and key not in self._chunks:
@@ -146,21 +152,11 @@ class CapacityTracker:
                     if len(self._peers) > MAX_PEER_MANIFESTS:
                         self._peers.popitem(last=False)
 
-    def forget(self, key: ChunkKey, gone: Sequence[Manifest | None]) -> None:
-        """Stop counting *key* if what is counted is one of *gone*."""
-        with self._lock:
-            if self._chunks.get(key) in gone:
-                self._discount(key)
-            self._peers.pop(key, None)
-
-    def reconcile(
+    def count(
         self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest]
     ) -> None:
-        """Take in a listing: count all it *found*, and of *before* only that."""
+        """Take in a listing: count all it *found* that was not sealed here since *before*."""
         with self._lock:
-            for key, old in before.items():
-                if key not in found and self._chunks.get(key) is old:
-                    self._discount(key)
             for key, new in found.items():
                 if self._chunks.get(key) in (None, before.get(key)):
                     self._count(new)
@@ -217,9 +213,8 @@ class RedisTier(Tier):
             if not 1 <= value < 1 << 31:
                 raise InvalidRequestError(field, value, "give a positive number")
         if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
-            raise InvalidRequestError(
-                "part_bytes", part_bytes, f"use {MIN_PART_BYTES} to {MAX_PART_BYTES}"
-            )
+            limits = f"use {MIN_PART_BYTES} to {MAX_PART_BYTES}"
+            raise InvalidRequestError("part_bytes", part_bytes, limits)
         if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
         self.capacity_bytes = capacity_bytes
@@ -268,7 +263,7 @@ class RedisTier(Tier):
             used_bytes = self._capacity.stats().used_bytes
             raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
         try:
-            pending = _PendingWrite(info.size_bytes, self._stamps.write_id())
+            pending = _PendingWrite(np.zeros(info.size_bytes, dtype=np.uint8))
         except MemoryError:
             self._capacity.end(need_bytes, None)
             raise TierFullError(self.name, need_bytes, 0) from None
@@ -276,11 +271,10 @@ class RedisTier(Tier):
 
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
         """Copy *data* into the reserved frame at byte *offset*."""
-        frame = _pending(reservation).open_frame()
+        frame = _PendingWrite.of(reservation).open_frame()
         if not 0 <= offset <= len(frame) - len(data):
-            raise InvalidRequestError(
-                "offset", offset, f"{len(data)} bytes from there exceed {len(frame)}"
-            )
+            most = f"{len(data)} bytes from there exceed {len(frame)}"
+            raise InvalidRequestError("offset", offset, most)
         copy_bytes(frame[offset : offset + len(data)], data)
 
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
@@ -288,11 +282,10 @@ class RedisTier(Tier):
 
         Raises TierFullError, freeing the room, when the server itself takes no more.
         """
-        pending = _pending(reservation)
+        pending = _PendingWrite.of(reservation)
         frame, pending.frame = pending.open_frame(), None
-        manifest = Manifest.of(
-            reservation.info, self._part_bytes, pending.write_id, self._stamps.now_us()
-        )
+        write_id, now_us = self._stamps.write_id(), self._stamps.now_us()
+        manifest = Manifest.of(reservation.info, self._part_bytes, write_id, now_us)
         sealed = False
         try:
             sealed = self._stored.write(manifest, frame)
@@ -304,7 +297,7 @@ class RedisTier(Tier):
 
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation that will not be sealed. Idempotent."""
-        pending = _pending(reservation)
+        pending = _PendingWrite.of(reservation)
         if pending.frame is not None:
             pending.frame = None
             self._capacity.end(reservation.reserved_bytes, None)
@@ -320,45 +313,28 @@ class RedisTier(Tier):
         down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
         *out* does, whatever stands in Redis.
         """
+        arrived = bool if verifier is None else verifier.update
         try:
-            return self._read_known(key, out, offset, verifier)
+            known = self._capacity.known(key)
+            is_known = known is not None and known.covers(offset, len(out))
+            if known and is_known and self._stored.read(known, out, offset, arrived):
+                return True
+            (current,) = self._stat([key])
+            if current is None:
+                return False
+            if not current.covers(offset, len(out)):
+                most = f"{len(out)} bytes from there exceed {current.info.size_bytes}"
+                raise InvalidRequestError("offset", offset, most)
+            has_checked = verifier is not None and verifier.has_begun
+            if self._stored.read(current, out, offset, bool if has_checked else arrived):
+                # What was checked of one read says nothing of another: a miss, for once.
+                return not has_checked
+            with contextlib.suppress(TierUnavailableError):
+                self._stored.delete(key, current.raw)
+            self._capacity.note({key: current}, {key: None})
         except TierUnavailableError as error:
             if not error.is_partial:
                 raise
-            return False
-
-    def _read_known(
-        self, key: ChunkKey, out: Bytes, offset: int, verifier: FrameVerifier | None
-    ) -> bool:
-        has_checked = False
-
-        def arrived(size_bytes: int) -> None:
-            nonlocal has_checked
-            if verifier is not None:
-                has_checked = True
-                verifier.update(size_bytes)
-
-        known = self._capacity.known(key)
-        if (
-            known
-            and known.covers(offset, len(out))
-            and self._stored.read(known, out, offset, arrived)
-        ):
-            return True
-        (current,) = self._stat([key])
-        if current is None:
-            return False
-        if not current.covers(offset, len(out)):
-            raise InvalidRequestError(
-                "offset", offset, f"{len(out)} bytes from there exceed {current.info.size_bytes}"
-            )
-        had_checked = has_checked
-        if self._stored.read(current, out, offset, bool if had_checked else arrived):
-            # What was checked of one read says nothing of another: a miss, for once.
-            return not had_checked
-        with contextlib.suppress(TierUnavailableError):
-            self._stored.delete(key, current.raw)
-        self._capacity.forget(key, [current])
         return False
 
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
@@ -372,12 +348,14 @@ class RedisTier(Tier):
         """Forget *key*, whoever put it, and free its room. Return whether it was there."""
         before = self._capacity.counted([key])
         removed = self._stored.delete(key)
-        self._capacity.forget(key, [before[key], removed])
+        for gone in (before[key], removed):
+            self._capacity.note({key: gone}, {key: None})
         return removed is not None
 
     def scan(self) -> Iterator[ChunkInfo]:
         """List all nodes' chunks, least recently sealed first, and count them from now on."""
-        return iter([manifest.info for manifest in self._list()])
+        rows = sorted(self._list().values(), key=lambda row: (row.sealed_us, row.info.key))
+        return iter([row.info for row in rows])
 
     def stats(self) -> TierStats:
         """Count the tier; what expired or was removed by others counts until noticed."""
@@ -402,23 +380,19 @@ class RedisTier(Tier):
         self._capacity.note(before, found)
         return [found.get(key) for key in keys]
 
-    def _list(self) -> list[Manifest]:
+    def _list(self) -> Mapping[ChunkKey, Manifest]:
         before = self._capacity.counted()
         found, whole = self._stored.scan()
         self._never_answered = ""
-        self._capacity.reconcile(before if whole else {}, found)
+        if whole:
+            self._capacity.note(before, {key: None for key in before if key not in found})
+        self._capacity.count(before, found)
         if not self._listed:
             self._listed = True
             with contextlib.suppress(TierUnavailableError):
                 for finding in check_health(self._client):
                     logger.warning(finding.saw, fix=finding.fix)
-        return sorted(found.values(), key=lambda row: (row.sealed_us, row.info.key))
-
-
-def _pending(reservation: Reservation) -> _PendingWrite:
-    if not isinstance(reservation.place, _PendingWrite):
-        raise InvalidRequestError("reservation", reservation.place, "it is another tier's")
-    return reservation.place
+        return found
 
 
 FULL_SHARE = 0.95

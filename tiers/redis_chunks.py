@@ -12,7 +12,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from redis.exceptions import OutOfMemoryError
 
@@ -22,13 +21,7 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
 from kvstore.tiers.redis_client import MAX_LISTING_BYTES, Call, NodeDown, RedisClient
-from kvstore.tiers.redis_connection import (
-    Command,
-    Step,
-    Transfer,
-    pack,
-    slice_steps,
-)
+from kvstore.tiers.redis_connection import Command, Step, Transfer, encode, slice_steps
 from kvstore.tiers.redis_servers import Server
 
 VERSION = 1
@@ -43,7 +36,6 @@ MAX_PARTS = 1024
 _FIXED = struct.Struct("<B3xIIQ8s")
 _CHECKSUM = struct.Struct("<Q")
 _PREFIX = re.compile(r"[A-Za-z0-9:_.-]{1,64}")
-
 
 PART_SLACK_S = 600
 """Parts outlive their manifest by this much, less the time a writer takes to send them."""
@@ -84,8 +76,7 @@ class Manifest:
         """Pack a new manifest."""
         parts = -(-info.size_bytes // part_bytes)
         body = _FIXED.pack(VERSION, part_bytes, parts, sealed_us, write_id) + pack_info(info)
-        raw = body + _CHECKSUM.pack(checksum(body))
-        return cls(info, part_bytes, write_id, sealed_us, raw)
+        return cls(info, part_bytes, write_id, sealed_us, body + _CHECKSUM.pack(checksum(body)))
 
     @property
     def parts(self) -> int:
@@ -153,8 +144,10 @@ class KeyNames:
         stem = b"%b{%b}:%b:" % (self._prefix, key.encode(), write_id.encode())
         return [b"%b%d" % (stem, index) for index in range(manifest.parts)]
 
-    def key_of(self, name: bytes) -> ChunkKey | None:
+    def key_of(self, name: object) -> ChunkKey | None:
         """Return the key whose manifest is called *name*, None when it is no such name."""
+        if not isinstance(name, bytes):
+            return None
         try:
             key = ChunkKey(bytes.fromhex(name[len(self._prefix) + 1 : -3].decode()))
         except ValueError:
@@ -177,17 +170,15 @@ class RedisChunks:
         damaged: list[Call] = []
         for start in range(0, len(keys), MAX_LOOK_KEYS):
             window = keys[start : start + MAX_LOOK_KEYS]
-            rows = self._client.ask(
-                [(self._names.manifest(key), self._get_manifest(key)) for key in window]
-            )
+            rows = self._client.ask([self._get_manifest(key) for key in window])
             for key, row in zip(window, rows, strict=True):
+                raw = row if isinstance(row, bytes) else b""  # another type of value is damage
                 try:
-                    found.append(row if isinstance(row, NodeDown) else _parse(row, key))
+                    is_settled = isinstance(row, NodeDown) or row == b""
+                    found.append((row or None) if is_settled else parse_manifest(raw, key))
                 except InvalidFrameError:
                     found.append(None)
-                    damaged.append(
-                        (self._names.manifest(key), self._delete_manifest(key, row or b""))
-                    )
+                    damaged.append(self._delete_manifest(key, raw))
         if damaged:
             with contextlib.suppress(TierUnavailableError):
                 self._client.ask(damaged)
@@ -205,17 +196,17 @@ class RedisChunks:
         First its manifest is compared, then its parts are received. A read from the chunk's
         start gives it its whole life again. *arrived* is Transfer's.
         """
-        peek, raw = self._get_manifest(manifest.info.key), manifest.raw
-        steps = [Step(bytes(pack(peek)[0]), b"$%d\r\n%b\r\n" % (len(raw), raw))]
-        name, parts = self._names.manifest(manifest.info.key), self._names.parts(manifest)
+        name, raw = self._names.manifest(manifest.info.key), manifest.raw
+        _, peek = self._get_manifest(manifest.info.key)
+        steps = [Step(encode(*peek), b"$%d\r\n%b\r\n" % (len(raw), raw))]
+        parts = self._names.parts(manifest)
         for part, start, stop in manifest.cut(offset, len(out)):
             steps += slice_steps(parts[part], start, stop)
         if offset == 0:
             # the manifest last: as ever, it promises that its parts are there
-            life_s = self._ttl_s + PART_SLACK_S
-            commands: list[Command] = [(b"EXPIRE", part, life_s) for part in parts]
-            commands.append((b"EXPIRE", name, self._ttl_s))
-            steps.append(Step(bytes(pack(*commands)[0]), b":1\r\n" * len(commands)))
+            lives = [*((part, self._ttl_s + PART_SLACK_S) for part in parts), (name, self._ttl_s)]
+            expire = b"".join(encode(b"EXPIRE", *life) for life in lives)
+            steps.append(Step(expire, b":1\r\n" * len(lives)))
         return self._client.transfer(name, Transfer(steps, out.data, arrived))
 
     def write(self, manifest: Manifest, frame: Bytes) -> bool:
@@ -227,7 +218,10 @@ class RedisChunks:
         published = False
         try:
             self._sweep()
-            if not self._is_taken(manifest.info.key):
+            (found,) = self.stat([manifest.info.key])
+            if isinstance(found, NodeDown):
+                raise found.error
+            if found is None:
                 published = self._send(manifest, frame)
                 if not published:
                     self._discard(manifest)
@@ -244,14 +238,11 @@ class RedisChunks:
 
         Return what was removed, None when there was nothing a reader could have read.
         """
-        name = self._names.manifest(key)
-        (row,) = self._client.run(name, [self._delete_manifest(key, raw)])
-        if row is None:
-            return None
-        try:
-            removed = parse_manifest(row, key)
-        except InvalidFrameError:
-            return None
+        name, command = self._delete_manifest(key, raw)
+        (row,) = self._client.run(name, [command])
+        removed = None
+        with contextlib.suppress(InvalidFrameError):
+            removed = parse_manifest(row, key) if isinstance(row, bytes) else None
         if removed is not None:
             try:
                 self._client.run(name, [(b"UNLINK", *self._names.parts(removed))])
@@ -276,47 +267,39 @@ class RedisChunks:
         return found, whole
 
     def _list_on(self, master: Server, found: dict[ChunkKey, Manifest]) -> bool:
-        cursor, whole = 0, True
+        cursor, whole = b"0", True
         while len(found) < MAX_LISTED_CHUNKS:
             scan: Command = (b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", 1000)
-            cursor, names = _page(*self._client.run(master, [scan], MAX_LISTING_BYTES))
-            keys = [key for key in map(self._names.key_of, names) if key is not None]
+            match self._client.run(master, [scan], MAX_LISTING_BYTES):
+                case [[bytes(cursor), list(names)]]:
+                    keys = [key for key in map(self._names.key_of, names) if key is not None]
+                case _:
+                    return False
             for key, row in zip(keys, self.stat(keys), strict=True):
                 if isinstance(row, Manifest):
                     found[key] = row
                 whole &= not isinstance(row, NodeDown)
-            if cursor == 0:
+            if cursor == b"0":
                 return whole
         return False
 
-    def _get_manifest(self, key: ChunkKey) -> Command:
+    def _get_manifest(self, key: ChunkKey) -> Call:
         # not GET: what a stranger stored under this name may have 512 MB
-        return (b"GETRANGE", self._names.manifest(key), 0, MAX_MANIFEST_BYTES)
-
-    def _delete_manifest(self, key: ChunkKey, raw: bytes) -> Command:
-        return (b"EVAL", _DELETE, 1, self._names.manifest(key), MAX_MANIFEST_BYTES, raw)
-
-    def _is_taken(self, key: ChunkKey) -> bool:
-        """Whether somebody's manifest stands under *key*. Removes a damaged one."""
         name = self._names.manifest(key)
-        (row,) = self._client.run(name, [self._get_manifest(key)])
-        try:
-            _parse(row, key)
-        except InvalidFrameError:
-            self._client.run(name, [self._delete_manifest(key, row or b"")])
-            return False
-        return bool(row != b"")
+        return name, (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)
+
+    def _delete_manifest(self, key: ChunkKey, raw: bytes) -> Call:
+        name = self._names.manifest(key)
+        return name, (b"EVAL", _DELETE, 1, name, MAX_MANIFEST_BYTES, raw)
 
     def _send(self, manifest: Manifest, frame: Bytes) -> bool:
         view, size, life_s = frame.data, manifest.part_bytes, self._ttl_s + PART_SLACK_S
         name = self._names.manifest(manifest.info.key)
-        self._client.run(
-            name,
-            [
-                (b"SET", part, view[at * size : (at + 1) * size], b"EX", life_s)
-                for at, part in enumerate(self._names.parts(manifest))
-            ],
-        )
+        parts: list[Command] = [
+            (b"SET", part, view[at * size : (at + 1) * size], b"EX", life_s)
+            for at, part in enumerate(self._names.parts(manifest))
+        ]
+        self._client.run(name, parts)
         # in a round trip of its own: a pipeline runs on after a part that was refused
         (first,) = self._client.run(name, [(b"SET", name, manifest.raw, b"EX", self._ttl_s, b"NX")])
         return first is not None
@@ -332,32 +315,15 @@ class RedisChunks:
         with contextlib.suppress(IndexError):
             while len(swept) < SWEEP_WRITES:
                 swept.append(self._remains.popleft())
-        calls: list[Call] = [
-            (self._names.manifest(old.info.key), command)
-            for old in swept
-            for command in (
-                self._delete_manifest(old.info.key, old.raw),
-                (b"UNLINK", *self._names.parts(old)),
-            )
-        ]
+        calls: list[Call] = []
+        for old in swept:
+            name, command = self._delete_manifest(old.info.key, old.raw)
+            calls += [(name, command), (name, (b"UNLINK", *self._names.parts(old)))]
         try:
             replies = self._client.ask(calls)
         except TierUnavailableError:
             self._remains.extend(swept)
             raise
-        lost = [isinstance(reply, NodeDown) for reply in replies]
-        self._remains.extend(old for at, old in enumerate(swept) if any(lost[2 * at : 2 * at + 2]))
-
-
-def _parse(row: Any, key: ChunkKey) -> Manifest | None:
-    """Parse a reply to ``_get_manifest``: empty when absent, None when of the wrong type."""
-    return None if row == b"" else parse_manifest(row or b"", key)
-
-
-def _page(reply: Any) -> tuple[int, list[bytes]]:
-    """Return the next cursor and the names of one answer to SCAN."""
-    match reply:
-        case [bytes(cursor), list(names)] if cursor.isdigit():
-            return int(cursor), [name for name in names if isinstance(name, bytes)]
-        case _:
-            return 0, []
+        for old, pair in zip(swept, zip(replies[::2], replies[1::2], strict=True), strict=True):
+            if any(isinstance(reply, NodeDown) for reply in pair):
+                self._remains.append(old)

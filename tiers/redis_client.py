@@ -8,26 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ClusterDownError,
-    ConnectionError,
-    InvalidResponse,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TimeoutError,
-    TryAgainError,
-)
+from redis import exceptions as errors
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
 from kvstore.tiers.redis_connection import (
     Command,
     ConnectionOptions,
-    MovedError,
+    LoadingError,
     RedisConnection,
     SlotLostError,
     Transfer,
@@ -52,10 +39,11 @@ DIRECTORY_RIGHTS = ("sadd", "srem", "srandmember", "hget", "hset", "hdel", "hget
 """Commands that the node directory needs, too."""
 
 _ELSEWHERE = (
-    MovedError, TryAgainError, ReadOnlyError, BusyLoadingError, ClusterDownError, SlotLostError,
+    errors.AskError, errors.TryAgainError, errors.ReadOnlyError, LoadingError,
+    errors.ClusterDownError, SlotLostError,
 )  # fmt: skip
-"""A server that answers with one of these did nothing of what was requested."""
-_UNREACHED = (OSError, ConnectionError, TimeoutError, SlotLostError)
+"""A server that answers with one of these, AskError's child MovedError too, did nothing."""
+_UNREACHED = (OSError, errors.ConnectionError, errors.TimeoutError, SlotLostError)
 """Why a server could not be asked."""
 _ALLOW = (
     f"allow its user in its ACL {' '.join(f'+{word}' for word in TIER_RIGHTS)}, for the node"
@@ -63,15 +51,24 @@ _ALLOW = (
     " +cluster|slots, on the names that begin with --redis-prefix"
 )
 _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
-    (NoPermissionError, f"{_ALLOW}; kvstore doctor tries each"),
-    (AuthenticationError, "check the user and its password"),
+    (errors.NoPermissionError, f"{_ALLOW}; kvstore doctor tries each"),
+    (errors.AuthenticationError, "check the user and its password"),
     (ssl.SSLError, "check --redis-tls-ca, and that its certificates are valid and name its hosts"),
-    (ReadOnlyError, "point the URL at the primary"),
-    (BusyLoadingError, "wait until it has loaded its data"),
-    ((SlotLostError, ClusterDownError), "bring back its masters, or let replicas take over"),
-    (TimeoutError, "check that it is reachable and not overloaded, or raise timeout_ms"),
-    (InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
-    (ResponseError, "see the server's log"),
+    (errors.ReadOnlyError, "point the URL at the primary"),
+    (LoadingError, "wait until it has loaded its data"),
+    (
+        (SlotLostError, errors.ClusterDownError),
+        "bring back its masters, or let replicas take over",
+    ),
+    (
+        errors.TimeoutError,
+        "check that it is reachable and not overloaded, or raise timeout_ms",
+    ),
+    (
+        errors.InvalidResponse,
+        "check that the URL names a Redis, and no proxy changes its answers",
+    ),
+    (errors.ResponseError, "see the server's log"),
 )
 _FIX = "check that it runs and that the URL names it"
 
@@ -84,14 +81,6 @@ class NodeDown:
     """In place of a reply: this key's part of the Cluster gives none, though others do."""
 
     error: TierUnavailableError
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why a call has no reply; *is_unsent* when nothing of it was done."""
-
-    error: Exception
-    is_unsent: bool
 
 
 class RedisClient:
@@ -160,35 +149,35 @@ class RedisClient:
         Like ``run``, but what only a part of the Cluster does not answer is NodeDown. With
         *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
         """
-        deadline = self._deadline(payload_bytes(calls))
+        deadline = self._deadline(payload_bytes(command for _, command in calls))
         if within_s is not None:
             deadline = min(deadline, self._clock() + within_s)
         replies: list[Any] = [None] * len(calls)
-        try:
-            failed = self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
-            again = {at: calls[at] for at, failure in failed.items() if failure.is_unsent}
-            if again and self._may_try_again(deadline):
-                failed = {at: failure for at, failure in failed.items() if at not in again}
-                failed |= self._ask_once(again, replies, deadline, reply_bytes)
-        except OutOfMemoryError:
-            raise
-        except (RedisError, OSError) as error:
-            raise self._unavailable(error) from None
-        for at, failure in failed.items():
-            replies[at] = NodeDown(self._partial_failure(failure.error))
+        failed = self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
+        again = {at: calls[at] for at, is_unsent in failed.items() if is_unsent}
+        if again and self._may_try_again(deadline):
+            self._ask_once(again, replies, deadline, reply_bytes)
+        for at in failed:
+            if isinstance(replies[at], Exception):
+                replies[at] = NodeDown(self._partial_failure(replies[at]))
         return replies
 
     def _ask_once(
         self, calls: Mapping[int, Call], replies: list[Any], deadline: float, reply_bytes: int
-    ) -> dict[int, _Failure]:
-        """Fill in *replies* by number; return why others have none. Raises what nothing cures."""
-        failed: dict[int, _Failure] = {}
+    ) -> dict[int, bool]:
+        """Fill in *replies* by number. Raises what nothing cures.
+
+        Return which are errors that others may not have, and whether nothing was done of each.
+        """
+        failed: dict[int, bool] = {}
         groups: dict[Server, list[tuple[int, Command]]] = {}
         for at, (name, command) in calls.items():
             try:
-                server = self._server(name, deadline)
+                server = (
+                    name if isinstance(name, Server) else self._topology.server_of(name, deadline)
+                )
             except _UNREACHED as error:
-                failed[at] = _Failure(error, is_unsent=True)
+                replies[at], failed[at] = error, True
             else:
                 groups.setdefault(server, []).append((at, command))
         batches = [Batch(server, group) for server, group in groups.items()]
@@ -205,23 +194,21 @@ class RedisClient:
             failed |= self._take_in(batch, replies)
         return failed
 
-    def _server(self, name: bytes | Server, deadline: float) -> Server:
-        return name if isinstance(name, Server) else self._topology.server_of(name, deadline)
-
-    def _take_in(self, batch: Batch, replies: list[Any]) -> dict[int, _Failure]:
+    def _take_in(self, batch: Batch, replies: list[Any]) -> dict[int, bool]:
+        failed: dict[int, bool] = {}
         if batch.error is not None:
             self._topology.note_failure(batch.server, batch.error)
-            failure = _Failure(batch.error, batch.is_unsent)
-            return {at: failure for at, _ in batch.commands}
-        failed: dict[int, _Failure] = {}
-        for at, reply in batch.replies:
+            for at, _ in batch.commands:
+                replies[at], failed[at] = batch.error, batch.is_unsent
+        for at, reply in batch.replies if batch.error is None else ():
+            replies[at] = None if isinstance(reply, WrongTypeError) else reply
             if isinstance(reply, _ELSEWHERE):
-                failed[at] = _Failure(reply, is_unsent=True)
+                failed[at] = True
                 self._topology.note_failure(batch.server, reply)
-            elif isinstance(reply, RedisError) and not isinstance(reply, WrongTypeError):
-                raise reply
-            else:
-                replies[at] = None if isinstance(reply, WrongTypeError) else reply
+            elif isinstance(replies[at], errors.OutOfMemoryError):
+                raise replies[at]
+            elif isinstance(replies[at], errors.RedisError):
+                raise self._unavailable(replies[at])
         return failed
 
     def transfer(self, name: bytes, transfer: Transfer) -> bool:
@@ -230,21 +217,17 @@ class RedisClient:
         Return False when a reply is another than expected. Raises TierUnavailableError.
         """
         deadline = self._deadline(len(transfer.out))
-        try:
-            failure = self._transfer_once(name, transfer, deadline)
-            if failure and failure.is_unsent and self._may_try_again(deadline):
-                failure = self._transfer_once(name, transfer, deadline)
-        except KVStoreError:  # of whoever follows what arrives
-            raise
-        except (RedisError, OSError) as error:
-            raise self._unavailable(error) from None
-        if failure is None:
-            return True
-        if isinstance(failure.error, (InvalidResponse, WrongTypeError)):
-            return False
-        raise self._partial_failure(failure.error)
+        error, is_undone = self._transfer_once(name, transfer, deadline)
+        if is_undone and self._may_try_again(deadline):
+            error, _ = self._transfer_once(name, transfer, deadline)
+        if error is None or isinstance(error, (errors.InvalidResponse, WrongTypeError)):
+            return error is None
+        raise self._partial_failure(error)
 
-    def _transfer_once(self, name: bytes, transfer: Transfer, deadline: float) -> _Failure | None:
+    def _transfer_once(
+        self, name: bytes, transfer: Transfer, deadline: float
+    ) -> tuple[Exception | None, bool]:
+        """Return why it failed, if it did, and whether then nothing was done."""
         server: Server | None = None
         connection: RedisConnection | None = None
         is_done = False
@@ -253,24 +236,24 @@ class RedisClient:
             connection = server.acquire(deadline)
             transfer.run(connection, server.window)
             is_done = True
-        except KVStoreError:
+        except KVStoreError:  # of whoever follows what arrives
             raise
-        except (OSError, RedisError) as error:
+        except (OSError, errors.RedisError) as error:
             if server is not None and isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
                 self._topology.note_failure(server, error)
             # What was reported to have come is not requested again.
             is_refused = isinstance(error, _ELSEWHERE) and not transfer.filled_bytes
-            return _Failure(error, is_unsent=connection is None or is_refused)
+            return error, connection is None or is_refused
         finally:
             if server is not None and connection is not None:
                 server.release(connection, is_clean=is_done)
-        return None
+        return None, False
 
     def masters(self) -> list[Server]:
         """Return the servers that hold keys. Raises TierUnavailableError."""
         try:
             return self._topology.masters(self._deadline(0))
-        except (RedisError, OSError) as error:
+        except (errors.RedisError, OSError) as error:
             raise self._unavailable(error) from None
 
     def close(self) -> None:
@@ -288,7 +271,7 @@ class RedisClient:
 
     def _partial_failure(self, error: Exception) -> TierUnavailableError:
         """Return the error when other parts of the Cluster go on; else raise it."""
-        if isinstance(error, ClusterDownError) or not self._topology.has_others():
+        if isinstance(error, errors.ClusterDownError) or not self._topology.has_others():
             raise self._unavailable(error) from None
         return self._unavailable(error, is_partial=True)
 

@@ -1,29 +1,29 @@
 """The servers behind one Redis URL: their connections, and which of them holds a key.
 
 redis-py's pool, Sentinel and RedisCluster know no deadline of a call, and RedisCluster holds a lock
-while it asks who holds what. So that is done here, over redis-py's connections.
+while it requests who holds what. So that is done here, over redis-py's connections.
 """
 
 from __future__ import annotations
 
-import re
+import math
 import select
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import cycle
+from queue import Empty, LifoQueue
 from typing import Final
 
 import structlog
+from redis import exceptions as errors
 from redis.crc import key_slot
-from redis.exceptions import ConnectionError, RedisError, ResponseError, TimeoutError
 
 from kvstore.tiers.redis_connection import (
     WINDOW,
     Command,
     ConnectionOptions,
-    MovedError,
     RedisConnection,
     Reply,
     SlotLostError,
@@ -49,8 +49,6 @@ MIN_ASK_SHARE = 0.1
 count as failed without a chance. The next call asks it first."""
 SLOTS = 16384
 
-_MOVED = re.compile(r"([0-9]{1,5}) ([A-Za-z0-9_.:-]{0,255}):([0-9]{1,5})")
-
 Clock = Callable[[], float]
 
 logger = structlog.get_logger(__name__)
@@ -66,8 +64,10 @@ class Server:
         self.address = address
         self._options = options
         self.clock: Final = clock
-        self._free = threading.BoundedSemaphore(options.limit)
-        self._idle: deque[RedisConnection] = deque()
+        self._free: LifoQueue[RedisConnection | None] = LifoQueue()
+        """The connections in no use; None for each that may be opened."""
+        for _ in range(options.limit):
+            self._free.put(None)
         self.rests_until = 0.0
         self.nearest_s = float("inf")
         """Time of the fastest answer, which says how far the server is: others had to wait."""
@@ -75,10 +75,6 @@ class Server:
 
     def __str__(self) -> str:
         return "{}:{}".format(*self.address)
-
-    def rest(self) -> None:
-        """Leave the server alone for a while: it failed."""
-        self.rests_until = self.clock() + REST_S
 
     @property
     def is_resting(self) -> bool:
@@ -91,63 +87,54 @@ class Server:
         is_far = self._options.tls is not None or self.nearest_s > FAR_S
         return FAR_WINDOW if is_far else WINDOW
 
-    def acquire(self, deadline: float) -> RedisConnection:
-        """Return a connection that is open and quiet, waiting for one up to *deadline*."""
-        if not self._free.acquire(timeout=max(0.0, deadline - self.clock())):
-            raise TimeoutError("all connections are in use")
-        return self._ready(deadline)
+    def acquire(self, deadline: float, wait_s: float | None = None) -> RedisConnection:
+        """Return a connection that is open and quiet.
 
-    def acquire_free(self, count: int, deadline: float) -> list[RedisConnection]:
-        """Return up to *count* further connections, those that others leave free."""
-        found: list[RedisConnection] = []
-        with suppress(OSError, RedisError):
-            while len(found) < count and self._free.acquire(blocking=False):
-                found.append(self._ready(deadline))
-        return found
-
-    def _ready(self, deadline: float) -> RedisConnection:
-        """Return an idle connection that still works, else a new one."""
+        Wait for one up to *deadline*, or for *wait_s*.
+        """
         try:
-            while (connection := self._pop_idle()) is not None and _events(connection):
-                connection.disconnect()  # type: ignore[no-untyped-call] # it hung up, or says more
+            left_s = deadline - self.clock() if wait_s is None else wait_s
+            connection = self._free.get(timeout=max(0.0, left_s))
+        except Empty:
+            raise errors.TimeoutError("all connections are in use") from None
+        try:
+            if connection is not None and _has_events(connection):  # it hung up, or says more
+                connection.disconnect()  # type: ignore[no-untyped-call]
+                connection = None
+            if self._is_closed:
+                raise errors.ConnectionError("closed")
             if connection is None:
-                if self._is_closed:
-                    raise ConnectionError("closed")
                 connection = RedisConnection(self.address, self._options, self.clock)
                 connection.open(deadline)
         except BaseException:
-            self._free.release()
+            self._free.put(None)
             raise
-        connection.deadline = deadline
+        connection.link.deadline = deadline
         return connection
-
-    def _pop_idle(self) -> RedisConnection | None:
-        with suppress(IndexError):
-            return self._idle.pop()
-        return None
 
     def release(self, connection: RedisConnection, *, is_clean: bool) -> None:
         """Take a connection back; hang up unless all its replies were read."""
-        if is_clean:
-            self._idle.append(connection)
-        else:
+        if not is_clean:
             connection.disconnect()  # type: ignore[no-untyped-call]
-        self._free.release()
+        self._free.put(connection if is_clean else None)
         if self._is_closed:
             self.close()
 
     def close(self) -> None:
         """Hang up; what is in use follows as it comes back. Idempotent."""
         self._is_closed = True
-        while (connection := self._pop_idle()) is not None:
-            connection.disconnect()  # type: ignore[no-untyped-call]
+        with suppress(Empty):
+            while True:
+                connection = self._free.get_nowait()
+                if connection is not None:
+                    connection.disconnect()  # type: ignore[no-untyped-call]
+        self._free.put(None)  # for who waits, to learn of it
 
 
-def _events(connection: RedisConnection) -> int:
-    """Return what poll says of a connection now: of a quiet one that is open, nothing."""
+def _has_events(connection: RedisConnection) -> bool:
     poll = select.poll()
-    poll.register(connection.sock, select.POLLIN | select.POLLRDHUP)
-    return next((event for _, event in poll.poll(0)), 0)
+    poll.register(connection.link, select.POLLIN | select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 class Batch:
@@ -167,19 +154,20 @@ class Batch:
 
     def send(self, deadline: float) -> None:
         """Take connections and send all. Large commands are dealt to them one by one."""
+        commands = [command for _, command in self.commands]
+        shares = min(CONNECTIONS_PER_CALL, payload_bytes(commands) // SHARE_BYTES)
         try:
-            shares = min(CONNECTIONS_PER_CALL, payload_bytes(self.commands) // SHARE_BYTES)
             self._connections.append(self.server.acquire(deadline))
-            self._connections += self.server.acquire_free(shares - 1, deadline)
+            with suppress(OSError, errors.RedisError):  # the others as far as they are free
+                for _ in range(shares - 1):
+                    self._connections.append(self.server.acquire(deadline, 0.0))
             self.is_unsent = False
             self._sent_at = self.server.clock()
-            commands = [command for _, command in self.commands]
-            if len(self._connections) == 1:
-                self._connections[0].send(pack(*commands))
-                return
-            for at, command in enumerate(commands):
-                self._connections[at % len(self._connections)].send(pack(command))
-        except (OSError, RedisError) as error:
+            is_one = len(self._connections) == 1
+            groups = [commands] if is_one else [[command] for command in commands]
+            for connection, group in zip(cycle(self._connections), groups, strict=False):
+                connection.send(pack(*group))
+        except (OSError, errors.RedisError) as error:
             self.error = error
 
     def receive(self, reply_bytes: int) -> None:
@@ -192,7 +180,7 @@ class Batch:
                 self.replies += zip(numbers, replies, strict=True)
                 seconds = self.server.clock() - self._sent_at
                 self.server.nearest_s = min(self.server.nearest_s, seconds)
-        except (OSError, RedisError) as error:
+        except (OSError, errors.RedisError) as error:
             self.error = error
 
     def close(self) -> None:
@@ -203,9 +191,9 @@ class Batch:
         self._connections.clear()
 
 
-def payload_bytes(commands: Sequence[tuple[object, Command]]) -> int:
+def payload_bytes(commands: Iterable[Command]) -> int:
     """Return how many bytes of payload are sent with *commands*."""
-    return sum(len(word) for _, command in commands for word in command if type(word) is memoryview)
+    return sum(len(word) for command in commands for word in command if type(word) is memoryview)
 
 
 def converse(server: Server, command: Command, deadline: float) -> Reply:
@@ -238,32 +226,29 @@ class Topology:
         own = replace(options, login=url.sentinel_login, database=0, limit=1)
         is_watched = url.mode == "sentinel"
         self._sentinels = [Server(host, own, clock) for host in url.hosts if is_watched]
-        # Guards the fields below; never held over a question.
+        # Guards the fields below; never held over a request.
         self._lock = threading.Lock()
         self._is_closed = False
         self._nodes: dict[HostPort, Server] = {}
         self._holders: list[Server | None] = [] if self.moves else [self._node(url.hosts[0])]
         self._is_stale = self.moves
-        self._is_renewing = False
         self._renewed_at = -MIN_RENEW_S
         self._reason = "no server has answered yet"
         self._cause: Exception | None = None
 
     def has_others(self) -> bool:
         """Whether a master of a Cluster is not known to be down."""
-        with self._lock:
-            masters = set(self._holders) if self.is_cluster else ()
+        masters = set(self._holders) if self.is_cluster else ()
         return any(server is not None and not server.is_resting for server in masters)
 
     def server_of(self, name: bytes, deadline: float) -> Server:
         """Return the server of the key called *name*."""
-        if self.moves:
-            self._renew_if_stale(deadline)
+        self._renew_if_stale(deadline)
         server = self._holders[key_slot(name) if self.is_cluster else 0]
         if server is None:
             raise SlotLostError("no node holds the slot")
         if self.is_cluster and server.is_resting:
-            raise ConnectionError(f"{server}: failed a moment ago and is left alone")
+            raise errors.ConnectionError(f"{server}: failed a moment ago and is left alone")
         return server
 
     def masters(self, deadline: float) -> list[Server]:
@@ -273,37 +258,37 @@ class Topology:
 
     def note_failure(self, server: Server, error: Exception) -> None:
         """Follow a slot that moved, and ask who holds what before the next use."""
-        moved = _MOVED.fullmatch(str(error)) if isinstance(error, MovedError) else None
-        if self.is_cluster and not isinstance(error, ResponseError):
-            server.rest()
+        if self.is_cluster and not isinstance(error, errors.ResponseError):
+            server.rests_until = self._clock() + REST_S
         with self._lock:
             self._is_stale = self.moves
-            slot, port = (int(moved[1]), int(moved[3])) if moved else (SLOTS, 0)
-            if moved and slot < len(self._holders) and 0 < port < 1 << 16:
-                self._holders[slot] = self._node((moved[2] or server.address[0], port))
+            if isinstance(error, errors.MovedError) and 0 <= error.slot_id < len(self._holders):
+                host = error.host or server.address[0]
+                if self.is_cluster and 0 < error.port < 1 << 16:
+                    self._holders[error.slot_id] = self._node((host, error.port))
 
     def _renew_if_stale(self, deadline: float) -> None:
+        if not self._is_stale:
+            return
         with self._lock:
             is_due = self._is_stale and self._clock() - self._renewed_at >= MIN_RENEW_S
-            if self._is_renewing or not is_due:
-                if self._holders:
-                    return
-                raise ConnectionError(self._reason) from self._cause
-            self._is_renewing = True
-        try:
-            self._renew(deadline)
-        finally:
-            with self._lock:
-                self._is_renewing = False
+            if is_due:
+                self._renewed_at = math.inf  # the others go on with what is known
+        if is_due:
+            try:
+                self._renew(deadline)
+            finally:
                 self._renewed_at = self._clock()
+        if not self._holders:
+            raise errors.ConnectionError(self._reason) from self._cause
 
     def _renew(self, deadline: float) -> None:
         with self._lock:
             known = [self._node(at) for at in (*self._nodes, *self._url.hosts) if self.is_cluster]
-            asked = list(dict.fromkeys(self._sentinels or known))
+        # those that failed are asked last
+        asked = sorted(dict.fromkeys(self._sentinels or known), key=lambda one: one.rests_until)
         reasons = []
         least_s = (deadline - self._clock()) * MIN_ASK_SHARE
-        asked.sort(key=lambda server: server.rests_until)  # those that failed are asked last
         for at, server in enumerate(asked, 1):
             left_s = deadline - self._clock()
             if left_s <= max(0.0, least_s):
@@ -311,17 +296,15 @@ class Topology:
                 break
             try:  # a silent one leaves half of the time to the others
                 ranges = self._ask(server, deadline - (left_s / 2 if at < len(asked) else 0))
-            except (OSError, RedisError) as error:
+            except (OSError, errors.RedisError) as error:
                 reasons.append(f"{server}: {error}")
                 self._cause = error
-                server.rest()
-                continue
-            self._settle(ranges)
-            return
+                server.rests_until = self._clock() + REST_S
+            else:
+                self._settle(ranges)
+                return
         what = "no node of the Cluster answers" if self.is_cluster else "no Sentinel names a master"
         self._reason = f"{what}: {'; '.join(reasons)}"
-        if not self._holders:
-            raise ConnectionError(self._reason) from self._cause
 
     def _ask(self, server: Server, deadline: float) -> list[tuple[int, int, HostPort]]:
         """Return (first slot, slot after the last, master) as *server* knows them."""
@@ -334,7 +317,7 @@ class Topology:
             case [bytes(host), bytes(port)] if port.isdigit() and 0 < int(port) < 1 << 16:
                 return [(0, 1, (host.decode(errors="replace"), int(port)))]
             case _:
-                raise ConnectionError(f"knows no service {service!r}")
+                raise errors.ConnectionError(f"knows no service {service!r}")
 
     def _settle(self, ranges: Sequence[tuple[int, int, HostPort]]) -> None:
         with self._lock:
@@ -355,7 +338,7 @@ class Topology:
 
     def _node(self, address: HostPort) -> Server:
         if self._is_closed:
-            raise ConnectionError("closed")
+            raise errors.ConnectionError("closed")
         if address not in self._nodes:
             self._nodes[address] = Server(address, self._options, self._clock)
         return self._nodes[address]
@@ -380,7 +363,7 @@ def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort
                 name = host.decode(errors="replace") if isinstance(host, bytes) else ""
                 found.append((first, last + 1, (name or asked_host, port)))
             case _:
-                raise ConnectionError("CLUSTER SLOTS was answered with something else")
+                raise errors.ConnectionError("CLUSTER SLOTS was answered with something else")
     if not found:
-        raise ConnectionError("the node belongs to no Cluster, or knows no slots yet")
+        raise errors.ConnectionError("the node belongs to no Cluster, or knows no slots yet")
     return found

@@ -18,8 +18,12 @@ MAX_HOSTS = 64
 DEFAULT_PREFIX = "kvs:1:"
 """What all names begin with, unless the operator says otherwise."""
 
-_MODES: dict[str, Mode] = {"": "single", "sentinel": "sentinel", "cluster": "cluster"}
-_PORTS: dict[Mode, int] = {"single": 6379, "sentinel": 26379, "cluster": 6379}
+_MODES: dict[str, tuple[Mode, int]] = {
+    "": ("single", 6379),
+    "sentinel": ("sentinel", 26379),
+    "cluster": ("cluster", 6379),
+}
+"""By the end of the scheme: what the hosts are, and the port of each that states none."""
 _TLS_OPTIONS = frozenset(
     {
         "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile",
@@ -83,56 +87,41 @@ def parse_redis_url(url: str) -> RedisUrl:
         _refuse()
     if len(options) != len(pairs) or not _OPTIONS.issuperset(options):
         _refuse()
-    mode = _MODES[suffix]
+    mode, port = _MODES[suffix]
     user_info, _, host_list = parts.netloc.rpartition("@")
-    hosts = _hosts(host_list, mode)
+    hosts = tuple(_host(text, port) for text in host_list.split(","))
     username, _, password = user_info.partition(":")
-    service, database = _path(mode, parts.path.removeprefix("/"), options)
+    path = parts.path.removeprefix("/")
+    service = path if mode == "sentinel" else ""
+    database = options.get("db", "") or ("" if service else path)
     tls = {name: value for name, value in options.items() if name in _TLS_OPTIONS}
-    if (tls and protocol == "redis") or (mode == "single" and len(hosts) > 1):
+    if (
+        len(hosts) > (1 if mode == "single" else MAX_HOSTS)
+        or not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}" if mode == "sentinel" else "", service)
+        or not re.fullmatch(r"0*" if mode == "cluster" else r"[0-9]{0,9}", database)
+        or (tls and protocol == "redis")
+    ):
         _refuse()
-    place = f"/{service}?db={database}" if mode == "sentinel" else parts.path
+    shown = ",".join(f"[{host}]:{at}" if ":" in host else f"{host}:{at}" for host, at in hosts)
+    place = f"/{service}?db={int(database or 0)}" if service else parts.path
     return RedisUrl(
         mode,
         hosts,
-        database,
+        int(database or 0),
         service,
         Login(unquote(username), unquote(password)),
         Login(options.get("sentinel_username", ""), options.get("sentinel_password", "")),
         tuple(tls.items()) if protocol == "rediss" else None,
-        f"{parts.scheme}://{','.join(map(_show_host, hosts))}{place}",
+        f"{parts.scheme}://{shown}{place}",
     )
 
 
-def _hosts(text: str, mode: Mode) -> tuple[HostPort, ...]:
-    found = []
-    for item in text.split(","):
-        match = _HOST.fullmatch(item)
-        port = int(match[3] or _PORTS[mode]) if match else 0
-        if match is None or not 0 < port < 1 << 16:
-            _refuse()
-        found.append((match[1] or match[2], port))
-    if len(found) > MAX_HOSTS:
+def _host(text: str, default_port: int) -> HostPort:
+    match = _HOST.fullmatch(text)
+    port = int(match[3] or default_port) if match else 0
+    if match is None or not 0 < port < 1 << 16:
         _refuse()
-    return tuple(found)
-
-
-def _path(mode: Mode, path: str, options: dict[str, str]) -> tuple[str, int]:
-    """Return the Sentinels' service and the number of the database."""
-    number = options.get("db", "")
-    if mode == "sentinel":
-        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", path):
-            _refuse()
-    else:
-        number = number or path
-    if not re.fullmatch(r"[0-9]{0,9}", number) or (mode == "cluster" and int(number or 0)):
-        _refuse()
-    return (path if mode == "sentinel" else ""), int(number or 0)
-
-
-def _show_host(address: HostPort) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return match[1] or match[2], port
 
 
 def _refuse() -> NoReturn:
@@ -148,10 +137,8 @@ def tls_context(options: tuple[tuple[str, str], ...]) -> ssl.SSLContext:
     requirement = given.get("ssl_cert_reqs", "required")
     check = given.get("ssl_check_hostname", "true").lower()
     if requirement not in ("required", "none") or check not in ("true", "false"):
-        raise InvalidRequestError(
-            "redis url", f"{requirement}, {check}", "ssl_cert_reqs is required or none,"
-            " ssl_check_hostname is true or false",
-        )  # fmt: skip
+        fix = "ssl_cert_reqs is required or none, ssl_check_hostname is true or false"
+        raise InvalidRequestError("redis url", f"{requirement}, {check}", fix)
     try:
         context = ssl.create_default_context(
             cafile=given.get("ssl_ca_certs"), capath=given.get("ssl_ca_path")
@@ -159,9 +146,8 @@ def tls_context(options: tuple[tuple[str, str], ...]) -> ssl.SSLContext:
         if "ssl_certfile" in given:
             context.load_cert_chain(given["ssl_certfile"], given.get("ssl_keyfile"))
     except (OSError, ValueError) as error:
-        raise InvalidRequestError(
-            "redis url", str(error), "name files of certificates in PEM that this user can read"
-        ) from None
+        fix = "name files of certificates in PEM that this user can read"
+        raise InvalidRequestError("redis url", str(error), fix) from None
     context.check_hostname = check == "true" and requirement == "required"
     if requirement == "none":
         context.verify_mode = ssl.CERT_NONE

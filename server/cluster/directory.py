@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import structlog
 from redis.exceptions import OutOfMemoryError
@@ -34,18 +35,20 @@ from kvstore.server.cluster.membership import (
     NodeAddress,
     is_full,
 )
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 
-MAX_ASKED_KEYS = 512
+MAX_READ_KEYS = 512
 """Keys of one round trip."""
 MAX_HOLDERS = 8
 """Holders of one chunk that are read, by chance when there are more."""
 BUCKETS = 16
 """Entries are spread over so many hash slots, of each of which one script reads."""
 MAX_ANSWER_BYTES = 1 << 17
-"""Of one bucket: MAX_HOLDERS members of 20 characters for each of MAX_ASKED_KEYS."""
+"""Of one bucket: MAX_HOLDERS members of 20 characters for each of MAX_READ_KEYS."""
 BATCH_UPDATES = 1024
 """Entries written in one round trip."""
 BEATS_PER_TTL = 4
@@ -69,21 +72,11 @@ Holders = dict[ChunkKey, tuple[NodeAddress, ...]]
 logger = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryTerms:
-    """``prefix`` is what all names begin with, ``ttl_ms`` after which silence a node is gone."""
-
-    prefix: str = "kvs:1:"
-    ttl_ms: int = 10_000
-    limit: int = 1 << 18
-    """Chunks that this node announces at most."""
-
-
 class Directory:
     """Who holds which chunks in memory: announces this node's, finds others'.
 
-    ``start`` begins to beat and to write in a thread of its own; without it nothing is written.
-    Redis may be down at any time: then nobody is found, and updates wait, bounded.
+    All names in Redis begin with *prefix*. ``start`` begins to beat and to write in a thread
+    of its own. Redis may be down at any time: then nobody is found, and updates wait, bounded.
     Closes *link* as it is closed. *clock* returns monotonic seconds. Thread-safe.
     """
 
@@ -91,23 +84,24 @@ class Directory:
         self,
         link: RedisClient,
         me: NodeAddress,
-        terms: DirectoryTerms,
+        prefix: str,
+        limits: Limits,
         counters: Counters,
-        breaker: Breaker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.me = me
         self._link = link
-        self._terms = terms
+        self._ttl_s = limits.directory_ttl_ms / 1000
         self._counters = counters
-        self._breaker = breaker
+        failures, retry_ms = limits.breaker_failures, limits.breaker_retry_ms
+        self._breaker = Breaker("node directory", failures, retry_ms, clock)
         self._clock = clock
-        self._stems = [b"%b{%d}:at:" % (terms.prefix.encode(), at) for at in range(BUCKETS)]
+        self._stems = [b"%b{%d}:at:" % (prefix.encode(), at) for at in range(BUCKETS)]
         self._scripts = BUCKETS if link.is_cluster else 1
         self._member = _member(me.incarnation)
-        self._membership = Membership(link, terms.prefix, me, terms.ttl_ms)
-        self._announcements = Announcements(terms.limit, clock)
-        self._unknown = UnknownMembers(terms.ttl_ms / 1000, clock)
+        self._membership = Membership(link, prefix, me, limits.directory_ttl_ms)
+        self._announcements = Announcements(limits.directory_chunks, clock)
+        self._unknown = UnknownMembers(self._ttl_s, clock)
         self._nodes: Mapping[bytes, NodeAddress] = {}
         self._undelivered: list[ChunkKey] = []
         self._beat_at = -math.inf
@@ -121,7 +115,7 @@ class Directory:
     def holders(self, keys: Sequence[ChunkKey], deadline_s: float) -> Holders:
         """Return which other living nodes hold each of *keys*, in any order.
 
-        Takes *deadline_s* seconds at most, and one round trip for MAX_ASKED_KEYS. Keys that
+        Takes *deadline_s* seconds at most, and one round trip for MAX_READ_KEYS. Keys that
         nobody holds are left out, and so are all once Redis does not answer: never raises.
         """
         nodes = self._living()
@@ -130,11 +124,11 @@ class Directory:
             return found
         until = self._clock() + deadline_s
         try:
-            for start in range(0, len(keys), MAX_ASKED_KEYS):
+            for start in range(0, len(keys), MAX_READ_KEYS):
                 left_s = until - self._clock()
                 if left_s <= 0:
                     break
-                rows = self._read(keys[start : start + MAX_ASKED_KEYS], left_s)
+                rows = self._read(keys[start : start + MAX_READ_KEYS], left_s)
                 self._add(rows, nodes, found)
         except KVStoreError as error:
             self._counters.add("directory_unanswered")
@@ -144,11 +138,9 @@ class Directory:
         return found
 
     def _living(self) -> Mapping[bytes, NodeAddress]:
-        """Return the other nodes by their names in entries; none when Redis has been silent for
-        so long that all of them may be gone.
-        """
-        is_fresh = self._clock() - self._beat_at < self._terms.ttl_ms / 1000
-        return self._nodes if is_fresh else {}
+        """Return the other nodes by their names in entries; none when Redis was silent for long."""
+        is_fresh = self._clock() - self._beat_at < self._ttl_s
+        return self._nodes if is_fresh else {}  # else all of them may be gone
 
     def _read(self, keys: Sequence[ChunkKey], within_s: float) -> dict[ChunkKey, bytes]:
         """Return the entries of *keys*, the members of each separated by blanks."""
@@ -228,7 +220,7 @@ class Directory:
         self._link.close()
 
     def _run(self) -> None:
-        beat_s = self._terms.ttl_ms / 1000 / BEATS_PER_TTL
+        beat_s = self._ttl_s / BEATS_PER_TTL
         next_beat = self._clock()
         while not self._stopping.is_set():
             if self._clock() >= next_beat:
@@ -362,3 +354,22 @@ class DirectoryReport:
 def _member(incarnation: int) -> bytes:
     """Return the name of *incarnation* in sets: a signed number, which Redis keeps packed."""
     return b"%d" % (incarnation - (incarnation >> 63 << 64))
+
+
+def open_directory(
+    config: Settings,
+    incarnation: int,
+    grpc_port: int,
+    bulk_address: str,
+    counters: Counters,
+    clock: Callable[[], float],
+) -> Directory:
+    """Return the directory, not yet started. *bulk_address* is empty without a bulk channel."""
+    assert config.redis_url is not None
+    host = config.advertise or config.listen_address[0]
+    host = f"[{host}]" if ":" in host else host
+    bulk = f"tcp://{host}:{urlsplit(bulk_address).port}" if bulk_address.startswith("tcp:") else ""
+    me = NodeAddress(config.node_id_for(grpc_port), incarnation, bulk, f"{host}:{grpc_port}")
+    url, limits = config.redis_access(config.redis_url), config.limits
+    link = RedisClient("redis", url, config.redis_timeout_ms, limits.redis_connections)
+    return Directory(link, me, config.redis_prefix, limits, counters, clock)

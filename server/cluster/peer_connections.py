@@ -21,7 +21,9 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.framing import FramedSocket, connect_wire
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.keys import join_digests
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
+from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
 
 STEP_BYTES = 1 << 19
@@ -32,7 +34,6 @@ MAX_GET_MS = 600_000
 """What servers take for a deadline."""
 _LATE_S = 0.02
 """For an answer that has come when its time is up: others may have been waited for before."""
-_OPTIONS = [("grpc.enable_http_proxy", 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,76 +58,63 @@ Dial = Callable[[str, str, float], PeerSession]
 """A peer's address, this node's id and the seconds that it may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAccess:
-    """``token_file`` has an API key of role peer. With ``ca`` only peers that it signed are
-    trusted, under ``name`` whatever their address where there is one; ``cert`` and ``key`` are our
-    own, for peers that require one. ``insecure`` lets the key travel to other hosts in plain text.
+def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> PeerSession:
+    """Open a session at the peer at *address*, host:port.
+
+    Raises TierUnavailableError when it does not, InvalidRequestError for credentials that cannot
+    be used.
     """
-
-    token_file: Path | None = None
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-    insecure: bool = False
-    name: str = ""
-
-    def dial(self, address: str, node_id: str, within_s: float) -> PeerSession:
-        """Open a session at the peer at *address*, host:port.
-
-        Raises TierUnavailableError when it does not, InvalidRequestError for credentials that
-        cannot be used.
-        """
-        metadata = self._metadata(address)
-        channel = self._channel(address)
+    metadata = key_metadata(config, address)
+    with _channel(config, address) as channel:
         try:
             reply: pb.OpenPeerResponse = kvstore_pb2_grpc.KVStoreStub(channel).OpenPeer(
                 pb.OpenPeerRequest(node_id=node_id), timeout=within_s, metadata=metadata
             )
         except grpc.RpcError as error:
-            raise TierUnavailableError(
-                "peer", f"{address}: {error.code().name}: {(error.details() or '')[:200]}"
-            ) from None
-        finally:
-            channel.close()
-        bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
-        if not bulk_address.startswith("tcp://"):
-            raise TierUnavailableError("peer", f"{address}: has no bulk channel")
-        return PeerSession(
-            bulk_address,
-            reply.bulk_certificate,
-            reply.session_id,
-            reply.attach_token,
-            max(1, reply.heartbeat_ms),
-            min(reply.max_frame_bytes, MAX_FRAME_BYTES),
-            max(1, reply.max_batch_chunks),
-            reply.server.boot_id,
-        )
+            why = f"{address}: {error.code().name}: {(error.details() or '')[:200]}"
+            raise TierUnavailableError("peer", why) from None
+    bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
+    if not bulk_address.startswith("tcp://"):
+        raise TierUnavailableError("peer", f"{address}: has no bulk channel")
+    return PeerSession(
+        bulk_address,
+        reply.bulk_certificate,
+        reply.session_id,
+        reply.attach_token,
+        max(1, reply.heartbeat_ms),
+        min(reply.max_frame_bytes, MAX_FRAME_BYTES),
+        max(1, reply.max_batch_chunks),
+        reply.server.boot_id,
+    )
 
-    def check(self, address: str) -> None:
-        """Raise InvalidRequestError when the key may not be shown at *address*."""
-        self._metadata(address)
 
-    def _metadata(self, address: str) -> tuple[tuple[str, str], ...] | None:
-        if self.token_file is None:
-            return None
-        if self.ca is None and not self.insecure and not is_loopback(parse_endpoint(address)[0]):
-            fix = "the key would travel in plain text: give --peer-ca, or --insecure"
-            raise InvalidRequestError("peer_key", address, fix)
-        token = _read("peer_key", self.token_file).strip().decode("ascii", "replace")
-        if not token.isascii() or not token.isprintable():
-            raise InvalidRequestError("peer_key", str(self.token_file), "holds no API key")
-        return (("authorization", f"Bearer {token}"),)
+def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] | None:
+    """Return what shows the key to the peer at *address*; None without one.
 
-    def _channel(self, address: str) -> grpc.Channel:
-        if self.ca is None:
-            return grpc.insecure_channel(address, options=_OPTIONS)
-        parts = (("peer_ca", self.ca), ("tls_key", self.key), ("tls_cert", self.cert))
-        credentials = grpc.ssl_channel_credentials(
-            *(None if path is None else _read(name, path) for name, path in parts)
-        )
-        named = [("grpc.ssl_target_name_override", self.name)] if self.name else []
-        return grpc.secure_channel(address, credentials, options=[*_OPTIONS, *named])
+    Raises InvalidRequestError when it may not be shown there.
+    """
+    path = config.peer_key
+    if path is None:
+        return None
+    if not (config.peer_ca or config.insecure or is_loopback(parse_endpoint(address)[0])):
+        fix = "the key would travel in plain text: give --peer-ca, or --insecure"
+        raise InvalidRequestError("peer_key", address, fix)
+    token = _read("peer_key", path).strip().decode("ascii", "replace")
+    if not token.isascii() or not token.isprintable():
+        raise InvalidRequestError("peer_key", str(path), "holds no API key")
+    return (("authorization", f"Bearer {token}"),)
+
+
+def _channel(config: Settings, address: str) -> grpc.Channel:
+    """Return one to *address*, encrypted where it is known who signs peers' certificates."""
+    options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
+    if config.peer_ca is None:
+        return grpc.insecure_channel(address, options)
+    if config.peer_name:
+        options.append(("grpc.ssl_target_name_override", config.peer_name))
+    names = ("peer_ca", "tls_key", "tls_cert")
+    files = [_read(name, path) if (path := getattr(config, name)) else None for name in names]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*files), options)
 
 
 def _read(field: str, path: Path) -> bytes:
@@ -168,12 +156,14 @@ class StreamLink:
         self._wire, self._is_pending = wire, True
         try:
             wire.set_timeout(max(0.001, deadline - self._clock()), deadline)
-            wire.send(bulk.Attach(0, session.session_id, session.token))
-            word, size_bytes = wire.receive()
-            if isinstance(word, bulk.Failed):
-                raise bulk.unpack_failure(wire.take(size_bytes))
-            if not isinstance(word, bulk.Attached):
-                raise InvalidRequestError("kind", type(word).__name__, "no answer to attach")
+            attach = pb.StreamAttach(session_id=session.session_id, token=session.token)
+            wire.send(pb.StreamMessage(attach=attach))
+            answer, _ = wire.receive()
+            if answer.HasField("failed"):
+                raise bulk.error_of(answer.failed)
+            if not answer.ready:
+                kind = answer.WhichOneof("body")
+                raise InvalidRequestError("kind", kind, "no answer to attach")
             self._is_pending = False
         finally:
             self._close_if_pending()
@@ -187,9 +177,14 @@ class StreamLink:
         left_s = max(_LATE_S, deadline - self._clock())
         wire = self._begin(left_s)
         self._wanted = []
-        word = bulk.Find(self._requests, self.session.session_id, max(1, int(1000 * left_s)))
+        find = pb.FindRequest(
+            session_id=self.session.session_id,
+            key_namespace=keys[0][:DIGEST_BYTES],
+            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
+            deadline_ms=max(1, int(1000 * left_s)),
+        )
         try:
-            self._send(wire, word, bulk.pack_wanted(keys))
+            self._send(wire, pb.StreamMessage(request=self._requests, find=find))
         except KVStoreError:
             self.close()
             raise
@@ -204,10 +199,12 @@ class StreamLink:
         assert wire is not None
         wire.set_timeout(max(_LATE_S, deadline - now), max(deadline, now) + _LATE_S)
         try:
-            part, _, found = self._receive(wire, 0)
-            if part is not None:
-                raise InvalidFrameError("kind", type(part).__name__, "not an answer to a find")
-            return bulk.unpack_found(keys, found)
+            answer, _ = self._receive(wire, 0)
+            if not answer.HasField("found"):
+                kind = answer.WhichOneof("body")
+                raise InvalidFrameError("kind", kind, "not an answer to a find")
+            self._is_pending = False
+            return bulk.found_infos(keys, answer.found)
         finally:
             self._close_if_pending()
 
@@ -240,13 +237,14 @@ class StreamLink:
         is_whole = False
         try:
             if not self._at:
-                self._request(wire, bulk.Range(0, offset, offset + len(out)), silence_s)
+                self._request(wire, offset, offset + len(out), silence_s)
             is_last = self._at == len(self._wanted) - 1
             while self._is_pending and (is_last or arrived < len(out)):
-                part, size_bytes, _ = self._receive(wire, arrived)
-                if part is None:
+                answer, size_bytes = self._receive(wire, arrived)
+                if answer.HasField("done"):
+                    self._is_pending = False
                     continue
-                self._check(part, size_bytes, offset + arrived, offset + len(out))
+                self._check(answer, size_bytes, offset + arrived, offset + len(out))
                 for start in range(0, size_bytes, STEP_BYTES):
                     stop = min(start + STEP_BYTES, size_bytes)
                     wire.fill(out[arrived + start : arrived + stop])
@@ -273,49 +271,52 @@ class StreamLink:
         self._wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
         return self._wire
 
-    def _request(self, wire: FramedSocket, first: bulk.Range, silence_s: float) -> None:
+    def _request(self, wire: FramedSocket, start: int, stop: int, silence_s: float) -> None:
         most_s = len(self._wanted) * MOST_SILENCES * silence_s
-        deadline_ms = min(max(1, int(1000 * most_s)), MAX_GET_MS)
-        rest = [bulk.Range(at, 0, one.size_bytes) for at, one in enumerate(self._wanted)][1:]
-        flags = bulk.PEER | bulk.RANGES
-        word = bulk.Get(self._requests, self.session.session_id, 0, deadline_ms, flags)
-        keys = bulk.pack_wanted([one.key for one in self._wanted])
-        self._send(wire, word, bulk.pack_ranges(keys, [first, *rest]))
+        ranges = [(at, 0, one.size_bytes) for at, one in enumerate(self._wanted)]
+        ranges[0] = (0, start, stop)
+        keys = [one.key for one in self._wanted]
+        get = pb.GetRequest(
+            session_id=self.session.session_id,
+            key_namespace=keys[0][:DIGEST_BYTES],
+            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
+            deadline_ms=min(max(1, int(1000 * most_s)), MAX_GET_MS),
+            ranges=[pb.FrameRange(index=at, start=first, stop=last) for at, first, last in ranges],
+        )
+        self._send(wire, pb.StreamMessage(request=self._requests, get=get))
 
-    def _send(self, wire: FramedSocket, word: bulk.Word, payload: bytes) -> None:
+    def _send(self, wire: FramedSocket, message: pb.StreamMessage) -> None:
         try:
-            wire.send(word, payload)
+            wire.send(message)
         except TierUnavailableError as error:
             raise LeaseExpiredError(str(error)) from None
 
-    def _receive(self, wire: FramedSocket, arrived: int) -> tuple[bulk.Part | None, int, bytes]:
-        """Return the next part and its size; None for the end, and the payload of that."""
+    def _receive(self, wire: FramedSocket, arrived: int) -> tuple[pb.StreamMessage, int]:
+        """Return the next message of the answer, and how many bytes of a frame are behind it."""
         try:
-            word, size_bytes = wire.receive()
+            message, size_bytes = wire.receive()
         except TierUnavailableError as error:
             if arrived:
                 raise
             raise LeaseExpiredError(str(error)) from None
-        if word.request != self._requests:
-            raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
-        if isinstance(word, bulk.Part):
-            return word, size_bytes, b""
-        payload = wire.take(size_bytes)
-        if not isinstance(word, bulk.Failed | bulk.Done):
-            raise InvalidFrameError("kind", type(word).__name__, "not an answer to what was asked")
-        self._is_pending = False
-        if isinstance(word, bulk.Failed):
-            raise bulk.unpack_failure(payload)
-        return None, 0, payload
+        if message.request != self._requests:
+            raise InvalidFrameError("request", message.request, f"{self._requests} was asked")
+        if message.HasField("failed"):
+            self._is_pending = False
+            raise bulk.error_of(message.failed)
+        return message, size_bytes
 
-    def _check(self, part: bulk.Part, size_bytes: int, at: int, end: int) -> None:
-        """Raise InvalidFrameError unless *part* is what follows of the frame at byte *at*."""
-        wanted = self._wanted[self._at].size_bytes
+    def _check(self, answer: pb.StreamMessage, size_bytes: int, at: int, end: int) -> None:
+        """Raise InvalidFrameError unless *answer* is what follows of the frame at byte *at*."""
+        if not answer.HasField("part"):
+            kind = answer.WhichOneof("body")
+            raise InvalidFrameError("kind", kind, "not an answer to what was asked")
+        part, wanted = answer.part, self._wanted[self._at].size_bytes
         if part.frame_bytes != wanted:
             raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{wanted}")
-        is_next = (part.chunk, part.offset) == (self._at, at)
+        is_next = (part.index, part.offset) == (self._at, at)
         if not is_next or not size_bytes or at + size_bytes > end:
-            raise InvalidFrameError("offset", (part.chunk, part.offset), f"{at} was to follow")
+            raise InvalidFrameError("offset", (part.index, part.offset), f"{at} was to follow")
 
     def _close_if_pending(self) -> None:
         if self._is_pending:

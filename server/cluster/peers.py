@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer import PeerNode
 from kvstore.server.cluster.peer_connections import Dial, StreamLink
-from kvstore.server.settings.values import MAX_ASKED_PEERS
+from kvstore.server.settings.values import MAX_QUERIED_PEERS, Limits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 
@@ -73,7 +72,7 @@ class PipelinedReads(threading.local):
         return self._keys[1:] if self._keys[:1] == (key,) else ()
 
     def sender(self, key: ChunkKey) -> PeerNode | None:
-        """Return who is sending *key* to the thread next; else nobody is sending to it."""
+        """Return which peer sends *key* to the thread next; hang up on one that sends another."""
         if self._run is not None and self._run.link.coming == key:
             return self._run.peer
         self._end()
@@ -104,16 +103,6 @@ Holders = Callable[[Sequence[ChunkKey], float], Mapping[ChunkKey, tuple[NodeAddr
 """From keys, and seconds that it may take, to who holds each; ``Directory.holders``."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeersTerms:
-    """``addresses`` are always queried; ``timeout_ms`` is the longest wait for one answer."""
-
-    addresses: tuple[str, ...] = ()
-    timeout_ms: int = 200
-    failures: int = 3
-    retry_ms: int = 1000
-
-
 class PeerChunk(NamedTuple):
     """A chunk in the memory of ``peers``."""
 
@@ -124,26 +113,32 @@ class PeerChunk(NamedTuple):
 class Peers:
     """Knows live peers, chooses, queries and fetches. Thread-safe.
 
-    *dial* opens a session at a peer. *clock* returns monotonic seconds. ``start`` begins the
-    upkeep; ``step`` is one turn of it, for tests.
+    Those at *addresses* are always queried. *dial* opens a session at a peer. *clock* returns
+    monotonic seconds. ``start`` begins the upkeep; ``step`` is one turn of it.
     """
 
     def __init__(
-        self, terms: PeersTerms, dial: Dial, counters: Counters, clock: Callable[[], float]
+        self,
+        addresses: Sequence[str],
+        limits: Limits,
+        dial: Dial,
+        counters: Counters,
+        clock: Callable[[], float],
     ) -> None:
         self.holders: Holders | None = None
         """What the node directory knows; None: it is not used."""
         self.after_step: Callable[[], object] = bool
         """Called at the end of each turn of the upkeep, in its thread."""
         self.pipeline = PipelinedReads()
-        self._terms = terms
+        self._limits = limits
+        self._timeout_s = limits.peer_timeout_ms / 1000
         self._dial = dial
         self._counters = counters
         self._clock = clock
         self._node_id = ""
         self._boot_id = 0
         self._numbers = count(1)
-        self._static = [self._new(address) for address in terms.addresses[:MAX_ASKED_PEERS]]
+        self._static = [self._new(address) for address in addresses[:MAX_QUERIED_PEERS]]
         self._listed: OrderedDict[str, PeerNode] = OrderedDict()
         # Guards the table of nodes that the directory named.
         self._lock = threading.Lock()
@@ -151,8 +146,8 @@ class Peers:
         self._thread: threading.Thread | None = None
 
     def _new(self, address: str) -> PeerNode:
-        terms = self._terms
-        breaker = Breaker(f"peer {address}", terms.failures, terms.retry_ms, self._clock)
+        failures, retry_ms = self._limits.breaker_failures, self._limits.breaker_retry_ms
+        breaker = Breaker(f"peer {address}", failures, retry_ms, self._clock)
         return PeerNode(address, breaker, self._clock, next(self._numbers))
 
     def start(self, node_id: str, boot_id: int) -> None:
@@ -233,23 +228,21 @@ class Peers:
         return found
 
     def _choose(self, keys: Sequence[ChunkKey], until: float) -> dict[PeerNode, list[ChunkKey]]:
-        """Return whom to query for what: the fixed list for all, others for what they hold by the
-        directory.
-        """
+        """Return the keys by peer: all for the fixed list, for others what the directory names."""
         wanted = {peer: list(keys) for peer in self._static if peer.is_up and not peer.is_self}
         if self.holders is None:
             return wanted
-        within_s = min(self._terms.timeout_ms / 1000, until - self._clock())
-        of_nodes: dict[int, list[ChunkKey] | None] = {}
+        within_s = min(self._timeout_s, until - self._clock())
+        of_nodes: dict[int, list[ChunkKey]] = {}
         for key, nodes in self.holders(keys, within_s).items():
             for node in nodes:
                 if node.incarnation not in of_nodes:
                     peer = self._peer_of(node)
-                    has_room = peer in wanted or len(wanted) < MAX_ASKED_PEERS
+                    has_room = peer in wanted or len(wanted) < MAX_QUERIED_PEERS
                     is_used = peer.is_up and has_room
-                    of_nodes[node.incarnation] = wanted.setdefault(peer, []) if is_used else None
+                    of_nodes[node.incarnation] = wanted.setdefault(peer, []) if is_used else []
                 of_node = of_nodes[node.incarnation]
-                if of_node is not None and (not of_node or of_node[-1] != key):
+                if of_node[-1:] != [key]:
                     of_node.append(key)
         return wanted
 
@@ -282,13 +275,12 @@ class Peers:
         time is left when its turn comes is left out, which counts nothing against it.
         """
         started = self._clock()
-        timeout_s = self._terms.timeout_ms / 1000
-        deadline = min(started + timeout_s, until)
+        deadline = min(started + self._timeout_s, until)
         found: dict[PeerNode, list[ChunkInfo]] = {}
 
         def failed(peer: PeerNode, error: KVStoreError, left_s: float) -> None:
             """*left_s* seconds were left when its turn came."""
-            if not isinstance(error, DeadlineError) or left_s >= _PATIENT * timeout_s:
+            if not isinstance(error, DeadlineError) or left_s >= _PATIENT * self._timeout_s:
                 self._counters.add(peer.note_failure(error))
 
         with ExitStack() as stack:
@@ -320,13 +312,12 @@ class Peers:
     def read(
         self, chunk: PeerChunk, out: Bytes, offset: int, following: Sequence[PeerChunk] = ()
     ) -> Generator[tuple[PeerNode, int], None, None]:
-        """Fill *out* with a frame from byte *offset*; yield who sends it and how much has come.
+        """Fill *out* with a frame from byte *offset*; yield the sender and how much has come.
 
-        The fastest of the chunk's peers that is up and has it sends it. Nothing is yielded when
-        none does. Raises TierUnavailableError when one fails half way. Nothing is verified. What
-        this thread reads next is *following*: the sender is sent one request for all that it has.
+        The fastest of the chunk's peers that is up and has it sends it; without one nothing is
+        yielded. Raises TierUnavailableError when one fails half way. Nothing is verified. The
+        thread reads *following* next: the same request is for those that the sender has.
         """
-        timeout_s = self._terms.timeout_ms / 1000
         sender = self.pipeline.sender(chunk.info.key)
         for peer in sorted(
             (peer for peer in chunk.peers if peer.is_up),
@@ -337,8 +328,8 @@ class Peers:
             started = first = self._clock()
             try:
                 with (
-                    self.pipeline.link(peer, timeout_s) as link,
-                    closing(link.read(chunk.info, out, offset, timeout_s, more)) as steps,
+                    self.pipeline.link(peer, self._timeout_s) as link,
+                    closing(link.read(chunk.info, out, offset, self._timeout_s, more)) as steps,
                 ):
                     for arrived in steps:
                         first = self._clock() if first == started else first

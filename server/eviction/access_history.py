@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -85,10 +84,7 @@ class ChunkClasses:
         return (_TURN_OF[turns] * _LENGTHS + lengths) * _FREQUENCIES
 
     def of(
-        self,
-        own: NDArray[np.uint8],
-        hits: NDArray[np.uint8],
-        context: NDArray[np.intp] | int,
+        self, own: NDArray[np.uint8], hits: NDArray[np.uint8], context: NDArray[np.intp] | int
     ) -> NDArray[np.uint16]:
         """Return the classes of chunks."""
         codes = _CODE_OF_OWN[own]
@@ -191,21 +187,17 @@ LEAST_REFRESH_REQUESTS = 10
 """Requests between two refreshes, at least: more than a refresh has steps."""
 
 _FIRST_REQUESTS = 2_000
-_FEW = 24
-"""Rows from which on numpy is faster than Python."""
-
 _MOST = 255
 _MOST_CHUNKS = 65_535
 
 
-@dataclass(frozen=True, slots=True)
-class InsertInfo:
-    """What is known of a chunk when it is stored.
+class InsertInfo(NamedTuple):
+    """What is known of a chunk when it is stored; hints were checked before.
 
     ``tokens_full`` is False for an end of a prompt that fills no chunk; ``flops`` are what its
     prefill costs, 0 for unknown; ``group`` any number for a tenant or category, 0 for none;
     ``reuse`` 0 for nothing, 1 for "discard", 2 for "keep"; ``prompt_chunks`` how long the prompt
-    is, 0 for unknown. Raises InvalidRequestError.
+    is, 0 for unknown.
     """
 
     tokens_full: bool = True
@@ -213,14 +205,6 @@ class InsertInfo:
     group: int = 0
     reuse: int = 0
     prompt_chunks: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reuse < HINTS:
-            raise InvalidRequestError("reuse", self.reuse, "0 unknown, 1 discard, 2 keep")
-        if not 0.0 <= self.flops < float("inf"):
-            raise InvalidRequestError("flops", self.flops, "a number of operations, or 0")
-        if self.prompt_chunks < 0:
-            raise InvalidRequestError("prompt_chunks", self.prompt_chunks, "a count, or 0")
 
 
 NO_INFO = InsertInfo()
@@ -315,9 +299,6 @@ class AccessHistory:
         last = rows.item(-1)
         is_next = 1 < len(rows) >= self.chunks[last] - 1
         turn = min(self.turns[last] + 1, _MOST) if is_next else 0
-        if len(rows) < _FEW:
-            self._ask_few(rows.tolist(), turn, chunks, time_s)
-            return
         seen = self._seen
         since_s = seen.last_s[rows]
         self.table.asked(seen.classes[rows], since_s, time_s)
@@ -331,32 +312,6 @@ class AccessHistory:
         context = self.kinds.context(turn, chunks)
         classes = seen.classes[rows] = self.kinds.of(seen.own[rows], hits, context)
         self.table.wait(classes, time_s)
-
-    def _ask_few(self, names: list[int], turn: int, chunks: int, time_s: float) -> None:
-        """Do as ``_ask`` does, row by row."""
-        last_s, classes = self.last_s, self.classes
-        hits, owns, turns, lengths = self.hits, self.own, self.turns, self.chunks
-        since_s = [last_s[row] for row in names]
-        left = [classes[row] for row in names]
-        kinds = self.kinds
-        context = kinds.context(turn, chunks)
-        kind, last_own, last_count = 0, -1, 0
-        waiting = []
-        for row in names:
-            count = hits[row]
-            if count < _MOST:
-                hits[row] = count = count + 1
-            own = owns[row]
-            if own != last_own or count != last_count:
-                kind, last_own, last_count = kinds.of_one(own, count, context), own, count
-            waiting.append(kind)
-            classes[row], last_s[row] = kind, time_s
-            turns[row], lengths[row] = turn, chunks
-        self.table.asked(left, since_s, time_s)
-        if self.on_refresh:
-            self._asked_rows.extend(names)
-            self._asked_ages_s.extend([time_s - one_s for one_s in since_s])
-        self.table.wait(waiting, time_s)
 
     def seen_chain(self, rows: Rows, parent: int, facts: InsertInfo, now_s: float) -> None:
         """Chunks are stored of which each continues the one before, the first *parent*.
@@ -404,9 +359,7 @@ class AccessHistory:
         self.table.wait(seen.classes[rows], time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
-        """Chunks have another hint from now on. Raises InvalidRequestError."""
-        if not 0 <= reuse < HINTS:
-            raise InvalidRequestError("reuse", reuse, "0 unknown, 1 discard, 2 keep")
+        """Chunks have another hint from now on."""
         rows, seen, kinds = self._known(rows), self._seen, self.kinds
         rows = rows[seen.own[rows] // 2 % HINTS != reuse]
         if not len(rows):

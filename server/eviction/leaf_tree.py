@@ -19,10 +19,7 @@ FEW = 24
 
 
 def closes_circle(row: int, parent: int, parents: array[int], children: array[int]) -> bool:
-    """Whether *row* is among the ancestors of *parent*, as a client with wrong parents can make it.
-
-    A circle has no leaf and would never be evicted.
-    """
+    """Whether *row* is an ancestor of *parent*, by a client's fault: it would never go."""
     if parent != row and not children[row]:
         return False  # nothing continues it, so nothing leads back to it
     above = parent
@@ -65,15 +62,13 @@ class LeafCursor:
 
 
 class LeafFirstEviction(EvictionPolicy):
-    """What all policies share that evict leaves first; what follows the tree is done here.
+    """The tree that all policies share which evict leaves first. Nine bytes a row.
 
     A chunk is of no use without those before it, so only leaves (chunks none of whose
     continuations are on the tier) are candidates, as in SGLang's RadixAttention (Zheng et al.,
-    arXiv 2312.07104, section 3.1), over chunks instead of tokens.
-
-    A subclass keeps the leaves in an order of its own. Every event calls its hooks, each once:
-    ``_came``, then ``_add_leaf`` if nothing continues the chunk; ``_use``; ``_drop_leaf`` if it
-    is a leaf, then ``_gone``. ``_name`` is what most need for ``victims``. Nine bytes a row.
+    arXiv 2312.07104, section 3.1), over chunks instead of tokens. A subclass keeps the leaves in
+    an order of its own. Every event calls its hooks, each once: ``_came``, then ``_add_leaf`` if
+    nothing continues the chunk; ``_use``; ``_drop_leaf`` if it is a leaf, then ``_gone``.
     """
 
     def __init__(self) -> None:
@@ -98,13 +93,8 @@ class LeafFirstEviction(EvictionPolicy):
         """Make what is kept beside the columns *count* rows longer."""
 
     @abstractmethod
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        """A chunk came that was not here. Its parent is in ``_parents`` already."""
-
-    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        """Chunks came of which each continues the one before: ``_came`` for each, in order."""
-        for row in rows.tolist():
-            self._came(row, size_bytes, now_s)
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        """Chunks came of which each continues the one before; their ``_parents`` are set."""
 
     @abstractmethod
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
@@ -143,7 +133,7 @@ class LeafFirstEviction(EvictionPolicy):
         self._count += 1
         self._here[row] = 1
         self._parents[row] = parent
-        self._came(row, size_bytes, now_s)
+        self._came(np.array([row]), size_bytes, now_s)
         if not self._children[row]:
             self._add_leaf(row, is_new=True)
         if parent:
@@ -182,7 +172,7 @@ class LeafFirstEviction(EvictionPolicy):
             parents_seen[rows[1:]] = rows[:-1]
             np.frombuffer(self._children, np.uint32)[rows[:-1]] = 1
         self._count += len(rows)
-        self._came_chain(rows, size_bytes, now_s)
+        self._came(rows, size_bytes, now_s)
         self._add_leaf(listed[-1], is_new=True)
         if parent:
             self._adopt(parent)
@@ -243,10 +233,7 @@ class LeafFirstEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield victims: *leaves*, which come by rank, least first, and those they expose.
-
-        A parent is a candidate once every child of it was named, by its own rank.
-        """
+        """Yield *leaves*, by rank, and each parent by its own, once all its children were."""
         left = LeafCursor(leaves, rank)
         orphaned: dict[int, int] = {}
         while row := left.take():

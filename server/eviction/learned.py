@@ -148,25 +148,17 @@ class LearnedEviction(LruEviction):
         self._costs: array[float] = self._column("f")
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        super()._came(row, size_bytes, now_s)
-        self._describe(row, size_bytes, now_s)
-
-    @override
-    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        super()._came_chain(rows, size_bytes, now_s)
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._came(rows, size_bytes, now_s)
         for row in rows.tolist():
-            self._describe(row, size_bytes, now_s)
-
-    def _describe(self, row: int, size_bytes: int, now_s: float) -> None:
-        # The history knows a chunk that came back; a row it saw once is another chunk's now.
-        if self._history.hits_of(row) < 2 or not self._uses[row]:
-            self._uses[row] = 0
-            self._first_s[row] = now_s
-        self._uses[row] = min(self._uses[row] + 1, _MOST_USES)
-        self._last_s[row] = now_s
-        self._sizes[row] = size_bytes
-        self._costs[row] = self._density.of(row, size_bytes)
+            # The history knows a chunk that came back; a row it saw once is another chunk's now.
+            if self._history.hits_of(row) < 2 or not self._uses[row]:
+                self._uses[row] = 0
+                self._first_s[row] = now_s
+            self._uses[row] = min(self._uses[row] + 1, _MOST_USES)
+            self._last_s[row] = now_s
+            self._sizes[row] = size_bytes
+            self._costs[row] = self._density.of(row, size_bytes)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
@@ -217,10 +209,7 @@ class LearnedEviction(LruEviction):
                     oldest.add(parent)
 
     def _decide(self, pool: list[int], now_s: float) -> list[int] | None:
-        """Return which candidates go, in order; None if the decision took too long.
-
-        Of equal scores the one used longest ago goes.
-        """
+        """Return what goes, of equal scores the oldest first; None if that took too long."""
         started_s = self._clock() if self._clock else 0.0
         scores = self._score(self.features(pool, now_s))
         used = np.frombuffer(self._used, np.uint64)[pool]

@@ -288,15 +288,11 @@ class ScoredEviction(LruEviction):
         return self._kinds[row]
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        super()._came(row, size_bytes, now_s)
-        self._sizes[row] = size_bytes
-        self._kinds[row] = self._kind_of(row, size_bytes)
-
-    @override
-    def _came_chain(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._came(rows, size_bytes, now_s)
         for row in rows.tolist():
-            self._came(row, size_bytes, now_s)
+            self._sizes[row] = size_bytes
+            self._kinds[row] = self._kind_of(row, size_bytes)
 
     @override
     def _add_leaf(self, row: int, *, is_new: bool) -> None:
@@ -338,10 +334,7 @@ class ScoredEviction(LruEviction):
                 left.add(parent, self._kinds[parent])
 
     def _least(self, heads: dict[int, int], newest_used: int) -> int:
-        """Return the class whose head has the least score of all candidates.
-
-        Within a class the efficiency is the same, so its head, the oldest, has its least score.
-        """
+        """Return the class whose head, the oldest of equal efficiency, has the least score."""
         used = self._used
         oldest_used = min([used[row] for row in heads.values()])
         low, high = self._recency(oldest_used), self._recency(newest_used)
@@ -383,11 +376,12 @@ class MarconiEviction(ScoredEviction):
         self._tuner = AlphaTuner() if alpha is None else None
 
     @override
-    def _came(self, row: int, size_bytes: int, now_s: float) -> None:
-        super()._came(row, size_bytes, now_s)
-        self._bytes += size_bytes
+    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._came(rows, size_bytes, now_s)
+        self._bytes += size_bytes * len(rows)
         if self._tuner is not None:
-            self._tuner.stored(self._parents[row], row, size_bytes, self._kinds[row])
+            for row in rows.tolist():
+                self._tuner.stored(self._parents[row], row, size_bytes, self._kinds[row])
 
     @override
     def _gone(self, row: int) -> None:

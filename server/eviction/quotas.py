@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,11 +79,9 @@ class PartitionedEviction(EvictionPolicy):
     """A policy for each partition; the one that is most over its share evicts first.
 
     Shares are max-min fair: a partition's is what it is guaranteed, or an equal part of the tier
-    if that is more, up to its quota; partition 0 has what the others leave. Quotas are for
-    isolation and fairness, and cost hit rate (vLLM's and LMCache's per-salt quotas do the same
-    with one LRU each). *make* returns a policy, *partition_of* a row's partition when it is
-    inserted, *quotas* are by partition. 22 bytes a row, and for each partition what its policy
-    takes.
+    if that is more, up to its quota; partition 0 has what the others leave (vLLM's and LMCache's
+    per-salt quotas do the same with one LRU each). *make* returns a policy, *partition_of* a
+    row's partition when it is inserted. 22 bytes a row, and for each partition its policy.
 
     Chunks of one chain may be in several partitions: such links are kept here, so that none is
     named before what continues it.
@@ -99,7 +98,8 @@ class PartitionedEviction(EvictionPolicy):
         self._partition_of = partition_of
         self.quotas = tuple(quotas)
         self._capacity_bytes = capacity_bytes
-        self._used = [0] * len(quotas)
+        self.used = [0] * len(quotas)
+        """Bytes by partition."""
         self._places = array("B", [0])
         """One more than the partition of each row; 0 for those not here."""
         self._sizes = array("Q", [0])
@@ -126,7 +126,7 @@ class PartitionedEviction(EvictionPolicy):
         self._reach(max(row, parent))
         if self._places[row]:
             number = self._places[row] - 1
-            self._used[number] += size_bytes - self._sizes[row]
+            self.used[number] += size_bytes - self._sizes[row]
             self._sizes[row] = size_bytes
             self.parts[number].insert(row, self._parents[row], size_bytes, now_s)
             return
@@ -136,7 +136,7 @@ class PartitionedEviction(EvictionPolicy):
         number = number if number < len(self.parts) else 0
         self._places[row] = number + 1
         self._sizes[row] = size_bytes
-        self._used[number] += size_bytes
+        self.used[number] += size_bytes
         self._parents[row] = parent
         if parent:
             self._children[parent] += 1
@@ -160,7 +160,7 @@ class PartitionedEviction(EvictionPolicy):
             return
         number = self._places[row] - 1
         self._places[row] = 0
-        self._used[number] -= self._sizes[row]
+        self.used[number] -= self._sizes[row]
         parent, self._parents[row] = self._parents[row], NO_ROW
         if parent:
             self._children[parent] -= 1
@@ -172,39 +172,26 @@ class PartitionedEviction(EvictionPolicy):
 
     # --- shares
 
-    def used_bytes(self, number: int) -> int:
-        """Return the bytes of a partition's chunks."""
-        return self._used[number]
-
     def owed_bytes(self, number: int, need_bytes: int, need_chunks: int = 1) -> int:
-        """Return what a partition has to free of its own before it may take *need_bytes* more,
-        in so many chunks.
-        """
+        """Return what a partition has to free before it takes *need_bytes* in so many chunks."""
         quota = self.quotas[number]
         limit, most = quota.limit_bytes, quota.limit_chunks
-        owed = max(0, self._used[number] + need_bytes - limit) if limit else 0
+        owed = max(0, self.used[number] + need_bytes - limit) if limit else 0
         # A chunk too many is a byte at least, and to free a byte is to free a chunk.
         over = len(self.parts[number]) + need_chunks * (need_bytes > 0) - most if most else 0
         return max(owed, over)
 
-    def set_quota(self, number: int, quota: Quota) -> None:
-        """Hold a partition to *quota* from now on.
-
-        Raises InvalidRequestError when all of them would be sure of more than the tier has.
-        """
+    def with_quota(self, number: int, quota: Quota) -> tuple[Quota, ...]:
+        """Return ``quotas`` with another. Raises InvalidRequestError if more than all is sure."""
         quotas = (*self.quotas[:number], quota, *self.quotas[number + 1 :])
         sure = sum(one.guaranteed_bytes for one in quotas)
         if sure > self._capacity_bytes:
             fix = f"at most {self._capacity_bytes - sure + quota.guaranteed_bytes} are left"
             raise InvalidRequestError("guaranteed_bytes", quota.guaranteed_bytes, fix)
-        self.quotas = quotas
-
-    def chunks(self, number: int) -> int:
-        """Return how many chunks a partition has."""
-        return len(self.parts[number])
+        return quotas
 
     def _shares(self) -> list[int]:
-        fair = self._capacity_bytes // max(1, sum(used > 0 for used in self._used))
+        fair = self._capacity_bytes // max(1, sum(used > 0 for used in self.used))
         shares = [0]
         for quota in self.quotas[1:]:
             most = min(fair, quota.limit_bytes) if quota.limit_bytes else fair
@@ -239,7 +226,7 @@ class PartitionedEviction(EvictionPolicy):
         named: set[int] = set()
         links: Counter[int] = Counter()
         """Of those named, by what they continue."""
-        used, shares = list(self._used), self._shares()
+        used, shares = list(self.used), self._shares()
 
         def stays(row: int) -> bool:
             return self._links[row] > links[row] or (row not in named and keep(row))
@@ -302,11 +289,7 @@ class MissRatioCurve:
     section 3), and of a request's it counts how many others were used since: under LRU that
     answers for all sizes at once (Mattson et al., 1970). The end of a prompt is used before
     what begins it, which is leaf-LRU, and chunks count as hit up to the first that is not.
-    Where more or fewer chunks than by the rate are in the sample, the difference is taken for
-    hits, as it is the most popular chunks that make it (SHARDS-adj, their section 3.4).
-
-    A lookup costs one comparison of its keys, and some array operations when it has sampled
-    ones. Not thread-safe: the owner locks.
+    Not thread-safe: the owner locks.
     """
 
     def __init__(self, capacity_bytes: int, limit_nodes: int = MAX_SAMPLED_CHUNKS) -> None:
@@ -331,7 +314,7 @@ class MissRatioCurve:
         """The share of chunks that is in the sample: 1, or a half, a quarter and so on."""
         return 1.0 / (1 << self._halvings)
 
-    def asked(self, ids: Ids, chunk_bytes: int, now_s: float) -> None:
+    def asked(self, ids: Ids, chunk_bytes: int) -> None:
         """A lookup asked for a chain: (chunks,) of ``identities``, each of about *chunk_bytes*."""
         chunks = self._capacity_bytes / max(1, chunk_bytes)
         while SCALES[-1] * chunks * self.rate > self._limit_nodes:
@@ -392,6 +375,7 @@ class MissRatioCurve:
         """Return the hit ratio of chunks by ``SCALES``; nothing until enough was asked for."""
         if self._seen < LEAST_SAMPLED or self._expected <= 0:
             return {}
+        # SHARDS-adj (section 3.4): what is in the sample beyond the rate, or lacks, counts as hits.
         ratios = (self._hits + self._expected - self._sampled) / self._expected
         return dict(zip(SCALES, np.clip(ratios, 0.0, 1.0).tolist(), strict=True))
 
@@ -400,8 +384,7 @@ class MissRatioCurve:
         return len(self._slots)
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionUse:
+class PartitionUse(NamedTuple):
     """What a tenant or category takes of a tier."""
 
     name: str
@@ -431,8 +414,8 @@ class PolicyReport:
         partitions: list[PartitionUse] = []
         if isinstance(policy, PartitionedEviction):
             partitions = [
-                PartitionUse(names[number] or "others", policy.used_bytes(number), quota)
-                for number, quota in enumerate(policy.quotas)
+                PartitionUse(label or "others", used, quota)
+                for label, used, quota in zip(names, policy.used, policy.quotas, strict=True)
             ]
             policy = policy.parts[0]
         points = {} if curve is None else curve.points()

@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.index.access_log import Asked, Stored
+from kvstore.server.index.access_log import Asked, CatalogListener, CatalogState, Stored
+from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Lease, Leases, LeaseTerms, TenantOf
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
-from kvstore.server.index.state import CatalogListener, CatalogState
 from kvstore.server.telemetry.outcomes import Outcomes
 
 QUIET_S = 0.004
@@ -37,9 +36,10 @@ _UNKNOWN = PutInfo()
 class PrefixMatch:
     """The chunks of the longest prefix that can be read.
 
-    ``sources[i]`` is the place of chunk i's tier among those asked for and ``sizes[i]`` its
-    bytes there. ``known`` counts the chunks that any tier has, ``pending`` those behind them
-    that are being written. ``lease_id`` is 0 when nothing was leased.
+    ``sources[i]`` is the place of chunk i's tier in the request and ``sizes[i]`` its bytes there.
+    ``known`` counts the chunks that any tier has, ``pending`` those behind them that are being
+    written, ``evicted`` those of the prompt that had been evicted; ``shared`` those here or
+    evicted, where a prefix cannot end everywhere, else 0. ``lease_id`` is 0 without a lease.
     """
 
     known: int
@@ -48,9 +48,7 @@ class PrefixMatch:
     sizes: NDArray[np.int64]
     lease_id: int = 0
     evicted: int = 0
-    """Chunks of the prompt that had been evicted, from its first on."""
     shared: int = 0
-    """Chunks that are here or had been, where a prefix cannot end everywhere; else 0."""
 
     @property
     def first_missing(self) -> int:
@@ -74,13 +72,12 @@ class Catalog:
         metadata: ChunkMetadata | None = None,
     ) -> None:
         metadata = metadata or ChunkMetadata()
-        self.state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
-        self._lock, self._clock = self.state.lock, clock
-        self._index, self._holds = self.state.index, self.state.holds
-        self._metadata, self._access_log = metadata, self.state.access_log
-        self.in_flight = InFlightPuts(self.state)
-        self.eviction = EvictionState(self.state)
-        self.queries = CatalogQueries(self.state, self.in_flight)
+        self.state = state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
+        self._lock, self._clock = state.lock, clock
+        self._index, self._holds = state.index, state.holds
+        self._metadata, self._access_log = metadata, state.access_log
+        self.in_flight, self.eviction = InFlightPuts(state), EvictionState(state)
+        self.queries = CatalogQueries(state, self.in_flight)
         self.listeners: list[CatalogListener] = []
         self.outcomes = Outcomes(clock)
         """What became of chunks that are not here."""
@@ -159,20 +156,14 @@ class Catalog:
         return known
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        """A copy is about to leave *tier*, and an orphan until ``purged``.
-
-        False if it was not there, or is held.
-        """
+        """Make a copy an orphan until ``purged``. False if it was not there, or is held."""
         with self._lock:
             if not even_if_held and self._holds.is_held(key):
                 return False
             return self._forget(tier, key, to_orphans=True)
 
     def leave(self, tier: str, key: ChunkKey, other: str) -> bool:
-        """A copy may leave *tier* as *other* has one, nobody holds it and it is not evicted there.
-
-        It is an orphan then, until ``purged``.
-        """
+        """Do as ``cast_out`` where *other* has a copy, and nothing holds or evicts the chunk."""
         with self._lock:
             if other not in self._index.holders(self._index.row(key)) or self.eviction.stays(key):
                 return False
@@ -201,7 +192,7 @@ class Catalog:
     def holders(self, key: ChunkKey, least: Fidelity = Fidelity.none) -> list[str]:
         """Return the tiers with such a copy of the chunk, in less time than ``copies``."""
         with self._lock:
-            return self._index.holders(self._index.row(key), least)
+            return self._index.holders(self._index.find(key), least)
 
     def is_common(self, key: ChunkKey) -> bool:
         """Whether several prompts have the chunk: two went on from it or from one behind it."""
@@ -230,9 +221,7 @@ class Catalog:
     # --- copies that others made, a chain at a time: a request waits for it
 
     def note_found(self, tier: str, infos: Sequence[ChunkInfo]) -> list[ChunkInfo]:
-        """Others have copies on *tier*: note those that are not known, return those whose layout
-        is another than that of the chunk here.
-        """
+        """Note what others have on *tier*; return those whose layout is another than ours."""
         others: list[ChunkInfo] = []
         index = self._index
         for start in range(0, len(infos), AT_ONCE):
@@ -307,19 +296,17 @@ class Catalog:
     ) -> list[NDArray[np.bool_]]:
         """Return, for each of *tiers*, which of the known prefix of *keys* it has at *least*."""
         with self._lock:
-            rows = self._index.longest_prefix(keys, least)
+            rows = self._index.readable(self._index.prefix(keys), least)
             return [self._index.sizes(tier, rows, least)[0] for tier in tiers]
 
     def read_plan(self, keys: Sequence[ChunkKey], least: Fidelity) -> list[list[str]]:
         """Return, for each of leased *keys*, the tiers with such a copy of it now."""
         index = self._index
         with self._lock:
-            return [index.holders(index.row(key), least) for key in keys]
+            return [index.holders(row, least) for row in index.rows(keys).tolist()]
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
-        """Return how many chunks after the known ones are being written, or are there already
-        behind or before one that is.
-        """
+        """Return how many chunks after the known ones are being written, or are beside one."""
         at, is_any = known, False
         while at < len(keys):
             if self.in_flight.is_coming(keys[at]):
@@ -351,13 +338,10 @@ class Catalog:
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
-        """Lease the longest prefix of *keys* that still exists; return it and its length.
-
-        Raises QuotaExceededError.
-        """
+        """Lease what exists of a prefix; return it and its length. Raises QuotaExceededError."""
         with self._lock:
             now_s = self._clock()
-            rows = self._index.known_prefix(keys)
+            rows = self._index.prefix(keys)
             if self._metadata.hints.expiring:
                 rows = self._metadata.hints.unexpired(rows, now_s)
             known = len(self._index.readable(rows, Fidelity.none))
@@ -468,10 +452,7 @@ class Catalog:
             return self._holds.is_held(key)
 
     def announce(self, session_id: int, uses: Mapping[ChunkKey, int], ttl_s: float) -> int:
-        """Keep chunks for the uses that a batch will make of them, for *ttl_s* at most.
-
-        Return how many are here and kept; those that come later are kept as they come.
-        """
+        """Keep chunks, as they come, for a batch for *ttl_s* at most; return how many are here."""
         with self._lock:
             self._holds.uses.announce(session_id, uses, self._clock() + ttl_s)
             for key in uses:
@@ -495,9 +476,7 @@ class Catalog:
     # --- what policies learn, between requests
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until requests pause, and apply what happened to the policies; a thread that does
-        so spares the next requests the time. Return whether there was anything.
-        """
+        """Wait for a pause and apply what happened to the policies; False if nothing did."""
         is_any = self.state.news.wait(timeout_s)
         for _ in range(_LOOKS_FOR_QUIET):
             if not self.state.news.is_set():
@@ -509,10 +488,8 @@ class Catalog:
         return is_any
 
     def drain_some(self) -> None:
-        """Apply what came first, if more waits behind it.
-
-        For who has just answered a lookup, whose caller now looks at the answer: of many lookups
-        in a row, each would otherwise have to apply an earlier one before it can be answered.
+        """Apply what came first, if more waits behind it, after a lookup was answered: of many in
+        a row, each would otherwise have to apply an earlier one before its answer.
         """
         for _ in range(SPARED):
             if len(self._access_log) <= 1:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction.quotas import PartitionedEviction, PolicyReport, Quota
-from kvstore.server.index.state import CatalogState
+from kvstore.server.index.access_log import CatalogState
 
 LOOKED_AT = 4096
 """Victims that are gone through for one chunk's rank."""
 EXPIRED_AT_ONCE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """For which partition victims are: others' above their guarantee, or its own alone."""
 
     partition: int = 0
@@ -37,8 +34,7 @@ class EvictionRank(NamedTuple):
     is_at_least: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TierUse:
+class TierUse(NamedTuple):
     """What a tenant takes of a tier, and may take."""
 
     used_bytes: int
@@ -67,9 +63,7 @@ class EvictionState:
             return known.hints.partitions[row] if row else known.partitions.number(tenant, category)
 
     def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
-        """Return what a partition has to free of its own on *tier* to take *need_bytes* more, in
-        so many chunks.
-        """
+        """Return what a partition has to free on *tier* to take so many bytes and chunks more."""
         policy = self._state.policies[tier]
         if not isinstance(policy, PartitionedEviction):
             return 0
@@ -85,11 +79,11 @@ class EvictionState:
         among: Sequence[ChunkKey] | None = None,
         wanted: Wanted = EVERYBODY,
     ) -> list[ChunkKey]:
-        """Choose whom to evict and keep others from choosing the same. Pair with ``unclaim``.
+        """Choose what to evict and keep others from choosing the same. Pair with ``unclaim``.
 
-        *wanted* says for which partition. With *among* every chunk of it that may go is chosen,
-        whatever the policy says.
+        With *among* every chunk of it that may go is chosen, whatever the policy says.
         """
+        index = self._index
         with self._state.lock:
             self._state.access_log.apply_all()
             if among is None:
@@ -98,11 +92,10 @@ class EvictionState:
                     if need_bytes <= 0 or len(found) == limit:
                         break
                     if row not in found:
-                        found[row] = self._index.key(row)
-                        need_bytes -= self._index.size_bytes(tier, row)
-                victims = list(found.values())
-            else:
-                victims = [key for key in among if not self.stays(key)]
+                        found[row] = index.key(row)
+                        need_bytes -= index.size_bytes(tier, row)
+                among = list(found.values())
+            victims = [key for key in among if not self.stays(key)]
             self.leaving.update(dict.fromkeys(victims, tier))
             return victims
 
@@ -203,9 +196,7 @@ class EvictionState:
         with self._state.lock:
             self._state.access_log.apply_all()
             return {
-                tier: TierUse(
-                    policy.used_bytes(number), policy.chunks(number), policy.quotas[number]
-                )
+                tier: TierUse(policy.used[number], len(policy.parts[number]), policy.quotas[number])
                 for tier, policy in self._state.policies.items()
                 if isinstance(policy, PartitionedEviction)
             }
@@ -214,15 +205,10 @@ class EvictionState:
         """Hold *tenant* to other quotas, by tier. Raises InvalidRequestError, changing nothing."""
         number = self._state.metadata.partitions.number(tenant)
         with self._state.lock:
-            done: list[tuple[PartitionedEviction, Quota]] = []
-            try:
-                for tier, quota in quotas.items():
-                    policy = self._state.policies[tier]
-                    assert isinstance(policy, PartitionedEviction)
-                    before = policy.quotas[number]
-                    policy.set_quota(number, quota)
-                    done.append((policy, before))
-            except InvalidRequestError:
-                for policy, before in done:
-                    policy.set_quota(number, before)
-                raise
+            checked = []
+            for tier, quota in quotas.items():
+                policy = self._state.policies[tier]
+                assert isinstance(policy, PartitionedEviction)
+                checked.append((policy, policy.with_quota(number, quota)))
+            for policy, fresh in checked:
+                policy.quotas = fresh

@@ -82,8 +82,8 @@ class Leases:
 
     def release(self, lease_id: int, session_id: int) -> bool:
         """Unpin what the lease holds. Return whether the session had such a lease."""
-        lease = self.find(lease_id, session_id)
-        if lease is None:
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.session_id != session_id:
             return False
         del self._leases[lease_id]
         owned = self._by_session[session_id]
@@ -93,8 +93,10 @@ class Leases:
         self.by_tenant[lease.tenant] -= 1
         if not self.by_tenant[lease.tenant]:
             del self.by_tenant[lease.tenant]
+        pins = self.pins
         for key in lease.keys:
-            self.unpin(key)
+            if left := pins.pop(key) - 1:
+                pins[key] = left
         return True
 
     def release_session(self, session_id: int) -> int:
@@ -116,8 +118,7 @@ class Leases:
 
     def unpin(self, key: ChunkKey) -> None:
         """Undo one ``pin``."""
-        left = self.pins.pop(key) - 1
-        if left:
+        if left := self.pins.pop(key) - 1:
             self.pins[key] = left
 
     def __len__(self) -> int:

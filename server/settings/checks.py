@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvstore.server.settings.values import format_size, is_loopback, parse_endpoint, unresolved
+from kvstore.server.settings.values import (
+    DIRECTORY,
+    format_size,
+    is_loopback,
+    parse_endpoint,
+    unresolved,
+)
 from kvstore.tiers.redis_url import parse_redis_url
 
 if TYPE_CHECKING:  # it imports this module
@@ -52,6 +58,9 @@ def _tiers(settings: Settings) -> Iterator[tuple[str, str]]:
             yield "redis_url", fix
     elif fix := _redis_access(settings, settings.redis_url):
         yield "redis_url", fix
+    if DIRECTORY in (settings.peers or ()) and not settings.directory:
+        fix = "they are found in the Redis: add --directory and --redis, or name their addresses"
+        yield "peers", fix
     if (settings.redis_tls_cert is None) != (settings.redis_tls_key is None):
         yield "redis_tls_key", "give both --redis-tls-cert and --redis-tls-key, or neither"
 

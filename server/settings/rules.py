@@ -7,19 +7,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
 
 from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.base import REPLACED as REPLACED_CODECS
@@ -34,10 +31,12 @@ from kvstore.server.settings.values import (
     MAX_LIMIT,
     MIB,
     TIER_NAMES,
+    Checked,
     OwnPath,
     Size,
     TierSize,
     check_tenant_name,
+    checked_size,
     format_size,
 )
 
@@ -54,7 +53,6 @@ MAX_DISKS = 64
 
 WRITE_RULES = ("through", "evict", "selective", "auto")
 
-_SIZE: TypeAdapter[int] = TypeAdapter(Size)
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
 
@@ -71,9 +69,6 @@ class ByTier:
     default: dict[str, Any]
     check: Callable[[Any], Any]
     comma: str = ","
-
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self.parse, handler(kind))
 
     def parse(self, value: object) -> object:
         """Return the value of every tier. Raises ValueError."""
@@ -108,53 +103,29 @@ def _matched(pattern: str, text: str, fix: str) -> dict[str, object]:
     return {name: part for name, part in match.groupdict().items() if part}
 
 
-@dataclass(frozen=True, slots=True)
-class RuleForm:
-    """How rules of one kind are written: ``PLACE=TERMS``, with commas between them.
+def _rules(pattern: str, text: str, each: str, most: int, comma: str = ",") -> WrapValidator:
+    """Return what reads rules, ``PLACE=TERMS`` with commas between them, from text or a list.
 
-    ``pattern`` names their fields, ``text`` says what to give, ``each`` what has one rule only,
-    ``most`` how many there may be; ``comma`` matches one.
+    *pattern* names their fields, *text* says what to give, *each* what has one rule only, *most*
+    how many there may be; *comma* matches one.
     """
 
-    pattern: str
-    text: str
-    each: str
-    most: int
-    comma: str = ","
+    def read(value: Any, handler: ValidatorFunctionWrapHandler) -> tuple[Checked, ...]:
+        rules = re.split(comma, value) if isinstance(value, str) else value
+        if isinstance(rules, list | tuple):
+            rules = tuple(
+                _matched(pattern, rule, text) if isinstance(rule, str) else rule
+                for rule in rules
+                if rule
+            )
+        found: tuple[Checked, ...] = handler(() if rules is None else rules)
+        if len({str(rule).partition("=")[0] for rule in found}) < len(found):
+            raise ValueError(f"name each {each}")
+        if len(found) > most:
+            raise ValueError(f"give at most {most}")
+        return found
 
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        rules = core_schema.no_info_before_validator_function(self.parse, handler(kind))
-        return core_schema.no_info_after_validator_function(self.check, rules)
-
-    def parse(self, value: object) -> object:
-        """Return the fields of each rule in *value*, text or a list. Raises ValueError."""
-        rules = re.split(self.comma, value) if isinstance(value, str) else value
-        if rules is None:
-            return ()
-        if not isinstance(rules, list | tuple):
-            return value  # refused as what it is
-        return tuple(
-            _matched(self.pattern, rule, self.text) if isinstance(rule, str) else rule
-            for rule in rules
-            if rule
-        )
-
-    def check(self, rules: tuple[RuleT, ...]) -> tuple[RuleT, ...]:
-        """Return *rules*. Raises ValueError for two of one place, and for too many."""
-        if len({str(rule).partition("=")[0] for rule in rules}) < len(rules):
-            raise ValueError(f"name each {self.each}")
-        if len(rules) > self.most:
-            raise ValueError(f"give at most {self.most}")
-        return rules
-
-
-class Checked(BaseModel):
-    """Values that are checked once and stay as they are."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-
-RuleT = TypeVar("RuleT", bound=Checked)
+    return WrapValidator(read)
 
 
 # --- policies, and what is written below memory
@@ -173,7 +144,7 @@ def _write_rule(rule: object) -> object:
 
 
 def _daily_bytes(value: object) -> int:
-    size_bytes = _SIZE.validate_python(value)
+    size_bytes = checked_size(value)
     if 0 < size_bytes < MIB:
         raise ValueError("give at least 1MiB a day, or 0 for no limit")
     return size_bytes
@@ -192,9 +163,9 @@ WRITE_FORM = ByTier(
 BUDGET_FORM = ByTier(
     "SIZE, or TIER=SIZE, such as disk=500GiB", dict.fromkeys(CODED_TIERS, 0), _daily_bytes
 )
-TierPolicies = Annotated[dict[str, str], POLICY_FORM, "NAME"]
-TierWrites = Annotated[dict[str, str], WRITE_FORM, "RULE,TIER=RULE"]
-TierBudgets = Annotated[dict[str, int], BUDGET_FORM, "TIER=SIZE"]
+TierPolicies = Annotated[dict[str, str], BeforeValidator(POLICY_FORM.parse), "NAME"]
+TierWrites = Annotated[dict[str, str], BeforeValidator(WRITE_FORM.parse), "RULE,TIER=RULE"]
+TierBudgets = Annotated[dict[str, int], BeforeValidator(BUDGET_FORM.parse), "TIER=SIZE"]
 
 
 # --- codecs
@@ -240,7 +211,7 @@ CODEC_FORM = ByTier(
     lambda name: checked_codec(str(name)),
     f",(?=(?:{'|'.join(TIER_NAMES)})=)",  # a codec's terms may have commas: kvq:2,sinks=4
 )
-TierCodecs = Annotated[dict[str, str], CODEC_FORM, "TIER=CODEC"]
+TierCodecs = Annotated[dict[str, str], BeforeValidator(CODEC_FORM.parse), "TIER=CODEC"]
 
 
 class TenantCodec(Checked):
@@ -265,7 +236,7 @@ class TenantCodec(Checked):
 
 TenantCodecs = Annotated[
     tuple[TenantCodec, ...],
-    RuleForm(
+    _rules(
         "(?P<tenant>[^/=]+)/(?P<tier>[^=]+)=(?P<codec>.+)",
         "TENANT/TIER=CODEC, such as acme/redis=kvq:2",
         "tenant once for each tier",
@@ -367,7 +338,7 @@ def _few_quotas(rules: tuple[CategoryTerm, ...]) -> tuple[CategoryTerm, ...]:
 
 TenantQuotas = Annotated[
     tuple[TenantQuota, ...],
-    RuleForm(
+    _rules(
         "(?P<tenant>[^/=]+)(/(?P<tier>[^=]+))?=(?P<quota>[^:]+)(:(?P<guaranteed>.+))?",
         "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE",
         "tenant once for each tier",
@@ -378,7 +349,7 @@ TenantQuotas = Annotated[
 ]
 CategoryTerms = Annotated[
     tuple[CategoryTerm, ...],
-    RuleForm(
+    _rules(
         "(?P<category>[^=]+)=(?P<ttl_s>[^:]+)?(:(?P<quota>.+))?(?<!=)",
         "CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB",
         "category once",
@@ -389,7 +360,7 @@ CategoryTerms = Annotated[
 ]
 TenantLimits = Annotated[
     tuple[TenantLimit, ...],
-    RuleForm(
+    _rules(
         "(?P<tenant>[^=]+)=(?P<chunks>[^:]+):(?P<requests_per_s>[^:]+):(?P<leases>.+)",
         "TENANT=CHUNKS:REQUESTS_PER_S:LEASES, 0 for no limit",
         "tenant once",
@@ -437,7 +408,7 @@ class Pool(Checked):
 
 SharedPools = Annotated[
     tuple[Pool, ...],
-    RuleForm(
+    _rules(
         "(?P<name>[^=]+)=(?P<readers>[^:]+)?(:(?P<writers>.+))?(?<!=)",
         "POOL=READER+READER:WRITER, such as library=*:curator",
         "name once",

@@ -8,7 +8,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kvstore.server.settings.limits import Limits
+from kvstore.server.settings.values import Limits
 
 _SIZE_PATTERN = "^[0-9]{1,18}\\s*([KkMmGgTt][Ii]?)?[Bb]?$"
 _BOUNDS = {

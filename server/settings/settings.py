@@ -9,24 +9,17 @@ setting, its value, where it came from and what to give.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.server.settings.checks import REDIS_FIX, TLS_FILES, check_together
-from kvstore.server.settings.limits import Limits, limits_by_name
 from kvstore.server.settings.loading import load, user_folder
 from kvstore.server.settings.rules import (
     BUDGET_FORM,
@@ -49,41 +42,148 @@ from kvstore.server.settings.values import (
     DIRECTORY,
     GIB,
     KIB,
+    MAX_QUERIED_PEERS,
     MIB,
     TIER_NAMES,
-    Collector,
+    Checked,
     Count,
-    Endpoint,
-    EventEndpoint,
-    Folder,
     GateTerms,
-    Listen,
+    Limits,
     Millis,
-    OwnFile,
     OwnPath,
-    PasswordFile,
-    Peers,
-    ScrubTiers,
-    SecretFile,
     Share,
     Size,
-    SocketPath,
     StateRule,
-    Text,
+    TierName,
     TierSize,
-    Workers,
+    absolute,
+    limits_by_name,
     parse_endpoint,
     read_password,
     slab_bytes,
-    split_names,
 )
 from kvstore.tiers.redis_url import DEFAULT_PREFIX, parse_redis_url
 
+MIN_SECRET_BYTES = 16
+SOCKET_PATH_BYTES = 107
+"""What a Unix socket's address holds."""
 _CUDA_CONTROL = Path("/dev/nvidiactl")
-_GATES = GateTerms()
 
 
-def _known_tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
+# --- addresses
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value  # what YAML makes of a bare off
+
+
+def _address(value: str) -> str:
+    parse_endpoint(value)
+    return value
+
+
+def _address_or_off(value: str) -> str:
+    return value if value == "off" else _address(value)
+
+
+def _event_address(value: str) -> str:
+    if not value.startswith("ipc:"):
+        return _address_or_off(value)
+    path = value.removeprefix("ipc:")
+    if not os.path.isabs(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise ValueError(f"give ipc: and an absolute path of {SOCKET_PATH_BYTES} bytes at most")
+    return value
+
+
+def _socket_path(value: str) -> str:
+    if value == "off":
+        return value
+    path = os.path.expanduser(value)
+    if not os.path.isabs(path):
+        raise ValueError("give an absolute path, or off to do without shared memory")
+    if len(os.fsencode(path.replace("{port}", "65535"))) > SOCKET_PATH_BYTES:
+        raise ValueError(f"a socket's path has at most {SOCKET_PATH_BYTES} bytes; shorten it")
+    return path
+
+
+def _own_socket_path() -> str:
+    folder = user_folder("XDG_RUNTIME_DIR", "/tmp")  # noqa: S108 - the socket makes it 0700
+    return str(folder / f"kvstore-{os.getuid()}" / "{port}.sock")
+
+
+def _collector(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or parts.path.strip("/") or "@" in parts.netloc:
+        raise ValueError("give http://host:port, or https://host:port for TLS")
+    parse_endpoint(parts.netloc)
+    return url
+
+
+def _redis_url(url: str) -> str:
+    try:
+        parse_redis_url(url)
+    except InvalidRequestError:
+        raise ValueError(REDIS_FIX) from None
+    return url
+
+
+Listen = Annotated[str, BeforeValidator(_off), AfterValidator(_address), "HOST:PORT"]
+Endpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_address_or_off), "HOST:PORT"]
+EventEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_event_address), "HOST:PORT"]
+SocketPath = Annotated[str, BeforeValidator(_off), AfterValidator(_socket_path), "PATH"]
+
+
+# --- files
+
+
+def _readable(path: Path) -> Path:
+    path = absolute(path)
+    if not (path.is_file() and os.access(path, os.R_OK)):
+        raise ValueError("name a file that this user can read")
+    return path
+
+
+def _password_file(path: Path) -> Path:
+    read_password(path)
+    return path
+
+
+def _secret_file(path: Path) -> Path:
+    if path.stat().st_size < MIN_SECRET_BYTES:
+        raise ValueError(f"put at least {MIN_SECRET_BYTES} random bytes into it")
+    return path
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError("name a folder that exists")
+    return absolute(path)
+
+
+def _keys_path() -> Path:
+    home = os.path.expanduser("~/.local/state")
+    return user_folder("XDG_STATE_HOME", home) / "kvstore" / "events"
+
+
+ReadableFile = Annotated[Path, AfterValidator(_readable)]
+OwnFile = Annotated[ReadableFile | None, "PATH"]
+PasswordFile = Annotated[Annotated[ReadableFile, AfterValidator(_password_file)] | None, "PATH"]
+SecretFile = Annotated[Annotated[ReadableFile, AfterValidator(_secret_file)] | None, "PATH"]
+
+
+# --- names with commas between them
+
+
+def _names(value: object) -> object:
+    """Split text at its commas; nothing is left of ``off``."""
+    if _off(value) == "off":
+        return None
+    if not isinstance(value, str):
+        return value
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def _tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [name for name in tiers if name not in TIER_NAMES]
     if unknown or not tiers:
         raise ValueError("name tiers out of cpu, disk, redis, gpu, separated by commas")
@@ -98,24 +198,20 @@ def _known_tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in TIER_NAMES if name in tiers)
 
 
-def _redis_url(url: str) -> str:
-    try:
-        parse_redis_url(url)
-    except InvalidRequestError:
-        raise ValueError(REDIS_FIX) from None
-    return url
+def _peers(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if not names:
+        return None
+    addresses = [name for name in names if name != DIRECTORY]
+    for address in addresses:
+        if not parse_endpoint(address)[1]:
+            raise ValueError("give each peer's port")
+    if len(set(names)) < len(names) or len(addresses) > MAX_QUERIED_PEERS:
+        most = f"{MAX_QUERIED_PEERS} at most; of more, use directory"
+        raise ValueError(f"name each peer once, {most}")
+    return names
 
 
-def _keys_path() -> Path:
-    home = os.path.expanduser("~/.local/state")
-    return user_folder("XDG_STATE_HOME", home) / "kvstore" / "events"
-
-
-def _socket_path() -> str:
-    folder = user_folder("XDG_RUNTIME_DIR", "/tmp")  # noqa: S108 - the socket makes it 0700
-    return str(folder / f"kvstore-{os.getuid()}" / "{port}.sock")
-
-
+NAMES = BeforeValidator(_names)
 SPLIT = {
     "limits": limits_by_name,
     "codec": CODEC_FORM.split,
@@ -125,17 +221,11 @@ SPLIT = {
 """Settings that name several things, and what tells those of one source apart."""
 
 
-class Settings(BaseModel):
+class Settings(Checked):
     """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", hide_input_in_errors=True, use_attribute_docstrings=True
-    )
-
     # --- the ten that matter first
-    tiers: Annotated[
-        tuple[str, ...], BeforeValidator(split_names), AfterValidator(_known_tiers), "NAMES"
-    ] = ("cpu", "disk")
+    tiers: Annotated[tuple[str, ...], NAMES, AfterValidator(_tiers), "NAMES"] = ("cpu", "disk")
     """tiers to use, out of cpu, disk, redis, gpu"""
     cpu_size: TierSize = 4 * GIB
     """memory that the cpu tier may fill"""
@@ -188,7 +278,7 @@ class Settings(BaseModel):
     whichever loads fastest"""
     tenant_codecs: TenantCodecs = ()
     """other codecs for chunks of some tenants, with commas between them"""
-    assets: Folder = None
+    assets: Annotated[Annotated[Path, AfterValidator(_folder)] | None, "PATH"] = None
     """folder of model assets, for codecs that need one; see kvstore calibrate"""
     write: TierWrites = WRITE_FORM.default
     """copy to disk and Redis when a chunk is stored (through), when it is evicted (evict), when it
@@ -207,7 +297,7 @@ class Settings(BaseModel):
     prompts part, or that come a second time"""
     scrub_bytes_per_s: Annotated[Size, Field(ge=0)] = 0
     """verify what tiers hold, so much a second; 0: only when asked"""
-    scrub_tiers: ScrubTiers = ("disk",)
+    scrub_tiers: Annotated[tuple[TierName, ...], NAMES, "NAMES"] = ("disk",)
     """which tiers, out of cpu, disk, redis, gpu"""
 
     # --- tenants
@@ -221,7 +311,7 @@ class Settings(BaseModel):
     """how long chunks of categories live and what they may take of each tier"""
 
     # --- addresses
-    socket_path: SocketPath = Field(default_factory=_socket_path, validate_default=True)
+    socket_path: SocketPath = Field(default_factory=_own_socket_path, validate_default=True)
     """Unix socket of the shared-memory path; {port} becomes the bound port; or off"""
     health: Endpoint = "off"
     """address of a second health service, in plain text, or off"""
@@ -235,7 +325,7 @@ class Settings(BaseModel):
     """folder of the key of published events, made at the first start with --events-readers"""
 
     # --- other servers
-    peers: Peers = None
+    peers: Annotated[tuple[str, ...] | None, NAMES, AfterValidator(_peers), "HOST:PORT"] = None
     """other servers whose memory is read, by their --listen, with commas between them; directory:
     those that share the Redis; or off"""
     peer_key: OwnFile = None
@@ -260,9 +350,9 @@ class Settings(BaseModel):
     """public keys, or secret of HS256, that tokens are verified with"""
     jwt_algorithm: Literal["EdDSA", "ES256", "RS256", "HS256"] = "EdDSA"
     """the one algorithm of tokens that is taken"""
-    jwt_audience: Text = None
+    jwt_audience: Annotated[str | None, "TEXT"] = None
     """whom tokens must be for"""
-    jwt_issuer: Text = None
+    jwt_issuer: Annotated[str | None, "TEXT"] = None
     """who tokens must be from; default: anyone who has the key"""
     audit_log: Annotated[OwnPath | None, "PATH"] = None
     """file that says who did what; default: none"""
@@ -283,10 +373,10 @@ class Settings(BaseModel):
     # --- blending
     blend_contents: Annotated[int, Field(ge=0), "N"] = 1 << 18
     """contents that blending finds chunks by; 0: none"""
-    blend_agreement: Share = _GATES.min_agreement
+    blend_agreement: Share = GateTerms.min_agreement
     """share of tokens that full prefill would choose too, where its choice is clear, for a gate to
     be open"""
-    blend_divergence: Annotated[float, Field(gt=0.0, lt=100.0), "NATS"] = _GATES.max_divergence
+    blend_divergence: Annotated[float, Field(gt=0.0, lt=100.0), "NATS"] = GateTerms.max_divergence
     """KL a token from full prefill, at most, for a gate to be open"""
 
     # --- limits
@@ -298,7 +388,7 @@ class Settings(BaseModel):
     """a lease ends after this"""
     default_deadline_ms: Millis = 2000
     """deadline of calls that name none"""
-    workers: Workers = 32
+    workers: Annotated[int, Field(ge=1, le=1024), "N"] = 32
     """threads that answer requests"""
 
     limits: Annotated[Limits, "NAME=VALUE"] = Limits()
@@ -309,7 +399,7 @@ class Settings(BaseModel):
     """how logs are written"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """least level that is logged"""
-    tracing_endpoint: Collector = None
+    tracing_endpoint: Annotated[Annotated[str, AfterValidator(_collector)] | None, "URL"] = None
     """OpenTelemetry collector that spans go to, over gRPC, such as http://127.0.0.1:4317; https for
     TLS; default: none"""
     tracing_share: Share = 0.01
@@ -365,13 +455,12 @@ class Settings(BaseModel):
 
     @property
     def peer_addresses(self) -> tuple[str, ...]:
-        """The peers that are always asked."""
+        """The peers that are always queried."""
         return tuple(name for name in self.peers or () if name != DIRECTORY)
 
-    @property
-    def asks_directory(self) -> bool:
-        """Whether peers are looked for in the node directory."""
-        return DIRECTORY in (self.peers or ())
+    def node_id_for(self, port: int) -> str:
+        """This node's name among the others, where the gRPC service is bound to *port*."""
+        return self.node_id or f"{socket.gethostname()[:100]}:{port}"
 
     def socket_path_for(self, port: int) -> Path | None:
         """Path of the Unix socket of a server bound to *port*; None when it is off."""
@@ -408,5 +497,5 @@ def load_config(argv: Sequence[str]) -> Settings:
 
 
 def load_with_origins(argv: Sequence[str]) -> tuple[Settings, dict[str, str]]:
-    """Like ``load_config``, and say where each setting that is not a default came from."""
+    """Like ``load_config``, with where each setting that is not a default came from."""
     return load(Settings, argv, SPLIT)

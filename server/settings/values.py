@@ -1,9 +1,8 @@
-"""Sizes, addresses and files as people write them, and the kinds of value that settings have."""
+"""Values as people write them: sizes, addresses, files, and the limits of ``--limits``."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 from collections import Counter
@@ -11,21 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field
-
-from kvstore.proto.errors import InvalidRequestError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 KIB, MIB, GIB, TIB = (1 << 10 * power for power in (1, 2, 3, 4))
 MIN_TIER_BYTES = 4 * MIB
 MAX_SLAB_BYTES = 256 * MIB
 MAX_SIZE_BYTES = 1 << 50
-SOCKET_PATH_BYTES = 107
-"""What a Unix socket's address holds."""
 MAX_PASSWORD_BYTES = 4096
-MIN_SECRET_BYTES = 16
-MAX_ASKED_PEERS = 16
+MAX_QUERIED_PEERS = 16
 """In one lookup, and in a fixed list."""
 GET_BYTES = 16 << 20
 """What one get is counted with: about what the sockets of both ends can hold of it."""
@@ -149,7 +149,7 @@ def read_password(path: Path) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GateTerms:
     """What blending is held to. ``ratio`` is what a gate begins with, ``shadow_share`` how many
     of the requests are compared once nothing has changed for long.
@@ -160,52 +160,12 @@ class GateTerms:
     max_divergence: float = 0.03
     shadow_share: float = 0.005
 
-    def __post_init__(self) -> None:
-        for name, top in (("ratio", MAX_RATIO), ("min_agreement", 1.0), ("shadow_share", 1.0)):
-            if not 0.0 <= getattr(self, name) <= top:
-                raise InvalidRequestError(name, getattr(self, name), f"use 0 to {top}")
-        if not 0.0 < self.max_divergence < 100.0:
-            raise InvalidRequestError("max_divergence", self.max_divergence, "nats, above 0")
+
+# --- what settings take; the text at the end of each is what --help calls the value
 
 
-def _address(value: str) -> str:
-    parse_endpoint(value)
-    return value
-
-
-def _address_or_off(value: str) -> str:
-    return value if value == "off" else _address(value)
-
-
-def _event_address(value: str) -> str:
-    if not value.startswith("ipc:"):
-        return _address_or_off(value)
-    path = value.removeprefix("ipc:")
-    if not os.path.isabs(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-        raise ValueError(f"give ipc: and an absolute path of {SOCKET_PATH_BYTES} bytes at most")
-    return value
-
-
-def _socket_path(value: str) -> str:
-    if value == "off":
-        return value
-    path = os.path.expanduser(value)
-    if not os.path.isabs(path):
-        raise ValueError("give an absolute path, or off to do without shared memory")
-    if len(os.fsencode(path.replace("{port}", "65535"))) > SOCKET_PATH_BYTES:
-        raise ValueError(f"a socket's path has at most {SOCKET_PATH_BYTES} bytes; shorten it")
-    return path
-
-
-def _collector(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or parts.path.strip("/") or "@" in parts.netloc:
-        raise ValueError("give http://host:port, or https://host:port for TLS")
-    parse_endpoint(parts.netloc)
-    return url
-
-
-def _size(value: object) -> int:
+def checked_size(value: object) -> int:
+    """Like ``parse_size``, up to MAX_SIZE_BYTES."""
     size_bytes = parse_size(value)
     if size_bytes > MAX_SIZE_BYTES:
         raise ValueError(f"give at most {format_size(MAX_SIZE_BYTES)}")
@@ -218,76 +178,99 @@ def _tier_size(size_bytes: int) -> int:
     return size_bytes
 
 
-def _readable(path: Path) -> Path:
-    path = absolute(path)
-    if not (path.is_file() and os.access(path, os.R_OK)):
-        raise ValueError("name a file that this user can read")
-    return path
-
-
-def _password_file(path: Path) -> Path:
-    read_password(path)
-    return path
-
-
-def _secret_file(path: Path) -> Path:
-    if path.stat().st_size < MIN_SECRET_BYTES:
-        raise ValueError(f"put at least {MIN_SECRET_BYTES} random bytes into it")
-    return path
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise ValueError("name a folder that exists")
-    return absolute(path)
-
-
-def _off(value: object) -> object:
-    return "off" if value is False else value  # what YAML makes of a bare off
-
-
-def split_names(value: object) -> object:
-    """Split text at its commas; nothing is left of ``off``."""
-    if _off(value) == "off":
-        return None
-    if not isinstance(value, str):
-        return value
-    return tuple(name.strip() for name in value.split(",") if name.strip())
-
-
-def _peers(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    if not names:
-        return None
-    addresses = [name for name in names if name != DIRECTORY]
-    for address in addresses:
-        if not parse_endpoint(address)[1]:
-            raise ValueError("give each peer's port")
-    if len(set(names)) < len(names) or len(addresses) > MAX_ASKED_PEERS:
-        raise ValueError(f"name each peer once, {MAX_ASKED_PEERS} at most; of more, use directory")
-    return names
-
-
-# The text at the end of each is what --help calls the value.
-Size = Annotated[int, BeforeValidator(_size), "SIZE"]
+Size = Annotated[int, BeforeValidator(checked_size), "SIZE"]
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
-Workers = Annotated[int, Field(ge=1, le=1024), "N"]
-RedisConnections = Annotated[int, Field(ge=1, le=64), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
 Share = Annotated[float, Field(ge=0.0, le=1.0), "SHARE"]
-Text = Annotated[str | None, "TEXT"]
-Listen = Annotated[str, BeforeValidator(_off), AfterValidator(_address), "HOST:PORT"]
-Endpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_address_or_off), "HOST:PORT"]
-EventEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_event_address), "HOST:PORT"]
-SocketPath = Annotated[str, BeforeValidator(_off), AfterValidator(_socket_path), "PATH"]
-Collector = Annotated[Annotated[str, AfterValidator(_collector)] | None, "URL"]
 OwnPath = Annotated[Path, AfterValidator(absolute), "PATH"]
-ReadableFile = Annotated[Path, AfterValidator(_readable)]
-OwnFile = Annotated[ReadableFile | None, "PATH"]
-PasswordFile = Annotated[Annotated[ReadableFile, AfterValidator(_password_file)] | None, "PATH"]
-SecretFile = Annotated[Annotated[ReadableFile, AfterValidator(_secret_file)] | None, "PATH"]
-Folder = Annotated[Annotated[Path, AfterValidator(_folder)] | None, "PATH"]
-ScrubTiers = Annotated[tuple[TierName, ...], BeforeValidator(split_names), "NAMES"]
-Peers = Annotated[
-    tuple[str, ...] | None, BeforeValidator(split_names), AfterValidator(_peers), "HOST:PORT"
-]
+
+
+def _slab(size_bytes: int) -> int:
+    if 0 < size_bytes < 64 * KIB:
+        raise ValueError("it must be greater than or equal to 65536, or 0 for one from --cpu")
+    if size_bytes % (4 * KIB):
+        raise ValueError("give a multiple of 4KiB, the size of a page")
+    return size_bytes
+
+
+def limits_by_name(text: str) -> dict[str, object]:
+    """Return what ``NAME=VALUE,...`` gives; of one given twice the later. Raises ValueError."""
+    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ValueError("give NAME=VALUE, such as mover_queue=4096; with commas between them")
+    return {name.strip(): given.strip() for name, _, given in pairs}
+
+
+class Checked(BaseModel):
+    """Values that are checked once and stay as they are."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+class Limits(Checked):
+    """Limits that hardly anybody has to change, with their defaults and bounds."""
+
+    cpu_slab_bytes: Annotated[Size, AfterValidator(_slab)] = 0
+    """memory is shared in slabs of this size; 0: from --cpu"""
+    mover_queue: Count = 1024
+    """background moves waiting in each queue"""
+    prefetch_bytes: Size = 64 * MIB
+    """most that is loaded ahead of gets at once, for chains that were just found; 0: nothing"""
+    load_headroom_percent: Annotated[int, Field(ge=0, lt=50), "N"] = 5
+    """share of the cpu tier kept for loads"""
+    ghost_limit: Count = 1 << 18
+    """evicted chunks that the policies remember, at least"""
+    breaker_failures: Count = 3
+    """failures in a row that put a tier aside"""
+    breaker_retry_ms: Millis = 1000
+    """a tier put aside is tried again after"""
+    redis_connections: Annotated[int, Field(ge=1, le=64), "N"] = 16
+    """connections to each Redis server; further calls wait"""
+    max_batch_chunks: Count = 4096
+    """chunks in one request"""
+    max_leases_per_session: Count = 1024
+    """leases one session may hold"""
+    max_reservations_per_session: Count = 4096
+    """unfinished puts one session may hold"""
+    session_ttl_ms: Millis = 15_000
+    """a silent session is closed after this"""
+    peer_requests: Count = 8
+    """requests of peers that are answered at once; more are misses"""
+    peer_bytes: Annotated[Size, Field(ge=GET_BYTES)] = 8 * GET_BYTES
+    """bytes that may be under way to peers at once"""
+    peer_timeout_ms: Millis = 200
+    """longest wait for one answer of a peer"""
+    directory_ttl_ms: Annotated[Millis, Field(ge=500)] = 10_000
+    """a node that is silent in the directory for so long is gone"""
+    directory_chunks: Count = 1 << 18
+    """chunks that this node names in the directory, at most"""
+    events_kept: Annotated[int, Field(ge=0, le=1 << 20), "N"] = 1 << 16
+    """latest events that readers may have missed; 0: no events at all"""
+    audit_bytes: Annotated[Size, Field(ge=64 * KIB)] = 64 * MIB
+    """a file of the audit log is set aside at this size; 8 are kept"""
+    blend_ratio: Annotated[float, Field(ge=0.0, le=MAX_RATIO), "SHARE"] = GateTerms.ratio
+    """share of tokens to recompute that a gate of blending begins with"""
+    blend_shadows: Share = GateTerms.shadow_share
+    """share of blended requests that are compared with a full prefill"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if value is None:
+            return {}
+        return limits_by_name(value) if isinstance(value, str) else value
+
+    def texts(self) -> dict[str, str]:
+        """Return each limit as text."""
+        sizes = [n for n, field in type(self).model_fields.items() if "SIZE" in field.metadata]
+        return {n: format_size(v) if n in sizes else str(v) for n, v in self}
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={text}" for name, text in self.texts().items())

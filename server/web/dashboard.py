@@ -9,19 +9,14 @@ import asyncio
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES, Namespace
-from kvstore.server.security.sessions import SessionTable
-from kvstore.server.store.store import Store
-from kvstore.server.telemetry.metrics import Counters, Finds, Times
-
-if TYPE_CHECKING:  # its file loads redis
-    from kvstore.server.cluster.directory import Directory
+from kvstore.server.api.service import Backend
+from kvstore.server.telemetry.metrics import Finds, Times
 
 EVERY_S = 1.0
 """Between two looks while somebody reads; nobody reads: nothing is done."""
@@ -78,48 +73,68 @@ class Look(NamedTuple):
         return self.counters[name] - before.counters[name]
 
     def hit_ratio(self, before: Look) -> float | None:
-        """Return what share of the chunks asked for after *before* was found; None of none."""
+        """Return what share of the chunks looked up after *before* was found; None of none."""
         asked = self.since(before, "lookup_chunks")
         return self.since(before, "lookup_ready_chunks") / asked if asked > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The server that is looked at. *clock* returns monotonic seconds."""
+class Dashboard:
+    """Looks at a server now and then, and at all of it, once a second, for its readers.
 
-    store: Store
-    sessions: SessionTable
-    counters: Counters
-    version: str
-    clock: Callable[[], float]
-    directory: Directory | None = None
-    """Of the nodes and what they hold in memory, where there is one."""
+    ``text`` and ``after`` are for one event loop; they call ``data`` in a thread.
+    """
 
-
-class Viewer:
-    """Looks at a server now and then, and at all of it when asked. Thread-safe."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._born_s = subject.clock()
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._counters = backend.store.counters
+        self._clock = backend.checks.clock
+        self._born_s = self._clock()
         self._lock = threading.Lock()  # guards the looks
         self._looks: deque[Look] = deque([self._look()], maxlen=LOOKS_KEPT)
         self._prefixes: list[list[object]] = []
         self._prefixes_s = -TOP_EVERY_S
+        self._rendering = asyncio.Lock()  # one at a time
+        self._text = ""
+        self._number = 0
+        self._text_s = 0.0
 
     def _look(self) -> Look:
-        counters = self._subject.counters
+        counters = self._counters
         return Look(
-            self._subject.clock(), counters.snapshot(), counters.flows.snapshot(),
+            self._clock(), counters.snapshot(), counters.flows.snapshot(),
             counters.finds.snapshot(), counters.times.snapshot(),
         )  # fmt: skip
 
     def tick(self) -> None:
         """Keep a look if the last one is old. Called a few times a second; takes microseconds."""
-        if self._subject.clock() - self._looks[-1].at_s >= LOOK_EVERY_S:
+        if self._clock() - self._looks[-1].at_s >= LOOK_EVERY_S:
             look = self._look()
             with self._lock:
                 self._looks.append(look)
+
+    # --- for readers
+
+    async def text(self) -> str:
+        """Return what there is to show, a second old at most, as one line of JSON."""
+        return (await self._fresh())[1]
+
+    async def after(self, number: int) -> tuple[int, str]:
+        """Wait for a text behind the one of *number*; return its number and itself."""
+        left_s = self._text_s + EVERY_S - self._clock()
+        if number == self._number and left_s > 0:
+            await asyncio.sleep(left_s)
+        return await self._fresh()
+
+    async def _fresh(self) -> tuple[int, str]:
+        async with self._rendering:
+            if not self._number or self._clock() - self._text_s >= EVERY_S:
+                data = await asyncio.to_thread(self.data)
+                self._text = json.dumps(data, separators=(",", ":"))
+                self._number += 1
+                self._text_s = self._clock()
+            return self._number, self._text
+
+    # --- what there is to show
 
     def data(self) -> dict[str, Any]:
         """Return what there is to show now, by sections of the page. For one thread at a time.
@@ -132,7 +147,8 @@ class Viewer:
         old = [look for look in looks if now.at_s - look.at_s >= RECENT_S]
         recent = old[-1] if old else looks[0]
         ratios = [then.hit_ratio(before) for before, then in pairwise(looks)]
-        tiers = self._tiers()
+        tiers, finds = self._tiers(), now.finds
+        tenants = sorted(finds.asked, key=lambda name: -finds.asked[name])[:SHOWN_TENANTS]
         return {
             "now": self._now(now, recent),
             "tiers": tiers,
@@ -140,9 +156,9 @@ class Viewer:
                 "ratios": ratios,
                 "ratios_s": now.at_s - looks[0].at_s,
                 "asked": now.counters["lookup_chunks"],
-                "tiers": [[one["name"], now.finds.tiers.get(one["name"], 0)] for one in tiers],
+                "tiers": [[one["name"], finds.tiers.get(one["name"], 0)] for one in tiers],
                 "missed": now.counters["lookup_chunks"] - now.counters["lookup_ready_chunks"],
-                "tenants": _tenants(now.finds),
+                "tenants": [[one, finds.ready.get(one, 0), finds.asked[one]] for one in tenants],
             },
             "flows": _flows(now, recent),
             "latency": _latency(now, recent),
@@ -159,27 +175,27 @@ class Viewer:
         }
 
     def _now(self, now: Look, recent: Look) -> dict[str, Any]:
-        subject = self._subject
+        backend = self._backend
         span_s = _span_s(now, recent)
         return {
-            "state": "draining" if subject.sessions.is_draining else "serving",
-            "version": subject.version,
+            "state": "draining" if backend.sessions.is_draining else "serving",
+            "version": backend.identity.version,
             "uptime_s": now.at_s - self._born_s,
             "recent_s": span_s,
             "hit_ratio": now.hit_ratio(recent),
             "lookups_per_s": now.since(recent, "lookups") / span_s,
             "get_bytes_per_s": now.since(recent, "get_bytes") / span_s,
             "put_bytes_per_s": now.since(recent, "put_bytes") / span_s,
-            "chunks": len(subject.store.catalog),
-            "sessions": len(subject.sessions),
-            "leases": subject.store.catalog.lease_count(),
+            "chunks": len(backend.store.catalog),
+            "sessions": len(backend.sessions),
+            "leases": backend.store.catalog.lease_count(),
             "faults": sum(now.since(recent, name) for name in FAULTS),
         }
 
     def _tiers(self) -> list[dict[str, Any]]:
         tiers = []
-        for status in self._subject.store.slot_statuses():
-            report = self._subject.store.catalog.eviction.policy_report(status.name)
+        for status in self._backend.store.slot_statuses():
+            report = self._backend.store.catalog.eviction.policy_report(status.name)
             tiers.append(
                 {
                     "name": status.name,
@@ -197,7 +213,7 @@ class Viewer:
 
     def _top_prefixes(self, now_s: float) -> list[list[object]]:
         if now_s - self._prefixes_s >= TOP_EVERY_S:
-            store = self._subject.store
+            store = self._backend.store
             self._prefixes = []
             for one in store.catalog.queries.top_prefixes(TOP_PREFIXES):
                 space = store.spaces.of(Namespace(one.key[:DIGEST_BYTES]))
@@ -210,7 +226,7 @@ class Viewer:
         return self._prefixes
 
     def _nodes(self) -> list[list[str]]:
-        directory = self._subject.directory
+        directory = self._backend.directory
         if directory is None:
             return []
         report = directory.report()
@@ -220,11 +236,6 @@ class Viewer:
 
 def _span_s(now: Look, recent: Look) -> float:
     return max(1e-3, now.at_s - recent.at_s)
-
-
-def _tenants(finds: Finds) -> list[list[object]]:
-    names = sorted(finds.asked, key=lambda name: -finds.asked[name])[:SHOWN_TENANTS]
-    return [[name, finds.ready.get(name, 0), finds.asked[name]] for name in names]
 
 
 def _flows(now: Look, recent: Look) -> dict[str, Any]:
@@ -250,40 +261,3 @@ def _latency(now: Look, recent: Look) -> list[list[object]]:
         quantiles = [lately.quantile_s(share) for share in (0.5, 0.9, 0.99)]
         rows.append([name, lately.calls / _span_s(now, recent), *quantiles, times.calls])
     return rows
-
-
-class Dashboard:
-    """Shares one look a second between its readers. For one event loop.
-
-    *data* takes a while and is called in a thread; *clock* returns monotonic seconds.
-    """
-
-    def __init__(self, data: Callable[[], Mapping[str, Any]], clock: Callable[[], float]) -> None:
-        self._data = data
-        self._clock = clock
-        self._lock = asyncio.Lock()  # one look at a time
-        self._text = ""
-        self._number = 0
-        self._at_s = 0.0
-
-    async def text(self) -> str:
-        """Return what there is to show, a second old at most, as one line of JSON."""
-        return (await self._fresh())[1]
-
-    async def after(self, number: int) -> tuple[int, str]:
-        """Wait for a look behind look *number*; return its number and what there is to show."""
-        left_s = self._at_s + EVERY_S - self._clock()
-        if number == self._number and left_s > 0:
-            await asyncio.sleep(left_s)
-        return await self._fresh()
-
-    async def _fresh(self) -> tuple[int, str]:
-        async with self._lock:
-            if not self._number or self._clock() - self._at_s >= EVERY_S:
-                self._text = await asyncio.to_thread(self._render)
-                self._number += 1
-                self._at_s = self._clock()
-            return self._number, self._text
-
-    def _render(self) -> str:
-        return json.dumps(self._data(), separators=(",", ":"))

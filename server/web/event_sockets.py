@@ -9,6 +9,7 @@ import stat
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -29,15 +30,19 @@ _KEY_CHARS = 40
 def load_key(folder: Path) -> bytes:
     """Return the secret key kept in *folder*, as Z85 text, made there when there is none.
 
-    Raises InvalidRequestError when the folder or the key cannot be used, or others could read
-    them.
+    Raises InvalidRequestError for what cannot be used, or others could read.
     """
     path = folder / SECRET_NAME
     fix = "others could read the key; chown it to this user, chmod go="
     try:
         _make_private(folder, "events_keys", fix)
         if not path.exists():
-            _write(path, zmq.curve_keypair()[1])
+            # Whole or not at all; of two servers that start together one wins.
+            with tempfile.NamedTemporaryFile(dir=folder) as draft, suppress(FileExistsError):
+                draft.write(zmq.curve_keypair()[1] + b"\n")
+                draft.flush()
+                os.fsync(draft.fileno())
+                os.link(draft.name, path)  # of mode 0600
         _check_private(path, "events_keys", fix)
         secret = path.read_bytes().strip()
     except OSError as error:
@@ -63,22 +68,6 @@ def _check_private(path: Path, name: str, fix: str) -> None:
         raise InvalidRequestError(name, str(path), fix)
 
 
-def _write(path: Path, secret: bytes) -> None:
-    """Write the key whole or not at all; of two servers that start together one wins."""
-    descriptor, draft = tempfile.mkstemp(dir=path.parent)  # of mode 0600
-    try:
-        os.write(descriptor, secret + b"\n")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass
-    finally:
-        os.unlink(draft)
-
-
 _EVENT = struct.Struct("=Hi")
 
 
@@ -101,7 +90,7 @@ class ConnectionCap:
         # ZeroMQ's own thread writes here and would wait for room, so there is no end of it. What
         # comes between two turns of the loop is few.
         self.news = socket.context.socket(zmq.PAIR)
-        self.news.linger = self.news.rcvhwm = 0
+        self.news.rcvhwm = 0
         socket.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.news.connect(where)
 
@@ -126,42 +115,22 @@ class ConnectionCap:
 
     def _hang_up(self, descriptor: int) -> None:
         """End a connection as its other end would; ZeroMQ sees that and closes it."""
-        try:
+        with suppress(OSError):  # gone by itself
             copy = os.dup(descriptor)
-        except OSError:
-            return  # gone by itself
-        try:
-            link = sockets.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            return
-        with link:
-            # The number may be another file's by now: only what came to this address is ended.
-            if _own_end(link) == _bound_end(self._socket):
-                try:
+            try:
+                link = sockets.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                raise
+            with link:
+                own = link.getsockname()
+                if link.family in (sockets.AF_INET, sockets.AF_INET6):
+                    own = own[1]
+                url = _bound(self._socket)
+                bound = url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
+                # The number may be another file's by now: only what came to this address is ended.
+                if own == bound:
                     link.shutdown(sockets.SHUT_RDWR)
-                except OSError:
-                    return  # gone by itself
-
-    def close(self) -> None:
-        """Watch no more. Idempotent. To be called before the socket is closed."""
-        if not self.news.closed:
-            self._socket.disable_monitor()
-            self.news.close(0)
-
-
-def _own_end(link: sockets.socket) -> object:
-    try:
-        name = link.getsockname()
-    except OSError:
-        return None
-    return name[1] if link.family in (sockets.AF_INET, sockets.AF_INET6) else name
-
-
-def _bound_end(socket: Socket) -> object:
-    """Return the port or path that *socket* is bound to."""
-    url = _bound(socket)
-    return url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
 
 
 def _bound(socket: Socket) -> str:
@@ -214,8 +183,8 @@ def bind_to(socket: Socket, endpoint: str) -> str:
 class EventSockets:
     """A PUB socket and a ROUTER for replays, either of which may be None, and what admits to them.
 
-    With the server's *secret* key and *readers*, keys as Z85 text, who connects proves by CURVE to
-    be one of them. ``addresses`` are those to connect to. *refused* is called for each connection
+    With the server's *secret* key and *readers*, keys as Z85 text, connections prove by CURVE to be
+    of these. ``addresses`` are those to connect to. *refused* is called for each connection
     that is one too many. Raises InvalidRequestError.
     """
 
@@ -236,7 +205,7 @@ class EventSockets:
         self._admission: Socket | None = None
         try:
             if readers is not None:
-                self._admission = self._socket(zmq.REP)
+                self._admission = self._context.socket(zmq.REP)
                 self._admission.bind(_HANDLER)
             if publish != "off":
                 self.pub = self._bound(zmq.PUB, publish, "events")
@@ -245,11 +214,6 @@ class EventSockets:
         except BaseException:
             self.close()
             raise
-
-    def _socket(self, kind: int) -> Socket:
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        return socket
 
     def _bound(self, kind: int, endpoint: str, name: str) -> Socket:
         if endpoint.startswith("ipc:"):
@@ -260,7 +224,7 @@ class EventSockets:
             except OSError as error:
                 fix = f"{error.strerror}; choose another folder"
                 raise InvalidRequestError(name, str(folder), fix) from None
-        socket = self._socket(kind)
+        socket = self._context.socket(kind)
         socket.sndhwm = SEND_QUEUE_BATCHES
         if kind == zmq.ROUTER:
             socket.sndhwm = REPLAY_QUEUE_BATCHES
@@ -273,7 +237,6 @@ class EventSockets:
         socket.copy_threshold = 0  # what is sent again is one piece of memory, however many wait
         if self._readers is not None:
             socket.curve_server = True
-            socket.curve_publickey = zmq.curve_public(self._secret)
             socket.curve_secretkey = self._secret
             socket.setsockopt(zmq.ZAP_DOMAIN, b"events")
         cap = ConnectionCap(socket, MAX_CONNECTIONS, self._refused)
@@ -281,8 +244,6 @@ class EventSockets:
         try:
             self.addresses.append(bind_to(socket, endpoint))
         except zmq.ZMQError as error:
-            cap.close()
-            socket.close(0)
             fix = f"{error.strerror}; is it taken? choose another address"
             raise InvalidRequestError(name, endpoint, fix) from None
         return socket
@@ -300,37 +261,27 @@ class EventSockets:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(timeout_ms)
 
-    def hold(self) -> bool:
-        """Hang up on who is too many; False: nothing that would be gone on with at once."""
+    def hold(self) -> None:
+        """Hang up on connections that are too many."""
         for cap in self._caps:
             cap.hold()
-        return False
 
     def admit(self) -> bool:
         """Answer one connection that asks to be let in; False when there is none."""
         if self._admission is None or self._readers is None:
             return False
         try:
-            version, request, _, _, _, mechanism, *proof = self._admission.recv_multipart(
-                zmq.NOBLOCK
-            )
+            frames = self._admission.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return False
+        version, request, _, _, _, mechanism, *proof = frames
         self._readers.refresh()
-        is_known = mechanism == b"CURVE" and _text_of(proof) in self._readers.value
+        is_key = mechanism == b"CURVE" and [len(one) for one in proof] == [32]
+        is_known = is_key and z85.encode(proof[0]) in self._readers.value
         answer = (b"200", b"OK") if is_known else (b"400", b"unknown key")
         self._admission.send_multipart((version, request, *answer, b"", b""))
         return True
 
     def close(self) -> None:
         """Close all of it. Idempotent."""
-        for cap in self._caps:
-            cap.close()
-        for socket in (self.pub, self.replay, self._admission):
-            if socket is not None:
-                socket.close(0)
-        self._context.term()
-
-
-def _text_of(proof: list[bytes]) -> bytes:
-    return z85.encode(proof[0]) if len(proof) == 1 and len(proof[0]) == 32 else b""
+        self._context.destroy(linger=0)

@@ -1,14 +1,11 @@
-"""The pages of the HTTP port: the metrics, and the dashboard for whoever may see it."""
+"""The pages of the HTTP port: the metrics, and the dashboard for those who may see it."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,25 +13,21 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvstore.proto.errors import KVStoreError, PermissionDeniedError, UnauthenticatedError
+from kvstore.server.api.service import Backend
 from kvstore.server.security.authenticator import CERTIFICATE as X509
-from kvstore.server.security.authenticator import SCHEME, Authenticator
+from kvstore.server.security.authenticator import SCHEME
 from kvstore.server.security.sessions import Principal
+from kvstore.server.security.setup import Trust
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback
-from kvstore.server.telemetry.metrics import Gauge
-from kvstore.server.web.dashboard import MEDIA, Dashboard, Subject, Viewer
+from kvstore.server.web.dashboard import MEDIA, Dashboard
 from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
 from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
 
-if TYPE_CHECKING:
-    from kvstore.server.security.setup import Trust
-
-
 MAX_READERS = 16
 """Pages that are kept up to date at once; a further one is answered 503 and stays as it was."""
-
-OnRefused = Callable[[Principal | None, str, str], None]
-"""Told of each refusal of who brought a proof: who it was, the error, and from where."""
+METHOD = "Dashboard"
+"""What a page that was refused is called in the audit log."""
 
 _WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
 _REALM = {"WWW-Authenticate": 'Basic realm="kvstore", charset="UTF-8"'}
@@ -51,34 +44,20 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Exposure:
-    """What of the HTTP port is for other hosts; this machine has all of it.
-
-    ``shows_dashboard``: nobody on the way can read or change the page, or that was accepted.
-    ``asks_for_metrics``: who reads them says who they are, too.
-    """
-
-    shows_dashboard: bool = False
-    asks_for_metrics: bool = True
-
-
 class Pages:
     """The application of the HTTP port. For its own thread alone."""
 
     def __init__(
-        self,
-        metrics: MetricsText,
-        dashboard: Dashboard,
-        authenticator: Authenticator,
-        exposure: Exposure,
-        on_refused: OnRefused = lambda who, outcome, peer: None,
+        self, config: Settings, trust: Trust, metrics: MetricsText, dashboard: Dashboard
     ) -> None:
+        # This machine sees all of it. Other hosts see the dashboard where nobody on the way can
+        # read or change it, or that was accepted; and the metrics with a proof, or where open.
+        is_guarded = config.http_tls and config.authenticates_callers
+        self._shows_dashboard = config.insecure or is_guarded
+        self._guards_metrics = not (config.open_pages or config.insecure)
+        self._trust = trust
         self._metrics = metrics
         self._dashboard = dashboard
-        self._authenticator = authenticator
-        self._exposure = exposure
-        self._on_refused = on_refused
         self._readers = 0
         self.app = Starlette(
             routes=[
@@ -95,15 +74,17 @@ class Pages:
         self, answer: Callable[[Request], Awaitable[Response]], *, is_page: bool = True
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            is_local = _is_local(request)
-            if is_local and not _is_own_name(request.url.hostname or ""):
+            # By the kernel's word: the connection does not leave this machine.
+            ends = request.client, request.scope.get("server")
+            is_local = all(end is not None and is_loopback(end[0]) for end in ends)
+            if is_local and not is_loopback((request.url.hostname or "").strip("[]")):
                 # A page of elsewhere may have had its name point here.
                 return PlainTextResponse("ask for it as localhost or 127.0.0.1\n", 421)
-            if is_page and not is_local and not self._exposure.shows_dashboard:
+            if is_page and not is_local and not self._shows_dashboard:
                 return PlainTextResponse(_WHERE, 403)
-            if is_page or (self._exposure.asks_for_metrics and not is_local):
+            if is_page or (self._guards_metrics and not is_local):
                 try:
-                    self._check(request, self._on_refused)
+                    self._check(request)
                 except PermissionDeniedError as error:
                     return PlainTextResponse(f"{error}\n", 403, _HEADERS)
                 except UnauthenticatedError as error:
@@ -112,20 +93,23 @@ class Pages:
 
         return guarded
 
-    def _check(self, request: Request, on_refused: OnRefused) -> None:
-        """See that an admin asks. Raises UnauthenticatedError, PermissionDeniedError."""
+    def _check(self, request: Request, *, is_noted: bool = True) -> None:
+        """See that an admin calls. Raises UnauthenticatedError, PermissionDeniedError."""
         given = request.headers.get("authorization", "")
         pem: bytes = request.scope.get("state", {}).get(CERTIFICATE, b"")
         principal: Principal | None = None
         try:
             proof = [("authorization", _bearer(given))] if given else []
-            principal = self._authenticator.principal_of(proof, {X509: [pem]} if pem else {})
+            certificate = {X509: [pem]} if pem else {}
+            principal = self._trust.authenticator.principal_of(proof, certificate)
             if not principal.is_admin():
                 raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
         except KVStoreError as error:
-            if given or pem:  # else a browser asks what it should bring
+            if is_noted and (given or pem):  # else a browser wants to know what it should bring
                 host, port = request.client or ("", 0)
-                on_refused(principal, type(error).__name__, f"http:{host}:{port}")
+                peer = f"http:{host}:{port}"
+                outcome = type(error).__name__
+                self._trust.authorizer.note(principal, METHOD, outcome, peer=lambda: peer)
             raise
 
     # --- pages
@@ -144,15 +128,13 @@ class Pages:
 
     async def _get_events(self, request: Request) -> Response:
         if self._readers >= MAX_READERS:
-            return PlainTextResponse(
-                "as many pages are open as are kept up to date\n", 503, _HEADERS
-            )
-        return StreamingResponse(
-            self._events(request), media_type="text/event-stream", headers=_HEADERS
-        )
+            text = "as many pages are open as are kept up to date\n"
+            return PlainTextResponse(text, 503, _HEADERS)
+        events = self._events(request)
+        return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     async def _events(self, request: Request) -> AsyncIterator[str]:
-        """Yield what the page shows whenever it was looked at anew, while who asked may see it."""
+        """Yield what the page shows whenever it is another, while the caller may see it."""
         self._readers += 1
         try:
             yield "retry: 2000\n\n"
@@ -160,7 +142,7 @@ class Pages:
             while not await request.is_disconnected():
                 number, text = await self._dashboard.after(number)
                 try:
-                    self._check(request, lambda *_: None)
+                    self._check(request, is_noted=False)
                 except KVStoreError:
                     return
                 yield f"data: {text}\n\n"
@@ -180,60 +162,19 @@ def _bearer(given: str) -> str:
     return SCHEME + text.partition(":")[2]
 
 
-def _is_own_name(host: str) -> bool:
-    return is_loopback(host.strip("[]"))
-
-
-def _is_local(request: Request) -> bool:
-    """Whether the connection does not leave this machine, by the kernel's word."""
-    ends = request.client, request.scope.get("server")
-    return all(end is not None and is_loopback(end[0]) for end in ends)
-
-
-METHOD = "Dashboard"
-"""What a page that was refused is called in the audit log."""
-
-
-class HttpPort:
-    """The metrics and the dashboard, served from birth to ``close``. ``tick`` now and then.
-
-    Raises InvalidRequestError for an address that cannot be had.
-    """
-
-    def __init__(self, config: Settings, subject: Subject, trust: Trust) -> None:
-        assert config.http_address is not None
-        store, sessions = subject.store, subject.sessions
-        tiers = [slot.name for slot in store.tiers.slots.values()]
-
-        def levels() -> list[Gauge]:
-            return gauges(store, len(sessions), subject.directory)
-
-        metrics = MetricsText(subject.counters, levels, tiers)
-        self._viewer = viewer = Viewer(subject)
-        dashboard = Dashboard(viewer.data, time.monotonic)
-
-        def on_refused(who: Principal | None, outcome: str, peer: str) -> None:
-            trust.authorizer.note(who, METHOD, outcome, peer=lambda: peer)
-
-        pages = Pages(metrics, dashboard, trust.authenticator, exposure_of(config), on_refused)
-        tls = None
-        if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
-            tls = TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca)
-        self._server: HttpServer = HttpServer(config.http_address, pages.app, tls)
-        self.port = self._server.port
-        self.close: Callable[[], None] = self._server.close
-
-    def tick(self) -> None:
-        """Keep count over time; take in a certificate that was replaced."""
-        self._viewer.tick()
-        self._server.tick()
-
-
-def exposure_of(config: Settings) -> Exposure:
-    """Return what of the port is for other hosts."""
-
-    is_guarded = config.http_tls and config.authenticates_callers
-    return Exposure(
-        shows_dashboard=config.insecure or is_guarded,
-        asks_for_metrics=not (config.open_pages or config.insecure),
+def open_http(
+    address: tuple[str, int], config: Settings, backend: Backend, trust: Trust
+) -> HttpServer:
+    """Serve the metrics and the dashboard at *address*. Raises InvalidRequestError."""
+    store = backend.store
+    metrics = MetricsText(
+        store.counters,
+        lambda: gauges(store, len(backend.sessions), backend.directory),
+        list(store.tiers.slots),
     )
+    dashboard = Dashboard(backend)
+    tls: TlsFiles | None = None
+    if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
+        tls = (config.tls_cert, config.tls_key, config.tls_client_ca)
+    pages = Pages(config, trust, metrics, dashboard)
+    return HttpServer(address, pages.app, tls, dashboard.tick)

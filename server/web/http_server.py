@@ -1,4 +1,4 @@
-"""The HTTP server: one thread, a bounded number of connections, over TLS where it is told so."""
+"""The HTTP server: one thread, a bounded number of connections, over TLS where that is wanted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import ssl
 import threading
 from asyncio import BaseTransport, TimerHandle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 import uvicorn
@@ -24,27 +25,19 @@ MAX_CONNECTIONS = 64
 MAX_PER_ADDRESS = 32
 """Of them those of one address, half: its further ones are answered 503."""
 SILENT_S = 20.0
-"""A connection that has not asked for anything by then, or for nothing more that long after it was
-answered, is closed: be there a first byte of a request or not."""
+"""A connection is closed that long after it came or was answered, if no whole request followed."""
 KEEP_ALIVE_S = 5
 MAX_REQUEST_BYTES = 16 << 10
 """Of a request before its body; a longer one is answered 400. No request has a body."""
 BACKLOG = 64
 STUCK_MS = 20_000
 
-logger = structlog.get_logger(__name__)
-
-
 CERTIFICATE = "certificate"
 """In the state of a request: the caller's certificate in PEM, verified; empty without one."""
+TlsFiles = tuple[Path, Path, Path | None]
+"""A certificate, its key, and who signs callers' certificates, which nobody has to show."""
 
-
-class TlsFiles(NamedTuple):
-    """A certificate, its key, and who signs callers' certificates, which nobody has to show."""
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
+logger = structlog.get_logger(__name__)
 
 
 class _Protocol(H11Protocol):
@@ -96,13 +89,19 @@ class _Protocol(H11Protocol):
 class HttpServer:
     """Serves *app*, an ASGI application, on an address of its own from birth to ``close``.
 
-    The files of *tls* are read again when they are replaced.
+    The files of *tls* are read again when they are replaced. ``tick``, called a few times a second,
+    does that and *on_tick*.
     Raises InvalidRequestError for an address that cannot be had, or files that cannot be used.
     """
 
     def __init__(
-        self, address: tuple[str, int], app: Callable[..., object], tls: TlsFiles | None
+        self,
+        address: tuple[str, int],
+        app: Callable[..., object],
+        tls: TlsFiles | None,
+        on_tick: Callable[[], object] = lambda: None,
     ) -> None:
+        self._on_tick = on_tick
         config = uvicorn.Config(
             app,
             http=_Protocol,
@@ -124,20 +123,19 @@ class HttpServer:
         if tls is not None:
             self._files = WatchedFile(tuple(filter(None, tls)), checked_pair)
             config.ssl = self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            if tls.client_ca is not None:
+            if tls[2] is not None:
                 self._context.verify_mode = ssl.CERT_OPTIONAL
             self._load(tls)
         self._server = uvicorn.Server(config)
         self._socket = _listen(address)
         self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        run = partial(self._server.run, sockets=[self._socket])
+        self._thread = threading.Thread(target=run, name="http", daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        self._server.run(sockets=[self._socket])
 
     def tick(self) -> None:
         """Take in a certificate that was replaced, for connections to come."""
+        self._on_tick()
         if self._tls is None or self._files is None or not self._files.refresh():
             return
         try:
@@ -146,13 +144,10 @@ class HttpServer:
             logger.error("kept the certificate that was there before", reason=str(error))
 
     def _load(self, tls: TlsFiles) -> None:
-        self._context.load_cert_chain(tls.cert, tls.key)
-        if tls.client_ca is not None:
-            self._context.load_verify_locations(tls.client_ca)
-
-    def is_alive(self) -> bool:
-        """Whether it serves."""
-        return self._thread.is_alive()
+        cert, key, client_ca = tls
+        self._context.load_cert_chain(cert, key)
+        if client_ca is not None:
+            self._context.load_verify_locations(client_ca)
 
     def close(self) -> None:
         """End every connection and the thread. Idempotent."""
@@ -163,23 +158,20 @@ class HttpServer:
 
 def _listen(address: tuple[str, int]) -> socket.socket:
     host, port = address
+    listening: socket.socket | None = None
     try:
         family, *_, where = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # A reader that takes nothing any more is let go of.
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_MS)
-            listening.bind(where)
-            listening.listen(BACKLOG)
-        except OSError:
-            listening.close()
-            raise
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The connection of a reader that takes nothing any more ends.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_MS)
+        listening.bind(where)
+        listening.listen(BACKLOG)
     except OSError as error:
-        where_to = f"{host}:{port}"
-        raise InvalidRequestError(
-            "http", where_to, f"{error.strerror}; choose another address"
-        ) from None
+        if listening is not None:
+            listening.close()
+        fix = f"{error.strerror}; choose another address"
+        raise InvalidRequestError("http", f"{host}:{port}", fix) from None
     return listening

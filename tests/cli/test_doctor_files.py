@@ -10,8 +10,7 @@ import pytest
 from kvstore.cli.doctor_checks import CHECKS
 from kvstore.cli.doctor_files import BELIEVED, SECRET, check_files
 from kvstore.cli.finding import Finding
-from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import ReadableFile
+from kvstore.server.settings.settings import ReadableFile, Settings
 
 
 def findings(setting: str, path: Path, mode: int, **others: object) -> list[Finding]:

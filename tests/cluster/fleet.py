@@ -18,10 +18,10 @@ from kvstore.cli.status import ask_status
 from kvstore.client import Client, ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.directory import Directory, DirectoryTerms
+from kvstore.server.cluster.directory import Directory
 from kvstore.server.cluster.membership import NodeAddress
+from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
 
 PREFIX = "fleet:"
@@ -116,9 +116,8 @@ class Fleet:
         """Take part in the directory as a node that serves nothing."""
         link = RedisClient("redis", self.url, 500, 4)
         me = NodeAddress("observer", time.time_ns(), "", f"{GATEWAY}:1")
-        breaker = Breaker("node directory", 3, 200, time.monotonic)
-        terms = DirectoryTerms(PREFIX, TTL_MS)
-        directory = Directory(link, me, terms, Counters(), breaker)
+        limits = Limits(directory_ttl_ms=TTL_MS, breaker_retry_ms=200)
+        directory = Directory(link, me, PREFIX, limits, Counters())
         directory.start()
         try:
             yield directory

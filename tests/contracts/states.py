@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvstore.server.eviction.states.columns import ROOT
-from kvstore.server.eviction.states.tree import CheckpointTree, Node
+from kvstore.server.eviction.states.tree import ROOT, CheckpointTree, Node
 
 
 def nodes(tree: CheckpointTree) -> Iterator[Node]:

@@ -19,7 +19,7 @@ from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
-from kvstore.server.wiring import Policies
+from kvstore.server.wiring import make_policies
 from kvstore.tiers.base import Tier
 
 CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
@@ -29,27 +29,28 @@ CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
 
 
 def test_each_tier_has_the_policy_that_was_named_for_it() -> None:
-    policies = Policies(load_config(["--policy", "marconi,disk=lru"]), CAPACITIES)
-    assert isinstance(policies.by_tier["cpu"], MarconiEviction)
-    assert isinstance(policies.by_tier["disk"], LruEviction)
-    assert policies.metadata.policy_names == {"cpu": "marconi", "disk": "lru"}
+    config = load_config(["--policy", "marconi,disk=lru"])
+    metadata, policies = make_policies(config, CAPACITIES)
+    assert isinstance(policies["cpu"], MarconiEviction)
+    assert isinstance(policies["disk"], LruEviction)
+    assert metadata.policy_names == {"cpu": "marconi", "disk": "lru"}
 
 
 def test_quotas_put_partitions_over_the_policy_of_each_tier() -> None:
     flags = ["--tenant-quotas", "acme/disk=1MiB", "--category-terms", "batch=10s:2MiB,chat=5s"]
-    policies = Policies(load_config(flags), CAPACITIES)
-    cpu, disk = policies.by_tier["cpu"], policies.by_tier["disk"]
+    metadata, policies = make_policies(load_config(flags), CAPACITIES)
+    cpu, disk = policies["cpu"], policies["disk"]
     assert isinstance(cpu, PartitionedEviction)
     assert isinstance(disk, PartitionedEviction)
     assert [quota.limit_bytes for quota in cpu.quotas] == [0, 0, 2 * MIB]
     assert [quota.limit_bytes for quota in disk.quotas] == [0, MIB, 2 * MIB]
-    assert policies.metadata.category_ttls_s == {"batch": 10.0, "chat": 5.0}
+    assert metadata.category_ttls_s == {"batch": 10.0, "chat": 5.0}
 
 
 def test_more_than_a_tier_has_cannot_be_guaranteed() -> None:
     flags = ["--tenant-quotas", "a=60MiB:40MiB,b=60MiB:40MiB"]
     with pytest.raises(InvalidRequestError, match=r"tenant_quotas=.*64MiB of tier 'cpu'"):
-        Policies(load_config(flags), CAPACITIES)
+        make_policies(load_config(flags), CAPACITIES)
 
 
 # --- bad input, under every policy

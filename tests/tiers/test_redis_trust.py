@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +17,10 @@ from redis_process import RedisProcess, TlsFiles
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.server.cluster.directory import Directory, DirectoryTerms
+from kvstore.server.cluster.directory import Directory
 from kvstore.server.cluster.membership import NodeAddress
+from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis import RedisTier, check_health
 from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS, RedisClient
 
@@ -180,8 +179,8 @@ def directories(url: str, count: int) -> Iterator[list[Directory]]:
     for number in range(1, count + 1):
         me = NodeAddress(f"n{number}", number, "", f"10.0.0.{number}:1")
         link = RedisClient("redis", as_user(url), 5000, 2)
-        breaker = Breaker("node directory", 9, 1000, time.monotonic)
-        made.append(Directory(link, me, DirectoryTerms(PREFIX, 800), Counters(), breaker))
+        limits = Limits(directory_ttl_ms=800, breaker_failures=9)
+        made.append(Directory(link, me, PREFIX, limits, Counters()))
         made[-1].start()
     try:
         for one in made:

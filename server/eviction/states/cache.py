@@ -12,9 +12,15 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
 from kvstore.server.eviction.access_history import SteadyClock
 from kvstore.server.eviction.queues import RowHeap
-from kvstore.server.eviction.states.columns import ROOT
 from kvstore.server.eviction.states.ranks import CheckpointRank
-from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Match, Node, Tokens
+from kvstore.server.eviction.states.tree import (
+    ROOT,
+    CheckpointTree,
+    HybridModel,
+    Match,
+    Node,
+    Tokens,
+)
 
 TOKENS_PER_KEPT = 16
 """Tokens remembered for each one that the capacity has KV for: 64 bytes beside 65,536."""
@@ -96,10 +102,7 @@ class Ghosts:
             self._queue.push(number)
 
     def trim(self, forgot: Callable[[Node], None]) -> None:
-        """Forget the oldest until the limits hold, or nothing more can be forgotten.
-
-        *forgot* is called with each just before.
-        """
+        """Forget the oldest within the limits; *forgot* is called with each just before."""
         tree, queue = self._tree, self._queue
         while len(queue) and self._is_over():
             number = queue.first()
@@ -174,11 +177,7 @@ class StateCache:
     """
 
     def __init__(
-        self,
-        model: HybridModel,
-        capacity_bytes: int,
-        ghosts: GhostLimits,
-        make_rank: MakeRank,
+        self, model: HybridModel, capacity_bytes: int, ghosts: GhostLimits, make_rank: MakeRank
     ) -> None:
         if capacity_bytes < 0:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "at least 0")

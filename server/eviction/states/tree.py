@@ -1,7 +1,11 @@
-"""The tree of token sequences with state checkpoints: what a hybrid model may start from."""
+"""The tree of token sequences with state checkpoints: what a hybrid model may start from.
+
+What is known of its positions is in columns, so that a whole tree is scored at once.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -9,10 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.columns import NO_SLOT, ROOT, HeldColumns, NodeColumns
+from kvstore.proto.key_table import spare_rows
 
 Tokens = NDArray[np.int32]
+Slots = NDArray[np.intp]
 
+NO_SLOT = -1
+ROOT = 0
+"""The number of the root, which has no parent."""
+
+_FIRST_ROWS = 64
+_TOKEN_BITS = 32
+_TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 _MOST_HITS, _MOST_TURNS = 0xFFFF, 0xFF
 
 
@@ -76,6 +88,180 @@ class HybridModel:
 
 HYBRID_7B = HybridModel("hybrid-7b", 24, 4, 28, 4096, 128)
 """NVIDIA's attention-Mamba2 hybrid of 7 B, as in Marconi's evaluation."""
+
+
+class _Columns:
+    """Columns of one length with a list of free places; all grow by a sixteenth, with zeros."""
+
+    def __init__(self) -> None:
+        self._free = array("I")
+        self._end = 0
+        self._length = _FIRST_ROWS
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._end += 1
+        if self._end > self._length:
+            count = spare_rows(self._length)
+            self._length += count
+            for name, column in list(vars(self).items()):
+                if isinstance(column, np.ndarray):
+                    setattr(self, name, np.concatenate([column, np.zeros(count, column.dtype)]))
+                elif isinstance(column, array) and name != "_free":
+                    column.frombytes(bytes(count * column.itemsize))
+        return self._end - 1
+
+
+def _zeros(typecode: str) -> array[int]:
+    return array(typecode, [0]) * _FIRST_ROWS
+
+
+class NodeColumns(_Columns):
+    """What is known of every position, by ``Node.number``, and which is below which.
+
+    The first is the root's. What is read of single positions are arrays, which are quicker at
+    that than numpy's. The children of one parent are linked both ways.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_s = np.zeros(_FIRST_ROWS)
+        """When a request last used the position, or stored it."""
+        self.classes = np.zeros(_FIRST_ROWS, np.uint16)
+        self.ever = np.zeros(_FIRST_ROWS, np.bool_)
+        """Whether it had a state once: only then do its classes and ages mean anything."""
+        self.depths = _zeros("I")
+        self.slots = _zeros("i")
+        """Where its state is in HeldColumns; NO_SLOT where there is none."""
+        self.below = _zeros("I")
+        """Resident states here and further down: KV of the edge is kept for them."""
+        self.slots_below = _zeros("I")
+        """Their slots, one xor the other, which names the only one where there is one."""
+        self.ticks = _zeros("Q")
+        self.hits, self.turns = _zeros("H"), _zeros("B")
+        self.ends = _zeros("B")
+        """1 where a request ended, with its last decoded token."""
+        self.parents, self.counts = _zeros("I"), _zeros("I")
+        """The parent of each, and how many children it has."""
+        self._first, self._next, self._before = _zeros("I"), _zeros("I"), _zeros("I")
+        """The first child of each, and its siblings on both sides."""
+        self._children: dict[int, int] = {}
+        """By parent and first token of the edge in one number: garbage collection skips them."""
+        self.edges: list[bytes] = []
+        """The tokens from the parent to here, int32 each."""
+        self.add(0, b"")
+
+    def add(self, depth: int, edge: bytes) -> int:
+        """Return the number of a position that is new, without a parent."""
+        number = self._take()
+        if number == len(self.edges):
+            self.edges.append(edge)
+            self.slots[number] = NO_SLOT
+        else:
+            self.edges[number] = edge
+            self.ticks[number] = self.hits[number] = self.turns[number] = self.ends[number] = 0
+            self.below[number] = self.slots_below[number] = 0
+        self.depths[number] = depth
+        return number
+
+    def forget(self, number: int) -> None:
+        """Give a number back; nothing holds a state there, and nothing links to it."""
+        self.ever[number] = False
+        self.edges[number] = b""
+        self._free.append(number)
+
+    # --- children
+
+    def find(self, parent: int, token: int) -> int:
+        """Return the child of *parent* whose edge begins with *token*; ROOT without one."""
+        return self._children.get(parent << _TOKEN_BITS | token & _TOKEN_MASK, ROOT)
+
+    def children(self, parent: int) -> Iterator[int]:
+        """Yield the children of *parent*; nothing may change before this is dropped."""
+        at = self._first[parent]
+        while at:
+            yield at
+            at = self._next[at]
+
+    def _place(self, number: int) -> int:
+        first = int.from_bytes(self.edges[number][:4], "little")
+        return self.parents[number] << _TOKEN_BITS | first
+
+    def link(self, number: int, parent: int) -> None:
+        """Let *number*, which has no parent, be a child of *parent*."""
+        self.parents[number] = parent
+        self._children[self._place(number)] = number
+        first = self._first[parent]
+        self._next[number], self._before[number] = first, ROOT
+        if first:
+            self._before[first] = number
+        self._first[parent] = number
+        self.counts[parent] += 1
+
+    def unlink(self, number: int) -> None:
+        """Let *number* have no parent; its edge begins as it did when it was linked."""
+        del self._children[self._place(number)]
+        parent = self.parents[number]
+        following, before = self._next[number], self._before[number]
+        if before:
+            self._next[before] = following
+        else:
+            self._first[parent] = following
+        if following:
+            self._before[following] = before
+        self.parents[number] = ROOT
+        self.counts[parent] -= 1
+
+
+class HeldColumns(_Columns):
+    """What ranks score resident states by, by slot. 40 bytes a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depths = np.zeros(_FIRST_ROWS, np.int32)
+        self.marginal = np.zeros(_FIRST_ROWS, np.int32)
+        """Tokens from the nearest resident state above to this one."""
+        self.above = np.zeros(_FIRST_ROWS, np.int32)
+        """The slot of that state; NO_SLOT where there is none."""
+        self.freed = np.zeros(_FIRST_ROWS, np.int64)
+        """Bytes that go with the state: its own, and KV that no other state needs."""
+        self.branches = np.zeros(_FIRST_ROWS, np.int32)
+        """Child subtrees with a resident state."""
+        self.ticks = np.zeros(_FIRST_ROWS, np.int64)
+        """The order of use; 0 for slots that are free."""
+        self.numbers = np.zeros(_FIRST_ROWS, np.int32)
+        """The position of each."""
+        self.pins = np.zeros(_FIRST_ROWS, np.int32)
+
+    def add(self, number: int, depth: int) -> int:
+        """Return the slot of a state that came to a position."""
+        slot = self._take()
+        self.depths[slot] = depth
+        self.numbers[slot] = number
+        self.ticks[slot] = 1
+        self.pins[slot] = 0
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Let a slot go; what had its nearest state there has it one further up."""
+        above = int(self.above[slot])
+        below = np.flatnonzero((self.above == slot) & (self.ticks > 0))
+        self.hang(below, above)
+        self.ticks[slot] = 0
+        self._free.append(slot)
+
+    def hang(self, slots: Slots, above: int) -> None:
+        """Let the nearest state above *slots* be *above*."""
+        self.above[slots] = above
+        self.marginal[slots] = self.depths[slots] - (self.depths[above] if above >= 0 else 0)
+
+    def evictable(self) -> Slots:
+        """Return the slots of states that are not pinned, ascending."""
+        return np.flatnonzero((self.ticks > 0) & (self.pins == 0))
+
+    def __len__(self) -> int:
+        return self._end - len(self._free)
 
 
 class Node:
@@ -250,7 +436,7 @@ class CheckpointTree:
         if depth == len(tokens):
             return Node(self, leaves), Node(self, leaves)
         end = self.known.add(len(tokens), _bytes_of(tokens[depth:]))
-        self.known.link(end, leaves, int(tokens[depth]))
+        self.known.link(end, leaves)
         self.nodes += 1
         self.tokens += len(tokens) - depth
         return Node(self, leaves), Node(self, end)
@@ -260,10 +446,10 @@ class CheckpointTree:
         above, edge = known.parents[child], known.edges[child]
         number = known.add(known.depths[above] + shared, edge[: 4 * shared])
         self.nodes += 1
-        known.edges[child] = edge[4 * shared :]
         known.unlink(child)
-        known.link(number, above, _first_of(edge))
-        known.link(child, number, _first_of(known.edges[child]))
+        known.edges[child] = edge[4 * shared :]
+        known.link(number, above)
+        known.link(child, number)
         known.below[number] = known.below[child]
         known.slots_below[number] = known.slots_below[child]
         return number
@@ -279,7 +465,7 @@ class CheckpointTree:
         if child:
             known.unlink(child)
             known.edges[child] = edge + known.edges[child]
-            known.link(child, above, _first_of(edge))
+            known.link(child, above)
         else:
             self.tokens -= len(edge) // 4
         known.forget(number)
@@ -368,10 +554,6 @@ class CheckpointTree:
 
 def _bytes_of(tokens: Tokens) -> bytes:
     return tokens.astype(np.int32, copy=False).tobytes()
-
-
-def _first_of(edge: bytes) -> int:
-    return int(np.frombuffer(edge, np.int32, 1)[0])
 
 
 def _shared(edge: Tokens, tokens: Tokens) -> int:

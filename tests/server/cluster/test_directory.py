@@ -16,15 +16,10 @@ from structlog.testing import capture_logs
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.announcements import MAX_PENDING, Announcements, UnknownMembers
-from kvstore.server.cluster.directory import (
-    BUCKETS,
-    MAX_HOLDERS,
-    Directory,
-    DirectoryTerms,
-)
+from kvstore.server.cluster.directory import BUCKETS, MAX_HOLDERS, Directory
 from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress
+from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import NodeDown, RedisClient
 
 TTL_MS = 500
@@ -79,10 +74,11 @@ def make_directory(redis: RedisProcess) -> Iterator[DirectoryMaker]:
         clock: Callable[[], float] = time.monotonic,
     ) -> Directory:
         link = RedisClient("redis", redis.url, timeout_ms, 4)
-        terms = DirectoryTerms(PREFIX, ttl_ms, limit)
-        breaker = Breaker("node directory", 3, 2 * ttl_ms, clock)
+        limits = Limits(
+            directory_ttl_ms=ttl_ms, directory_chunks=limit, breaker_retry_ms=2 * ttl_ms
+        )
         me = me or node(next(numbers))
-        made.append(Directory(link, me, terms, Counters(), breaker, clock))
+        made.append(Directory(link, me, PREFIX, limits, Counters(), clock))
         return made[-1]
 
     yield make

@@ -14,8 +14,7 @@ from redis_process import RedisProcess
 from kvstore.cli.status import ask_status, directory_line, status_as_json
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.directory import Directory
-from kvstore.server.cluster.setup import open_directory
+from kvstore.server.cluster.directory import Directory, open_directory
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.gauges import gauges
@@ -96,7 +95,6 @@ def test_node_is_advertised_as_others_reach_it(
 ) -> None:
     config = load_config(["--directory", "--redis", "redis://127.0.0.1:1", *flags])
     directory = open_directory(config, 5, 7, bulk_address, Counters(), lambda: 0.0)
-    assert directory is not None
     assert (directory.me.grpc_address, directory.me.bulk_address) == expected
     assert directory.me.node_id.endswith(":7")
     directory.close()

@@ -12,25 +12,29 @@ from typing import cast
 
 import numpy as np
 import pytest
+from contracts.bad_puts import changed
 from credentials import Authority, KeyRing
 from fake_peer import FakePeer, Message, is_found, is_part, refusal
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
 from redis_process import RedisProcess
+from stream_messages import ready
 
 from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import ChunkTensors
-from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import pack_found
+from kvstore.proto.bulk import found_rows
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer import BARRED_S, MAX_FAULTS, PeerNode
-from kvstore.server.cluster.peer_connections import PeerAccess
+from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
 from kvstore.server.cluster.peer_tier import CHECK_AGAIN_S, CHECKED_AGAIN, KNOWN_S, PeerTier
-from kvstore.server.cluster.peers import Peers, PeersTerms
+from kvstore.server.cluster.peers import Peers
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import Limits
 from kvstore.server.store.lookup import MAX_PEER_QUERIES
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
@@ -168,7 +172,7 @@ def test_who_is_in_its_own_list_does_not_ask_itself(
 
 
 def boot_id_of(server: LocalServer) -> int:
-    return PeerAccess().dial(server.address, "me", 20.0).boot_id
+    return dial_peer(Settings(), server.address, "me", 20.0).boot_id
 
 
 class OneNode:
@@ -268,10 +272,10 @@ def test_over_tls_only_a_peer_that_the_authority_signed_is_shown_the_key(
     (tmp_path / "shown").write_text(rows.make("fleet", "peer"))
     proofs = ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-keys", str(tmp_path / "keys"))
     first = node(make_server, *proofs)
-    access = PeerAccess(tmp_path / "shown", right.path)
-    assert access.dial(first.address, "second", 20.0).session_id
+    access = Settings(peer_key=tmp_path / "shown", peer_ca=right.path)
+    assert dial_peer(access, first.address, "second", 20.0).session_id
     with pytest.raises(TierUnavailableError, match="UNAVAILABLE"):
-        PeerAccess(tmp_path / "shown", wrong.path).dial(first.address, "second", 20.0)
+        dial_peer(access.model_copy(update={"peer_ca": wrong.path}), first.address, "second", 20.0)
 
 
 def test_a_peer_that_is_reached_by_a_pods_address_is_known_by_its_name(
@@ -294,9 +298,9 @@ def test_a_key_does_not_travel_in_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("kvs_secret")
     with pytest.raises(InvalidRequestError, match="plain text"):
-        PeerAccess(path).check("example.org:7420")
-    PeerAccess(path, insecure=True).check("example.org:7420")
-    PeerAccess(path).check("127.0.0.1:7420")
+        key_metadata(Settings(peer_key=path), "example.org:7420")
+    key_metadata(Settings(peer_key=path, insecure=True), "example.org:7420")
+    key_metadata(Settings(peer_key=path), "127.0.0.1:7420")
 
 
 # --- peers that lie
@@ -322,8 +326,7 @@ def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list
 
 def wait_for_answers(server: LocalServer, timeout_ms: int = 20_000) -> None:
     """Let peers of a busy machine have the time that they need: what is missed was refused."""
-    peers = tier_of(server).peers
-    peers._terms = replace(peers._terms, timeout_ms=timeout_ms)
+    tier_of(server).peers._timeout_s = timeout_ms / 1000
 
 
 def as_it_is(message: Message) -> list[Message]:
@@ -353,19 +356,16 @@ def another_frame(message: Message) -> list[Message]:
     word, data = message
     if not is_part(message):
         return [message]
-    assert data is not None
     other = frame_of(ChunkKey(bytes(31) + b"x"), MEDIUM, CHUNK_TOKENS).tobytes()
     return [(word, other[: len(data)])]
 
 
 def huge_frame(message: Message) -> list[Message]:
-    word, data = message
-    return [(word._replace(frame_bytes=1 << 63), data)] if is_part(message) else [message]  # type: ignore[call-arg]
+    return [changed(message, frame_bytes=1 << 63)] if is_part(message) else [message]
 
 
 def far_offset(message: Message) -> list[Message]:
-    word, data = message
-    return [(word._replace(offset=1 << 63), data)] if is_part(message) else [message]  # type: ignore[call-arg]
+    return [changed(message, offset=1 << 63)] if is_part(message) else [message]
 
 
 def too_much(message: Message) -> list[Message]:
@@ -376,46 +376,43 @@ def half(message: Message) -> list[Message]:
     word, data = message
     if not is_part(message):
         return [message]
-    assert data is not None
     return [(word, data[: len(data) // 2])]
 
 
 def half_and_silence(message: Message) -> list[Message]:
-    return half(message) if is_part(message) or word_of(message, bulk.Attached) else finds(message)
+    return half(message) if is_part(message) or message[0].ready else finds(message)
 
 
 def finds(message: Message) -> list[Message]:
-    is_of_find = word_of(message, bulk.Done) and message[1] != b""
-    return [message] if is_of_find else []
-
-
-def word_of(message: Message, kind: type[bulk.Word]) -> bool:
-    return isinstance(message[0], kind)
+    return [message] if message[0].HasField("found") else []
 
 
 def other_key_found(message: Message) -> list[Message]:
-    return (
-        [(message[0], _claim(size=None, key=bytes(31) + b"y"))] if is_found(message) else [message]
-    )
+    return _found(message, _claim(size=None, key=bytes(31) + b"y"))
 
 
 def huge_found(message: Message) -> list[Message]:
-    return [(message[0], _claim(size=1 << 62, key=None))] if is_found(message) else [message]
+    return _found(message, _claim(size=1 << 62, key=None))
 
 
 def rubbish_found(message: Message) -> list[Message]:
-    return [(message[0], b"\xff" * 300)] if is_found(message) else [message]
+    return _found(message, pb.FindResponse(rows=[b"\xff" * 300]))
+
+
+def _found(message: Message, found: pb.FindResponse) -> list[Message]:
+    if not is_found(message):
+        return [message]
+    return [(pb.StreamMessage(request=message[0].request, found=found), b"")]
 
 
 def wrong_word(message: Message) -> list[Message]:
-    word = message[0]
-    return [(bulk.Ready(word.request), None)] if is_part(message) else [message]
+    return [(ready(message[0].request), b"")] if is_part(message) else [message]
 
 
-def _claim(size: int | None, key: bytes | None) -> bytes:
+def _claim(size: int | None, key: bytes | None) -> pb.FindResponse:
     layout = KVLayout.of(MEDIUM, CHUNK_TOKENS)
     name = ChunkKey(key or bytes(32))
-    return pack_found([ChunkInfo(name, ChainDigest(bytes(16)), layout, 0, size or 1)])
+    return found_rows([ChunkInfo(name, ChainDigest(bytes(16)), layout, 0, size or 1)])
 
 
 LIES = (
@@ -510,8 +507,8 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
     counters = Counters()
     with closing(FakePeer({key: frame})) as near, closing(FakePeer({key: frame})) as far:
         fakes = {"127.0.0.1:1": near, "127.0.0.1:2": far}
-        terms = PeersTerms(tuple(fakes), timeout_ms=20_000)
-        peers = Peers(terms, lambda *say: fakes[say[0]].dial(*say), counters, time.monotonic)
+        terms = tuple(fakes), Limits(peer_timeout_ms=20_000)
+        peers = Peers(*terms, lambda *say: fakes[say[0]].dial(*say), counters, time.monotonic)
         with closing(peers):
             peers.step()
             one, other = peers.known()
@@ -536,8 +533,8 @@ def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
     infos = {key: replace(parse_header(frame).info(), key=key) for key in keys}
     with closing(FakePeer({})) as fake:
         fake._infos.update(infos)
-        terms = PeersTerms(("127.0.0.1:1",), timeout_ms=20_000)
-        peers = Peers(terms, fake.dial, Counters(), lambda: now[0])
+        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000)
+        peers = Peers(*terms, fake.dial, Counters(), lambda: now[0])
         with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
             peers.step()
             for some in (keys[:1], keys[1:2], keys[2:]):
@@ -580,8 +577,8 @@ def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
     key = ChunkKey(bytes(31) + b"k")
     counters = Counters()
     with closing(FakePeer({key: frame_of(key, MEDIUM, CHUNK_TOKENS)})) as fake:
-        terms = PeersTerms(("127.0.0.1:1",), timeout_ms=20_000, failures=1)
-        peers = Peers(terms, fake.dial, counters, time.monotonic)
+        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000, breaker_failures=1)
+        peers = Peers(*terms, fake.dial, counters, time.monotonic)
         with closing(peers):
             peers.step()
             fake.lie = lambda message: []
@@ -614,9 +611,9 @@ def test_hearsay_ends_after_a_while_and_with_the_peer() -> None:
     keys = [ChunkKey(bytes(31) + bytes([n])) for n in (1, 2)]
     frames = {key: frame_of(key, MEDIUM, CHUNK_TOKENS) for key in keys}
     with closing(FakePeer(frames)) as fake:
-        peers = Peers(PeersTerms(("127.0.0.1:1",)), fake.dial, Counters(), lambda: now[0])
+        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000)
+        peers = Peers(*terms, fake.dial, Counters(), lambda: now[0])
         with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
-            peers._terms = replace(peers._terms, timeout_ms=20_000)
             peers.step()
             assert None not in tier.find(keys)
             assert tier.stale() == []

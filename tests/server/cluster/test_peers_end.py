@@ -16,7 +16,8 @@ from prompts import MEDIUM, frame_of
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.peers import PeerChunk, Peers, PeersTerms
+from kvstore.server.cluster.peers import PeerChunk, Peers
+from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
 
 KEY = ChunkKey(bytes(31) + b"k")
@@ -32,8 +33,8 @@ def fake() -> Iterator[FakePeer]:
 
 @pytest.fixture
 def peers(fake: FakePeer) -> Peers:
-    terms = PeersTerms(("127.0.0.1:1",), FOREVER_MS, failures=1)
-    return Peers(terms, fake.dial, Counters(), time.monotonic)
+    terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=FOREVER_MS, breaker_failures=1)
+    return Peers(*terms, fake.dial, Counters(), time.monotonic)
 
 
 def test_a_question_that_is_not_answered_ends_with_the_peers(fake: FakePeer, peers: Peers) -> None:
@@ -96,8 +97,8 @@ def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too()
         closing(FakePeer(frames)) as second,
         closing(FakePeer(frames)) as third,
     ):
-        terms = PeersTerms(("a:1", "b:1", "c:1"), timeout_ms=450, failures=1)
-        peers = Peers(terms, second.dial, counters, time.monotonic)
+        terms = ("a:1", "b:1", "c:1"), Limits(peer_timeout_ms=450, breaker_failures=1)
+        peers = Peers(*terms, second.dial, counters, time.monotonic)
         with closing(peers):
             first, *others = peers.known()
             let_in = [one.dial("", "", 1.0) for one in (second, third)]
@@ -120,8 +121,8 @@ def test_a_peer_for_which_no_time_is_left_is_not_blamed() -> None:
         return now[0]
 
     with closing(FakePeer({})) as fake:
-        terms = PeersTerms(("a:1", "b:1", "c:1"), timeout_ms=200, failures=1)
-        peers = Peers(terms, fake.dial, counters, ticks)
+        terms = ("a:1", "b:1", "c:1"), Limits(peer_timeout_ms=200, breaker_failures=1)
+        peers = Peers(*terms, fake.dial, counters, ticks)
         with closing(peers):
             for peer in peers.known():
                 peer.open_session(fake.dial("", "", 1.0))

@@ -212,18 +212,7 @@ def test_watchers_are_told_what_was_asked_for_since_the_last_refresh() -> None:
     assert set(reports[1].ages_s.tolist()) == {40.0}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [{"reuse": 3}, {"reuse": -1}, {"flops": -1.0}, {"flops": float("nan")}, {"prompt_chunks": -1}],
-)
-def test_facts_that_are_none_are_refused_by_name(bad: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequestError, match=next(iter(bad))):
-        InsertInfo(**bad)  # type: ignore[arg-type]
-
-
-def test_a_hint_or_a_chunk_of_no_size_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match="reuse"):
-        AccessHistory().hint(rows(1), 7)
+def test_a_chunk_of_no_size_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError, match="chunk_tokens"):
         AccessHistory(0)
 

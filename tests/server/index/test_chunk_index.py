@@ -33,7 +33,7 @@ def keys_of(index: ChunkIndex, space: Namespace) -> list[ChunkKey]:
 
 
 def keys_at(index: ChunkIndex, asked: list[int], least: Fidelity = Fidelity.exact) -> list[object]:
-    rows = index.longest_prefix([key(number) for number in asked], least)
+    rows = index.readable(index.prefix([key(number) for number in asked]), least)
     return [index.key(row) for row in rows.tolist()]
 
 
@@ -152,10 +152,12 @@ def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: Ch
     assert len(keys_at(index, [0, 1], Fidelity.bounded)) == 2
     add(index, "cpu", info(1))
     assert len(keys_at(index, [0, 1])) == 2
-    held, sizes = index.sizes("disk", index.longest_prefix([key(0), key(1)]), Fidelity.bounded)
+    held, sizes = index.sizes(
+        "disk", index.readable(index.prefix([key(0), key(1)])), Fidelity.bounded
+    )
     assert held.tolist() == [False, True]
     assert sizes.tolist()[1] == info(1).size_bytes
-    held, _ = index.sizes("disk", index.longest_prefix([key(0), key(1)]), Fidelity.exact)
+    held, _ = index.sizes("disk", index.readable(index.prefix([key(0), key(1)])), Fidelity.exact)
     assert not held.any()
 
 

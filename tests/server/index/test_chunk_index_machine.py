@@ -21,8 +21,7 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.index.chunk_index import ChunkIndex
-from kvstore.server.index.prefix_ends import MAX_CHECKPOINT_SPACES, ResumeRequirements
+from kvstore.server.index.chunk_index import MAX_CHECKPOINT_SPACES, ChunkIndex, ResumeRequirements
 
 TIERS = ("cpu", "disk")
 CHUNKS = 8
@@ -144,7 +143,7 @@ class RadixMachine(RuleBasedStateMachine):
                     usable = here
             rows = self.index.known_prefix(keys)
             assert [self.index.key(row) for row in rows.tolist()] == keys[:known]
-            assert len(self.index.longest_prefix(keys)) == usable
+            assert len(self.index.readable(self.index.prefix(keys))) == usable
             assert len(self.index.readable(rows)) == usable
 
 
@@ -161,7 +160,7 @@ def test_a_ghost_keeps_its_row_and_is_no_hit() -> None:
     index.discard("cpu", row)
     assert index.is_evicted(key(1))
     assert index.known_prefix([key(1)]).tolist() == [row]
-    assert len(index.longest_prefix([key(1)])) == 0
+    assert len(index.readable(index.prefix([key(1)]))) == 0
     assert index.row(key(1)) == NO_ROW
     assert index.add("disk", [info(1)]) == [row]
     assert len(index.evicted) == 0
@@ -188,24 +187,24 @@ def test_a_model_with_state_goes_on_only_from_where_its_state_was_kept() -> None
         kept = layout(has_state=number in (1, 3))
         index.add("cpu", [replace(info(number, number - 1 if number else None), layout=kept)])
     chain = [key(number) for number in range(6)]
-    assert len(index.longest_prefix(chain)) == 4
-    assert len(index.longest_prefix(chain[:3])) == 2
-    assert len(index.longest_prefix(chain[:1])) == 0
+    assert len(index.readable(index.prefix(chain))) == 4
+    assert len(index.readable(index.prefix(chain[:3]))) == 2
+    assert len(index.readable(index.prefix(chain[:1]))) == 0
     rows = index.known_prefix(chain)
     assert len(rows) == 6
     assert len(index.usable(rows[:3])) == 2
     index.discard("cpu", index.row(key(3)))
-    assert len(index.longest_prefix(chain)) == 2
+    assert len(index.readable(index.prefix(chain))) == 2
 
 
 @pytest.mark.parametrize("kind", [_STATE, _WINDOW])
 def test_a_chunk_with_a_state_shows_what_its_namespace_needs(kind: Component) -> None:
     index = ChunkIndex(TIERS)
     index.add("cpu", [info(0)])
-    assert len(index.longest_prefix([key(0)])) == 1
+    assert len(index.readable(index.prefix([key(0)]))) == 1
     index.add("cpu", [replace(info(1, 0), layout=KVLayout((_ATTENTION, kind)))])
-    assert len(index.longest_prefix([key(0)])) == 0
-    assert len(index.longest_prefix([key(0), key(1)])) == 2
+    assert len(index.readable(index.prefix([key(0)]))) == 0
+    assert len(index.readable(index.prefix([key(0), key(1)]))) == 2
 
 
 def test_namespaces_of_such_models_are_remembered_within_a_limit() -> None:
@@ -219,5 +218,5 @@ def test_a_lossy_copy_may_be_a_checkpoint_of_its_fidelity() -> None:
     index = ChunkIndex(TIERS)
     chunk = replace(info(0), layout=layout(has_state=True), fidelity=Fidelity.bounded)
     index.add("disk", [chunk])
-    assert len(index.longest_prefix([key(0)])) == 0
-    assert len(index.longest_prefix([key(0)], Fidelity.bounded)) == 1
+    assert len(index.readable(index.prefix([key(0)]))) == 0
+    assert len(index.readable(index.prefix([key(0)]), Fidelity.bounded)) == 1

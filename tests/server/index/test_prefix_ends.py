@@ -11,10 +11,9 @@ from contracts.ends import HYBRID, STATES, WIDE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.types import KVLayout, Namespace
-from kvstore.server.index.prefix_ends import ResumeRequirements, StateCheckpoints
+from kvstore.proto.types import KVLayout
+from kvstore.server.index.chunk_index import ResumeRequirements, StateCheckpoints
 
-SPACE = Namespace(b"s" * 16)
 WHOLE = replace(make_representation(), layer_groups=(*HYBRID.layer_groups,))
 
 chunks = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(16, 40)), max_size=12)
@@ -42,7 +41,7 @@ def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
     sizes = {}
     for row, (has_window, has_state, tokens) in enumerate(drawn, 1):
         layout = KVLayout.of(WHOLE, tokens, window=has_window, state=has_state)
-        ends.flags[row] = ends.flags_of(SPACE, layout)
+        ends.flags[row] = ResumeRequirements.of_layout(layout).flags
         sizes[row] = tokens
     rows = np.arange(1, len(drawn) + 1)
 
@@ -61,7 +60,7 @@ def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
 
 def test_a_chunk_lacks_what_another_put_of_it_has() -> None:
     ends = StateCheckpoints()
-    ends.flags.append(ends.flags_of(SPACE, KVLayout.of(HYBRID, 16, state=False)))
+    ends.flags.append(ResumeRequirements.of_layout(KVLayout.of(HYBRID, 16, state=False)).flags)
     assert ends.is_less_complete(0, KVLayout.of(HYBRID, 16))
     assert not ends.is_less_complete(0, KVLayout.of(HYBRID, 16, state=False))
     assert not ends.is_less_complete(0, KVLayout.of(HYBRID, 16, window=False, state=False))

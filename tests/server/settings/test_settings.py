@@ -17,7 +17,6 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Fidelity
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
-from kvstore.server.settings.limits import Limits
 from kvstore.server.settings.loading import show
 from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolders, auto_fidelity, is_auto
 from kvstore.server.settings.settings import (
@@ -25,7 +24,7 @@ from kvstore.server.settings.settings import (
     load_config,
     load_with_origins,
 )
-from kvstore.server.settings.values import GIB, KIB, MIB, text_by_tier
+from kvstore.server.settings.values import GIB, KIB, MIB, Limits, text_by_tier
 
 SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
 
@@ -124,8 +123,10 @@ def test_every_setting_has_the_same_name_as_flag_variable_and_key(
     }  # fmt: skip
     value = values.get(name, "8MiB" if "SIZE" in Settings.model_fields[name].metadata else "77")
     flag = "--" + name.replace("_", "-")
-    if name == "directory":
+    if name in ("directory", "peers"):
         monkeypatch.setenv("KVSTORE_REDIS_URL", "redis://h:1/0")
+    if name == "peers":
+        monkeypatch.setenv("KVSTORE_DIRECTORY", "true")
     if name == "http_tls":
         for other in ("CERT", "KEY"):
             monkeypatch.setenv(f"KVSTORE_TLS_{other}", write(tmp_path / "tls.pem", "..."))
@@ -240,6 +241,9 @@ BAD_VALUES = [
     (["--redis", "redis://"], ["redis_url", "redis://host:6379/0"]),
     (["--redis", "redis://h:port"], ["redis_url", "redis://host:6379/0"]),
     (["--directory"], ["redis_url=None", "--redis redis://host:6379/0"]),
+    (["--peers", "directory"], ["peers='directory'", "add --directory and --redis"]),
+    (["--limits", "blend_ratio=nan"], ["limits.blend_ratio='nan'", "finite"]),
+    (["--blend-divergence", "nan"], ["blend_divergence='nan'", "finite"]),
     (
         ["--directory", "--redis", "redis://h", "--listen", "0.0.0.0:1", "--insecure"],
         ["listen='0.0.0.0:1'", "--advertise HOST"],

@@ -41,11 +41,9 @@ from kvstore.server.web.dashboard import (
     MAX_PAGE_BYTES,
     MEDIA,
     Dashboard,
-    Subject,
-    Viewer,
 )
 from kvstore.server.web.gauges import MetricsText
-from kvstore.server.web.http_pages import MAX_READERS, METHOD, Exposure, Pages, exposure_of
+from kvstore.server.web.http_pages import MAX_READERS, METHOD, Pages
 from kvstore.server.web.http_server import MAX_CONNECTIONS, HttpServer
 
 WAIT_S = 20.0
@@ -294,7 +292,7 @@ def test_a_header_that_does_not_end_is_refused(served: LocalServer) -> None:
         assert b"400" in line.recv(100)
 
 
-def test_one_look_serves_all_who_ask_within_a_second() -> None:
+def test_one_look_serves_all_who_ask_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
     now = [0.0]
 
@@ -303,7 +301,8 @@ def test_one_look_serves_all_who_ask_within_a_second() -> None:
         return {"now": len(looks)}
 
     async def play() -> None:
-        dashboard = Dashboard(look, lambda: now[0])
+        dashboard = Dashboard(_backend(lambda: now[0]))
+        monkeypatch.setattr(dashboard, "data", look)
         found = await asyncio.gather(*(dashboard.text() for _ in range(8)))
         assert set(found) == {'{"now":1}'}
         now[0] = EVERY_S
@@ -439,12 +438,14 @@ def test_a_certificate_opens_the_page_and_refusals_are_written_down(
 Answer = tuple[int, str]
 
 
-def asked_by(client: str, exposure: Exposure, path: str, host: str = "10.0.0.9") -> Answer:
+def asked_by(client: str, flags: str, path: str, host: str = "10.0.0.9") -> Answer:
     """Return what a caller from the address *client*, without a proof, is answered."""
     authenticator = Authenticator(None, None, takes_certificates=True, wall_clock=time.time)
+    names = ("insecure", "http_tls", "authenticates_callers", "open_pages")
+    config: Any = SimpleNamespace(**{name: name in flags for name in names})
+    trust: Any = SimpleNamespace(authenticator=authenticator)
     metrics = MetricsText(Counters(), list, ["cpu"])
-    dashboard = Dashboard(lambda: {"now": 1}, time.monotonic)
-    pages = Pages(metrics, dashboard, authenticator, exposure)
+    pages = Pages(config, trust, metrics, Dashboard(_backend(time.monotonic)))
     sent: list[dict[str, Any]] = []
     scope = {
         "type": "http", "method": "GET", "path": path, "root_path": "", "query_string": b"",
@@ -463,22 +464,24 @@ def asked_by(client: str, exposure: Exposure, path: str, host: str = "10.0.0.9")
 
 
 @pytest.mark.parametrize(
-    ("client", "exposure", "page_status", "metrics_status"),
+    ("client", "flags", "page_status", "metrics_status"),
     [
-        ("127.0.0.1", Exposure(), 401, 200),
-        ("10.0.0.1", Exposure(), 403, 401),
-        ("10.0.0.1", Exposure(asks_for_metrics=False), 403, 200),
-        ("10.0.0.1", Exposure(shows_dashboard=True), 401, 401),
+        ("127.0.0.1", "", 401, 200),
+        ("10.0.0.1", "", 403, 401),
+        ("10.0.0.1", "http_tls", 403, 401),
+        ("10.0.0.1", "open_pages", 403, 200),
+        ("10.0.0.1", "http_tls authenticates_callers", 401, 401),
+        ("10.0.0.1", "insecure", 401, 200),
     ],
 )
 def test_other_hosts_get_what_the_settings_expose(
-    client: str, exposure: Exposure, page_status: int, metrics_status: int
+    client: str, flags: str, page_status: int, metrics_status: int
 ) -> None:
     host = "localhost" if client == "127.0.0.1" else "10.0.0.9:9420"
-    status, body = asked_by(client, exposure, "/", host)
+    status, body = asked_by(client, flags, "/", host)
     assert (status, "--http-tls" in body) == (page_status, page_status == 403)
-    assert asked_by(client, exposure, "/events", host)[0] == page_status
-    assert asked_by(client, exposure, "/metrics", host)[0] == metrics_status
+    assert asked_by(client, flags, "/events", host)[0] == page_status
+    assert asked_by(client, flags, "/metrics", host)[0] == metrics_status
 
 
 def test_this_machine_has_the_page_though_others_have_the_metrics_alone(
@@ -487,20 +490,22 @@ def test_this_machine_has_the_page_though_others_have_the_metrics_alone(
     server = make_server("--http", "0.0.0.0:0", "--open-pages")
     assert ask(server, "/metrics")[0] == 200
     assert ask(server, "/")[0] == 200
-    assert server.node._http is not None
-    assert exposure_of(server.config) == Exposure(shows_dashboard=False, asks_for_metrics=False)
 
 
 def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
     me, other = (SimpleNamespace(node_id=n, grpc_address=f"{n}:7420") for n in ("a", "<b>"))
-    viewer = Viewer(
-        Subject(
-            served.node.store, served.node.sessions, served.node.counters, "1", time.monotonic,
-            _directory(me, other),
-        )
-    )  # fmt: skip
-    shown = viewer.data()["nodes"]
+    node = served.node
+    backend = _backend(time.monotonic, store=node.store, sessions=node.sessions)
+    backend.directory = _directory(me, other)
+    shown = Dashboard(backend).data()["nodes"]
     assert shown == [["a", "a:7420", "this one"], ["<b>", "<b>:7420", "lives"]]
+
+
+def _backend(clock: Callable[[], float], **parts: Any) -> Any:
+    """What the dashboard looks at."""
+    checks, identity = SimpleNamespace(clock=clock), SimpleNamespace(version="1")
+    parts = {"store": SimpleNamespace(counters=Counters())} | parts
+    return SimpleNamespace(checks=checks, identity=identity, **parts)
 
 
 def _directory(me: Any, other: Any) -> Any:
