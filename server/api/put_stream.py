@@ -64,12 +64,6 @@ class PutStream:
         self._held: _Incoming | None = None
         """A whole frame whose state is kept only if the next one does not continue it."""
 
-    def hint(self, hints: Hints) -> None:
-        """Set the hints of all frames. Raises InvalidRequestError once one has begun."""
-        if self._keys:
-            raise InvalidRequestError("hints", len(self._keys), "say them before the first frame")
-        self.hints = hints
-
     @property
     def position(self) -> tuple[int, int]:
         """The frame that the next piece belongs to, and the offset in it."""

@@ -431,7 +431,7 @@ class DataCalls:
         blends, checks = self._store.blends, self._blend_checks
         try:
             keys = checks.report_keys(session, request)
-            report = checks.report(request, keys, blends.variant_tokens(keys))
+            report = checks.report(request, keys, blends.contents.variant_tokens(keys))
         except InvalidRequestError:
             self._store.counters.add("blend_refused_reports")
             raise

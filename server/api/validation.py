@@ -22,7 +22,6 @@ from kvstore.proto.blend import (
     check_number,
     check_tag,
 )
-from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -93,7 +92,7 @@ class Checks:
         if count > self.limits.max_batch_chunks:
             raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
 
-    def ranges(self, ranges: Sequence[pb.FrameRange] | Sequence[Range], count: int) -> None:
+    def ranges(self, ranges: Sequence[pb.FrameRange], count: int) -> None:
         """Refuse ranges that are empty, of chunks that are not in the request, or too many."""
         self.batch("ranges", len(ranges))
         for one in ranges:
