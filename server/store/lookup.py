@@ -135,7 +135,7 @@ class Lookup:
         self._counters.add("lookups")
         self._counters.add("lookup_chunks", len(keys))
         self._counters.add("lookup_ready_chunks", ready)
-        self._counters.finds.note(session.tenant, len(keys), found.sources[:ready], self._names)
+        self._counters.note_lookup(session.tenant, len(keys), found.sources[:ready], self._names)
         if found.shared and self._states is not None:
             self._states.parted(keys[found.shared - 1])
         if found.evicted:
