@@ -316,6 +316,22 @@ def test_the_server_s_own_words_are_hung_up_on(
     assert reader.is_hung_up_on()
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (bulk.MAGIC, bulk.MAX_HEADER_BYTES + 1, 0),
+        (bulk.MAGIC, 0xFFFFFFFF, 0xFFFFFFFF),
+        (bulk.MAGIC, 4, bulk.MAX_PAYLOAD_BYTES + 1),
+        (b"KVS\x02", 4, 0),
+    ],
+)
+def test_lengths_over_the_limit_are_hung_up_on_before_anything_more_comes(
+    reader: StreamCaller, lengths: tuple[bytes, int, int]
+) -> None:
+    reader.wire._link.sendall(bulk.LENGTHS.pack(*lengths))
+    assert reader.is_hung_up_on()
+
+
 def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> None:
     server = make_server("--bulk", "0.0.0.0:0")
     options = ClientOptions("tcp", chunk_tokens=512, deadline_ms=DEADLINE_MS)
