@@ -18,6 +18,7 @@ from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.outcomes import Fate, Outcome
+from kvstore.server.tiering.admission import remember
 
 MAX_SIMILAR = 3
 """Other Representations that an answer names."""
@@ -139,10 +140,8 @@ class MissLog:
         if not kept:
             return
         with self._lock:
-            self._reports.pop(session.session_id, None)
-            if len(self._reports) >= MAX_REPORTS:
-                self._reports.popitem(last=False)
-            self._reports[session.session_id] = Report(self._clock(), session, kept)
+            report = Report(self._clock(), session, kept)
+            remember(self._reports, session.session_id, report, MAX_REPORTS)
 
     def misses(self, count: int) -> list[LoggedMiss]:
         """Return the last *count* misses, the latest first."""

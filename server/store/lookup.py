@@ -18,7 +18,7 @@ from kvstore.server.index.catalog import PrefixMatch
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import PlanQuestion, plan_loads
-from kvstore.server.tiering.admission import StateAdmission, Trigger
+from kvstore.server.tiering.admission import StateAdmission, Trigger, remember
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -59,10 +59,7 @@ class NegativeCache:
     def note(self, key: ChunkKey) -> None:
         """*key* is not there."""
         with self._lock:
-            self._until.pop(key, None)
-            if len(self._until) >= MAX_NEGATIVE_KEYS:
-                self._until.popitem(last=False)
-            self._until[key] = self._clock() + NEGATIVE_TTL_S
+            remember(self._until, key, self._clock() + NEGATIVE_TTL_S, MAX_NEGATIVE_KEYS)
 
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:

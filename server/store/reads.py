@@ -28,7 +28,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
 from kvstore.server.security.sessions import Session
-from kvstore.server.tiering.admission import PromoteOnSecondHit
+from kvstore.server.tiering.admission import PromoteOnSecondHit, remember
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
@@ -327,9 +327,7 @@ class Reads:
 
     def _promote_soon(self, key: ChunkKey, tenant: str, name: str) -> None:
         with self._lock:
-            self._due[key] = (tenant, name)
-            if len(self._due) > MAX_DUE:
-                self._due.popitem(last=False)
+            remember(self._due, key, (tenant, name), MAX_DUE)
 
     def promote_due(self) -> None:
         """Begin to promote what was read elsewhere twice, or past a lesser copy. At every tick."""

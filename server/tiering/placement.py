@@ -20,6 +20,7 @@ from kvstore.server.tiering.admission import (
     TierAdmission,
     Trigger,
     WriteBudget,
+    remember,
     value_per_byte,
 )
 from kvstore.server.tiering.tier_slot import Tiers, TierSlot
@@ -170,7 +171,4 @@ class Placement:
     def note_engine(self, space: Namespace, prefill: PrefillModel) -> None:
         """An engine reported its speed of prefill."""
         with self._lock:
-            self._engines.pop(space, None)
-            self._engines[space] = prefill
-            if len(self._engines) > MAX_ENGINES:
-                self._engines.popitem(last=False)
+            remember(self._engines, space, prefill, MAX_ENGINES)

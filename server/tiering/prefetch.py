@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
+from kvstore.server.tiering.admission import remember
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.work_queue import Ticket
 
@@ -83,9 +84,7 @@ class Prefetch:
             self._counters.add("prefetched_chunks")
             with self._lock:
                 self._under_way.append((ticket, size_bytes))
-                self.awaited[key] = None
-                if len(self.awaited) > REMEMBERED:
-                    self.awaited.popitem(last=False)
+                if remember(self.awaited, key, None, REMEMBERED):
                     self._used_share -= _WEIGHT * self._used_share
         if begun:
             with self._lock:
