@@ -1,21 +1,28 @@
-"""The bulk channel against a bare TCP stream of the same bytes, both over the loopback."""
+"""The bulk channel against a bare TCP stream of the same bytes, and beside readers that stall."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from bench.report import paired
+from bench.report import best_s, paired
 from bench.workload import MODEL, check, chunk_bytes, make_chunks, serving
 from kvstore.client import Client, ClientOptions
+from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.codecs.base import empty_tensors
-from kvstore.proto.types import KVLayout, PutOutcome
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, PutOutcome
+
+STALLED_READERS = 64
+SESSIONS = 5
+"""That these are of: one may have 16 streams."""
 
 _SENDER = """
 import socket, sys
@@ -78,14 +85,69 @@ def bulk_against_tcp(folder: Path, chunks: int, repeats: int) -> tuple[int, floa
     return size, get_s, put_s, raw_s
 
 
+@contextmanager
+def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iterator[None]:
+    """Have gets of *keys* whose readers take nothing, which last for six seconds at most."""
+    with ExitStack() as stack:
+        for number in range(STALLED_READERS):
+            session = clients[number % len(clients)]._connected().session
+            entrance = Entrance.of(session.terms, session.connection.address)
+            stream = FrameStream(entrance, lambda: False, 5.0)
+            stack.callback(stream.close)
+            get = pb.GetRequest(
+                session_id=session.terms.session_id,
+                digests=b"".join(key[DIGEST_BYTES:] for key in keys),
+                deadline_ms=60_000,
+            )
+            message = pb.StreamMessage(request=stream.next_request(), get=get)
+            stream.send(message, time.monotonic() + 5.0)
+            time.sleep(0.01)  # one thread each until it stalls
+        time.sleep(0.3)
+        assert clients[0].status().leases == STALLED_READERS
+        yield
+
+
+def beside_stalled_readers(folder: Path, chunks: int, rounds: int) -> tuple[float, float]:
+    """Return how much longer a get and a put take beside readers that take nothing."""
+    flags = ("--tiers", "cpu", "--cpu", "1GiB", "--bulk", "127.0.0.1:0")
+    options = ClientOptions(transport="tcp", deadline_ms=20_000)
+    with ExitStack() as stack:
+        address, _ = stack.enter_context(serving(*flags, disk=folder / "none"))
+        client, *others = (
+            stack.enter_context(Client(address, MODEL, options)) for _ in range(SESSIONS + 1)
+        )
+        keys, sent = make_chunks(client, chunks, 6)
+        more, fresh = make_chunks(client, chunks // 2, 7)
+        client.put(sent)
+        out = [empty_tensors(KVLayout.of(MODEL, 256)) for _ in sent]
+
+        def get() -> None:
+            assert len(client.get(keys, out)) == len(keys)
+
+        def put() -> None:
+            client.delete(more)
+            assert all(put.outcome is PutOutcome.stored for put in client.put(fresh))
+
+        free, beside = [], []
+        for _ in range(rounds):
+            free.append((best_s(get, 10), best_s(put, 10)))
+            with stalled_readers(others, keys):
+                beside.append((best_s(get, 10), best_s(put, 10)))
+    get_s, put_s = map(min, zip(*free, strict=True))
+    beside_get_s, beside_put_s = map(min, zip(*beside, strict=True))
+    return beside_get_s / get_s, beside_put_s / put_s
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the figures by themselves."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
         size, get_s, put_s, raw_s = bulk_against_tcp(Path(name), 32, 11)
+        slower_get, slower_put = beside_stalled_readers(Path(name), 8, 5)
     for what, seconds in (("get", get_s), ("put", put_s), ("raw", raw_s)):
         print(f"{what} {size / seconds / 1e9:.2f} GB/s, {raw_s / seconds:.2f} of raw")
+    print(f"beside stalled readers: get {slower_get:.2f}, put {slower_put:.2f}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.bulk import bulk_against_tcp
+from bench.bulk import beside_stalled_readers, bulk_against_tcp
 from bench.footprint import bench_import, bench_metadata
 from bench.limits import in_steps, looked_at, parts_of, ring_put, steps_of, summed_get, summed_read
 from bench.redis_gets import redis_gets
@@ -163,6 +163,10 @@ def bench_bulk(folder: Path, report: Report) -> None:
         f"TCP {size / raw_s / 1e9:.2f} GB/s, bar 0.6",
     )  # fmt: skip
     report.note("bulk put", f"{raw_s / put_s:.3f}", f"put {size / put_s / 1e9:.2f} GB/s")
+    get, put = beside_stalled_readers(folder, 8, 5)
+    report.add(
+        "bulk_beside_stalled_readers", max(get, put), f"get {get:.2f}, put {put:.2f}", "bar 1.2"
+    )
 
 
 def bench_disk(folder: Path, report: Report) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S
 from kvstore.client.direct_frame import DirectFrame
 from kvstore.client.frame_memory import FrameMemory, keep_freed_memory
+from kvstore.client.frame_parts import FrameAssembler, here
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.layer_feed import LayerFeed
@@ -21,22 +22,20 @@ from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
 from kvstore.client.transport import Arrived, Direct, FramePiece, Outgoing, Put, Transport
 from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import FrameAssembler, PartReader, here
 from kvstore.proto.errors import (
     DeadlineError,
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import join_digests
-from kvstore.proto.messages import fidelity_number
+from kvstore.proto.messages import hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChainDigest, Fidelity, Shard
 
-if TYPE_CHECKING:
-    from kvstore.proto import kvstore_pb2 as pb
-
+_REQUEST_SLACK_BYTES = 32
+"""What a message adds to a get."""
 IDLE_FRAME_BYTES = 128 << 20
 """Memory kept for the frames of the next get: to fault fresh pages in costs as much as a copy."""
 
@@ -86,8 +85,8 @@ class BulkTransport(Transport):
         direct: Direct | None = None,
     ) -> Iterator[Iterator[Arrived]]:
         deadline = _end_of(deadline_ms)
-        word = self._word(lease_id, deadline_ms, least)
-        stream = self._begin_get(word, join_digests(digests), deadline)
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
+        stream = self._begin_get(request, deadline)
         if stream is None:
             with self._fallback.get(digests, lease_id, _left_ms(deadline), least) as arriving:
                 yield arriving
@@ -98,9 +97,9 @@ class BulkTransport(Transport):
             taker = None if direct is None else direct(chunk, size_bytes, start)
             return self._memory.take(size_bytes, frames) if taker is None else taker
 
-        reading = FrameAssembler(stream.request, self.session.terms.max_frame_bytes, room)
+        reading = FrameAssembler(self.session.terms.max_frame_bytes, room)
         try:
-            with self._ending_get(stream, reading, deadline):
+            with self._ending_get(stream, deadline):
                 yield self._arriving(stream, reading, deadline)
         finally:
             self._memory.give(frames)
@@ -116,19 +115,19 @@ class BulkTransport(Transport):
         skipped: SkippedRows | None = None,
     ) -> Iterator[LayerFeed]:
         deadline = _end_of(deadline_ms)
-        flags, payload = bulk.LAYER_MAJOR, join_digests(digests)
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
+        request.layer_major = True
         if skipped is not None:
-            flags, payload = flags | bulk.SKIP_ROWS, bulk.pack_skipped(skipped.pack(), payload)
-        stream = self._begin_get(self._word(lease_id, deadline_ms, least, flags), payload, deadline)
+            request.skip_rows = skipped.pack()
+        stream = self._begin_get(request, deadline)
         if stream is None:
             left_ms = _left_ms(deadline)
             with self._fallback.get_layers(digests, lease_id, left_ms, least, skipped) as feed:
                 yield feed
             return
-        reading = PartReader(stream.request)
-        with self._ending_get(stream, reading, deadline):
+        with self._ending_get(stream, deadline):
             # A piece has what the feed looks at in a reply.
-            pieces = cast("Iterator[pb.GetResponse]", self._pieces(stream, reading, deadline))
+            pieces = cast("Iterator[pb.GetResponse]", self._pieces(stream, deadline))
             limit_bytes = self.session.terms.max_frame_bytes
             yield PartFeed(pieces, limit_bytes, is_cut=skipped is not None)
 
@@ -137,40 +136,35 @@ class BulkTransport(Transport):
     def get_ranges(
         self,
         digests: Sequence[ChainDigest],
-        ranges: Sequence[bulk.Range],
+        ranges: Sequence[pb.FrameRange],
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[FramePiece]]:
         deadline = _end_of(deadline_ms)
-        word = self._word(lease_id, deadline_ms, least, bulk.RANGES)
-        payload = bulk.pack_ranges(join_digests(digests), ranges)
-        stream = self._begin_get(word, payload, deadline)
+        request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
+        request.ranges.extend(ranges)
+        stream = self._begin_get(request, deadline)
         if stream is None:
             left_ms = _left_ms(deadline)
             with self._fallback.get_ranges(digests, ranges, lease_id, left_ms, least) as pieces:
                 yield pieces
             return
-        reading = PartReader(stream.request)
-        with self._ending_get(stream, reading, deadline):
+        with self._ending_get(stream, deadline):
             yield (
-                FramePiece(one.index, one.tier, *one.part)
-                for one in self._pieces(stream, reading, deadline)
+                FramePiece(one.index, one.tier, *one.part) for one in self._pieces(stream, deadline)
             )
 
-    def _word(self, lease_id: int, deadline_ms: int, least: Fidelity, flags: int = 0) -> bulk.Get:
-        flags |= fidelity_number(least) << bulk.FIDELITY_SHIFT
-        return bulk.Get(0, self.session.terms.session_id, lease_id, deadline_ms, flags)
-
-    def _begin_get(self, word: bulk.Get, payload: bytes, deadline: float) -> FrameStream | None:
-        """Return the stream that begins to answer a get; None where gRPC is to be asked."""
-        stream = self._take(deadline) if len(payload) <= bulk.MAX_PAYLOAD_BYTES else None
+    def _begin_get(self, request: pb.GetRequest, deadline: float) -> FrameStream | None:
+        """Return the stream that begins to answer *request*; None where gRPC is to be used."""
+        has_room = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
+        stream = self._take(deadline) if has_room else None
         if stream is None:
             return None
-        word = word._replace(request=stream.next_request())
         try:
             with self._noted(DeadlineError), self._dropped_if_it_fails(stream):
-                stream.send(word, deadline, payload)
+                number = stream.next_request()
+                stream.send(pb.StreamMessage(request=number, get=request), deadline)
                 stream.hear(deadline)
         except TierUnavailableError:  # it has too many at once, or has just started anew
             return None
@@ -179,34 +173,27 @@ class BulkTransport(Transport):
     def _arriving(
         self, stream: FrameStream, reading: FrameAssembler, deadline: float
     ) -> Iterator[Arrived]:
-        while not reading.is_over:
-            with self._noted():
-                landed = reading.take(*stream.receive(deadline))
-            if landed is not None:
-                frame = cast("Bytes | DirectFrame", landed.frame)  # of our own room
-                yield Arrived(landed.chunk, landed.tier, frame, _stays)
+        with self._noted():
+            for part, payload in stream.parts(deadline):
+                landed = reading.take(part, payload)
+                if landed is not None:
+                    frame = cast("Bytes | DirectFrame", landed.frame)  # of our own room
+                    yield Arrived(landed.chunk, landed.tier, frame, _stays)
+            reading.end(stream.frames)
 
-    def _pieces(
-        self, stream: FrameStream, reading: PartReader, deadline: float
-    ) -> Iterator[_PieceReply]:
-        while not reading.is_over:
-            with self._noted():
-                word, payload = stream.receive(deadline)
-                part = reading.take(word, payload)
-                data = None if part is None or payload is None else here(payload)
-            if part is not None and data is not None:
-                piece = _PieceData(part.frame_bytes, part.offset, data)
-                yield _PieceReply(part.chunk, part.tier_name, piece)
+    def _pieces(self, stream: FrameStream, deadline: float) -> Iterator[_PieceReply]:
+        with self._noted():
+            for part, payload in stream.parts(deadline):
+                piece = _PieceData(part.frame_bytes, part.offset, here(payload))
+                yield _PieceReply(part.index, part.tier, piece)
 
     @contextmanager
-    def _ending_get(
-        self, stream: FrameStream, reading: FrameAssembler | PartReader, deadline: float
-    ) -> Iterator[None]:
+    def _ending_get(self, stream: FrameStream, deadline: float) -> Iterator[None]:
         """Give *stream* back at the end, fit for another get unless this one failed."""
         is_clean = False
         try:
             yield
-            is_clean = reading.is_over or stream.leave(deadline)
+            is_clean = stream.is_over or stream.leave(deadline)
         finally:
             self._streams.give_back(stream, is_clean=is_clean)
 
@@ -222,22 +209,26 @@ class BulkTransport(Transport):
         hints: Hints = NO_HINTS,
     ) -> list[Put]:
         deadline = _end_of(deadline_ms)
-        flags = bulk.DURABLE if durable else 0
-        word = bulk.Put(0, self.session.terms.session_id, deadline_ms, flags)
-        upload = self._begin_put(word, deadline)
+        request = pb.PutRequest(
+            session_id=self.session.terms.session_id,
+            durable=durable,
+            deadline_ms=deadline_ms,
+            hints=hints_to_message(hints),
+        )
+        upload = self._begin_put(request, deadline)
         if upload is None:
             left_ms = _left_ms(deadline)
             return self._fallback.put(chunks, durable=durable, deadline_ms=left_ms, hints=hints)
         is_over = False
         try:
             with self._noted():
-                puts = upload.run(chunks, hints)
+                puts = upload.run(chunks)
             is_over = True
         finally:
             self._streams.give_back(upload.stream, is_clean=is_over)
         return puts
 
-    def _begin_put(self, word: bulk.Put, deadline: float) -> StreamUpload | None:
+    def _begin_put(self, request: pb.PutRequest, deadline: float) -> StreamUpload | None:
         """Return a put that a stream takes; None where gRPC is to be asked."""
         stream = self._take(deadline)
         if stream is None:
@@ -245,7 +236,7 @@ class BulkTransport(Transport):
         upload = StreamUpload(stream, deadline)
         try:
             with self._noted(DeadlineError), self._dropped_if_it_fails(stream):
-                upload.begin(word)
+                upload.begin(request)
         except TierUnavailableError:  # it has too many at once, or has just started anew
             return None
         return upload

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64
 
+from kvstore.client.frame_parts import BufferReader, Payload
 from kvstore.codecs.base import AnyTensors, ChunkTensors, check_room, each_wanted
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import BufferReader, Payload
 from kvstore.proto.errors import ChunkCorruptError, LayoutMismatchError
 from kvstore.proto.frame import FrameHeader, check_segment
 

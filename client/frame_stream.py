@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,10 +12,11 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.client.connection import SLACK_S
+from kvstore.client.frame_parts import Payload
 from kvstore.client.session import SessionTerms
 from kvstore.proto import bulk
-from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.bulk import Payload
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
@@ -34,22 +35,22 @@ _SKIP_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Where a server's bulk channel is, ``tcp://host:port``, and the word that lets us in.
+    """Where a server's bulk channel is, ``tcp://host:port``, and the message that lets us in.
 
     ``certificate`` in DER: TLS with that one alone; empty: in plain text.
     """
 
     where: str
     certificate: bytes
-    word: bulk.Attach | bulk.Guest
+    attach: pb.StreamAttach
 
     @classmethod
     def of(cls, terms: SessionTerms, address: str) -> Entrance:
         """Return that of our own session's server, which was reached at *address*."""
         host = address.rpartition(":")[0].rpartition("/")[2]
         where = terms.bulk_address.replace("*", host or "127.0.0.1")
-        word = bulk.Attach(0, terms.session_id, terms.attach_token)
-        return cls(where, terms.bulk_certificate, word)
+        attach = pb.StreamAttach(session_id=terms.session_id, token=terms.attach_token)
+        return cls(where, terms.bulk_certificate, attach)
 
 
 class FrameStream:
@@ -75,16 +76,21 @@ class FrameStream:
         """A call failed: what comes next is not known."""
         self._coming: _Coming | None = None
         self._requests = 0
-        self._heard: tuple[bulk.Word, Payload | None] | None = None
+        self.is_over = False
+        """The last get has been answered whole, or by an error."""
+        self.frames = 0
+        """What its end counted."""
+        self._heard: tuple[pb.StreamMessage, _Coming | None] | None = None
         deadline = time.monotonic() + within_s
         self._wire = connect_wire(
             entrance.where, entrance.certificate, deadline, time.monotonic, "server"
         )
         try:
-            self.send(entrance.word, deadline)
-            word, _ = self.receive(deadline)
-            if not isinstance(word, bulk.Attached):
-                raise InvalidRequestError("kind", type(word).__name__, "not an answer to attach")
+            self.send(pb.StreamMessage(attach=entrance.attach), deadline)
+            answer, _ = self.receive(deadline)
+            if not answer.ready:
+                kind = answer.WhichOneof("body")
+                raise InvalidRequestError("kind", kind, "not an answer to attach")
         except KVStoreError:
             self.close()
             raise
@@ -97,17 +103,15 @@ class FrameStream:
     def next_request(self) -> int:
         """Return a number that no earlier request of this stream had."""
         self._requests += 1
+        self.is_over = False
         return self._requests
 
-    def send(self, word: bulk.Word, deadline: float, payload: bytes | None = None) -> None:
-        """Send a message. Raises as ``receive``."""
+    def send(
+        self, message: pb.StreamMessage, deadline: float, pieces: Sequence[Bytes] = ()
+    ) -> None:
+        """Send a message, a part with *pieces* from where they lie. Raises as ``receive``."""
         self._by(deadline)
-        self._try(deadline, lambda: self._wire.send(word, payload))
-
-    def send_part(self, word: bulk.Part, pieces: Sequence[Bytes], deadline: float) -> None:
-        """Send a part of what is put, from where it lies. Raises as ``receive``."""
-        self._by(deadline)
-        self._try(deadline, lambda: self._wire.send_pieces(word, pieces))
+        self._try(deadline, lambda: self._wire.send(message, pieces))
 
     def has_more(self) -> bool:
         """Whether there is a message to receive, or the server hung up."""
@@ -117,7 +121,7 @@ class FrameStream:
         """Wait for the next message, which ``receive`` will return. Raises as that."""
         self._heard = self.receive(deadline)
 
-    def receive(self, deadline: float) -> tuple[bulk.Word, Payload | None]:
+    def receive(self, deadline: float) -> tuple[pb.StreamMessage, _Coming | None]:
         """Return the next message; a part's payload is still to come.
 
         Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
@@ -127,16 +131,34 @@ class FrameStream:
             heard, self._heard = self._heard, None
             return heard
         self._by(deadline)
-        word, size_bytes = self._try(deadline, self._wire.receive)
-        if isinstance(word, bulk.Part):
-            if word.request != self._requests:
-                raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
+        message, size_bytes = self._try(deadline, self._wire.receive)
+        if message.HasField("part"):
+            if message.request != self._requests:
+                raise InvalidFrameError("request", message.request, f"{self._requests} was asked")
             self._coming = _Coming(self, size_bytes, deadline)
-            return word, self._coming
-        payload = self._try(deadline, lambda: self._wire.take(size_bytes))
-        if isinstance(word, bulk.Failed) and not word.request:  # of the session, not of a request
-            raise bulk.unpack_failure(payload)
-        return word, as_bytes(payload)
+            return message, self._coming
+        if message.HasField("failed") and not message.request:  # of the session, not of a request
+            raise bulk.error_of(message.failed)
+        return message, None
+
+    def parts(self, deadline: float) -> Iterator[tuple[pb.StreamPart, Payload]]:
+        """Yield what answers the last get, until ``is_over``: each part, its payload to come.
+
+        What is of earlier requests is skipped. Raises the error that the server sent, and as
+        ``receive``.
+        """
+        while not self.is_over:
+            message, payload = self.receive(deadline)
+            if payload is not None:
+                yield message.part, payload
+            elif message.request == self._requests:
+                self.is_over = message.HasField("done") or message.HasField("failed")
+                self.frames = message.done
+                if message.HasField("failed"):
+                    raise bulk.error_of(message.failed)
+                if not self.is_over:
+                    kind = message.WhichOneof("body")
+                    raise InvalidFrameError("kind", kind, "not an answer to a get")
 
     def leave(self, deadline: float) -> bool:
         """Want no more of the last get; whether the stream is fit for another by then.
@@ -147,18 +169,19 @@ class FrameStream:
         if self._is_spoiled or is_inside:
             return False
         soon = min(deadline, time.monotonic() + LEAVE_S)
+        cancel = pb.StreamMessage(request=self._requests, cancel=True)
         is_told = False
         try:
             while True:
                 if not is_told and self._heard is None and not self.has_more():
-                    self.send(bulk.Cancel(self._requests), soon)
+                    self.send(cancel, soon)
                     is_told = True
-                word, payload = self.receive(soon)
-                if not isinstance(word, bulk.Part) or not isinstance(payload, _Coming):
-                    return isinstance(word, bulk.Done | bulk.Failed)
+                message, payload = self.receive(soon)
+                if payload is None:
+                    return message.HasField("done") or message.HasField("failed")
                 payload.skip(len(payload))
                 if not is_told:
-                    self.send(bulk.Cancel(self._requests), soon)
+                    self.send(cancel, soon)
                     is_told = True
         except KVStoreError:
             return False

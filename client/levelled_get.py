@@ -42,7 +42,6 @@ from kvstore.client.retry import countdown
 from kvstore.client.stored_frame import MAX_LEVELS, StoredFrame
 from kvstore.client.transport import FramePiece, Transport
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -374,7 +373,9 @@ class LevelledGet:
         for lease, run in groupby(ranges, lambda one: one.index // self._limit):
             first = lease * self._limit
             digests = self._digests[first : min(first + self._limit, self._ready)]
-            wanted = [one._replace(index=one.index - first) for one in run]
+            wanted = list(run)
+            for one in wanted:
+                one.index -= first
             for _, some in batches(wanted, self._limit):
                 with self._transport.get_ranges(
                     digests, some, self._leases[lease], left_ms(), least
@@ -493,12 +494,12 @@ def beside(
     return Levelled.none(get.count)
 
 
-def _in_pieces(batch: Sequence[Fetch]) -> list[Range]:
+def _in_pieces(batch: Sequence[Fetch]) -> list[pb.FrameRange]:
     """Return the ranges of *batch*, cut so that a slow link brings something soon."""
     size_bytes = sum(fetch.stop - fetch.start for fetch in batch)
     step = max(LEAST_PIECE_BYTES, -(-size_bytes // BATCH_PIECES))
     return [
-        Range(fetch.chunk, start, min(start + step, fetch.stop))
+        pb.FrameRange(index=fetch.chunk, start=start, stop=min(start + step, fetch.stop))
         for fetch in batch
         for start in range(fetch.start, fetch.stop, step)
     ]

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.client.direct_frame import DirectFrame
+from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import DIAL_S, FrameStreams
 from kvstore.client.session import Session
 from kvstore.client.transport import Arrived, Direct
-from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import FrameAssembler, pack_wanted
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.keys import join_digests
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
 TIER = "peer"
 MAX_LENDERS = 16
@@ -120,7 +120,12 @@ class PeerReads:
             pb.LendPeerResponse,
         )
         space = self._session.terms.namespace
-        guest = bulk.Guest(0, reply.session_id, space, reply.until_s, reply.token)
+        guest = pb.StreamAttach(
+            session_id=reply.session_id,
+            token=reply.token,
+            key_namespace=space,
+            until_s=reply.until_s,
+        )
         entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
         renewed_at = asked_at + reply.valid_ms / 2000
         streams = FrameStreams(entrance, SILENCE_S)
@@ -164,17 +169,21 @@ class PeerReads:
             taker = direct(lent.first + chunk, size_bytes, start)
             return np.empty(size_bytes, np.uint8) if taker is None else taker
 
-        limit_bytes = self._session.terms.max_frame_bytes
-        reading = FrameAssembler(stream.next_request(), limit_bytes, room)
         left_ms = max(1, int(1000 * (deadline - time.monotonic())))
-        ask = bulk.Get(reading.request, session_id, 0, left_ms, bulk.PEER)
-        stream.send(ask, deadline, pack_wanted(lent.keys))
-        while not reading.is_over:
-            word, payload = stream.receive(deadline)
-            landed = reading.take(word, payload)
+        get = pb.GetRequest(
+            session_id=session_id,
+            key_namespace=lent.keys[0][:DIGEST_BYTES],
+            digests=join_digests(key[DIGEST_BYTES:] for key in lent.keys),
+            deadline_ms=left_ms,
+        )
+        stream.send(pb.StreamMessage(request=stream.next_request(), get=get), deadline)
+        reading = FrameAssembler(self._session.terms.max_frame_bytes, room)
+        for part, payload in stream.parts(deadline):
+            landed = reading.take(part, payload)
             if landed is not None:
                 frame: Bytes | DirectFrame = landed.frame  # type: ignore[assignment]
                 yield Arrived(lent.first + landed.chunk, TIER, frame, _stays)
+        reading.end(stream.frames)
 
     def leave(self) -> None:
         """In a child: do without the parent's connections."""

@@ -39,7 +39,6 @@ from kvstore.client.transport import (
 from kvstore.client.view import View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
-from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     InvalidRequestError,
     LeaseExpiredError,
@@ -266,18 +265,18 @@ class ShmTransport(Transport):
     def get_ranges(
         self,
         digests: Sequence[ChainDigest],
-        ranges: Sequence[Range],
+        ranges: Sequence[pb.FrameRange],
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
     ) -> Iterator[Iterator[FramePiece]]:
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_SHARED_MEMORY, least)
-        request.ranges.extend(pb.FrameRange(index=r[0], start=r[1], stop=r[2]) for r in ranges)
+        request.ranges.extend(ranges)
         with self._leased_replies(request) as (replies, leases):
             yield self._pieces(replies, ranges, leases)
 
     def _pieces(
-        self, replies: Iterator[pb.GetResponse], ranges: Sequence[Range], leases: set[int]
+        self, replies: Iterator[pb.GetResponse], ranges: Sequence[pb.FrameRange], leases: set[int]
     ) -> Iterator[FramePiece]:
         """Yield *ranges*: out of memory and files that the server names, or as it sends them."""
         told: set[int] = set()
@@ -291,11 +290,11 @@ class ShmTransport(Transport):
                 told.add(reply.index)
                 tier = reply.places.tier_names[place.tier]
                 frame = self._arrived(reply.index, tier, place)
-                for index, start, stop in ranges:
-                    if index == reply.index and start < place.size_bytes:
-                        data = np.array(frame.frame[start:stop])
+                for one in ranges:
+                    if one.index == reply.index and one.start < place.size_bytes:
+                        data = np.array(frame.frame[one.start : one.stop])
                         frame.confirm()  # before anybody takes it for the chunk's
-                        yield FramePiece(index, tier, place.size_bytes, start, data)
+                        yield FramePiece(one.index, tier, place.size_bytes, one.start, data)
 
     @override
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:

@@ -9,11 +9,10 @@ import numpy as np
 from kvstore.client.frame_stream import FrameStream
 from kvstore.client.transport import Outgoing, Put, read_outcomes
 from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.framing import MAX_PIECES
-from kvstore.proto.messages import hints_to_message
-from kvstore.proto.plans import NO_HINTS, Hints
 
 SMALL_FRAME_BYTES = 1 << 17
 """Goes in one part; of a larger one the header goes ahead, and the server takes the rest to where
@@ -30,25 +29,25 @@ class StreamUpload:
         self._request = stream.next_request()
         self._room = np.empty(0, np.uint8)
 
-    def begin(self, word: bulk.Put) -> None:
-        """Ask as *word* does, and hear that frames may come. Raises the server's errors."""
-        self.stream.send(word._replace(request=self._request), self._deadline)
-        answer, _ = self._answer()
-        if not isinstance(answer, bulk.Ready):
-            raise InvalidFrameError("kind", type(answer).__name__, "not an answer to a put")
+    def begin(self, request: pb.PutRequest) -> None:
+        """Send *request*, and wait until frames may come. Raises the server's errors."""
+        self.stream.send(pb.StreamMessage(request=self._request, put=request), self._deadline)
+        answer = self._answer()
+        if not answer.ready:
+            raise InvalidFrameError("kind", answer.WhichOneof("body"), "not an answer to a put")
 
-    def run(self, chunks: Sequence[Outgoing], hints: Hints = NO_HINTS) -> list[Put]:
+    def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
         """Put *chunks*; return what became of each. Raises the server's errors."""
-        said = hints_to_message(hints)
-        if said is not None:
-            self.stream.send(bulk.Hint(self._request), self._deadline, said.SerializeToString())
         for index, chunk in enumerate(chunks):
             self._send(index, chunk.frame_bytes, chunk.pieces(self._room_of))
-        self.stream.send(bulk.Finish(self._request, len(chunks)), self._deadline)
-        answer, payload = self._answer()
-        if not isinstance(answer, bulk.Done) or answer.frames != len(chunks):
+        finish = pb.StreamMessage(request=self._request, finish=len(chunks))
+        self.stream.send(finish, self._deadline)
+        answer = self._answer()
+        outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
+        is_answer = len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")
+        if not is_answer:
             raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")
-        return read_outcomes(*bulk.unpack_outcomes(answer.frames, payload))
+        return read_outcomes(outcomes, reasons)
 
     def _room_of(self, size_bytes: int) -> Bytes:
         """The socket has taken what was in it before."""
@@ -57,23 +56,22 @@ class StreamUpload:
         return self._room[:size_bytes]
 
     def _send(self, index: int, frame_bytes: int, pieces: Sequence[Bytes]) -> None:
-        at = 0
+        head = pb.StreamPart(index=index, frame_bytes=frame_bytes)
+        message = pb.StreamMessage(request=self._request, part=head)
         for part in _parts(frame_bytes, pieces):
             if self.stream.has_more():
-                answer, _ = self._answer()
-                raise InvalidFrameError("kind", type(answer).__name__, "not an answer to a part")
-            word = bulk.Part(self._request, frame_bytes, at, index, bytes(bulk.TIER_BYTES))
-            self.stream.send_part(word, part, self._deadline)
-            at += sum(map(len, part))
+                kind = self._answer().WhichOneof("body")
+                raise InvalidFrameError("kind", kind, "not an answer to a part")
+            self.stream.send(message, self._deadline, part)
+            message.part.offset += sum(map(len, part))
 
-    def _answer(self) -> tuple[bulk.Word, bytes]:
-        word, payload = self.stream.receive(self._deadline)
-        if word.request != self._request or isinstance(word, bulk.Part):
-            raise InvalidFrameError("request", word.request, f"{self._request} was asked")
-        data = payload.tobytes() if isinstance(payload, np.ndarray) else b""
-        if isinstance(word, bulk.Failed):
-            raise bulk.unpack_failure(data)
-        return word, data
+    def _answer(self) -> pb.StreamMessage:
+        message, payload = self.stream.receive(self._deadline)
+        if message.request != self._request or payload is not None:
+            raise InvalidFrameError("request", message.request, f"{self._request} was asked")
+        if message.HasField("failed"):
+            raise bulk.error_of(message.failed)
+        return message
 
 
 def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:

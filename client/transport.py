@@ -23,7 +23,6 @@ from kvstore.client.session import Session
 from kvstore.client.view import View
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
-from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
 from kvstore.proto.keys import join_digests
@@ -148,7 +147,7 @@ class Transport(ABC):
     def get_ranges(
         self,
         digests: Sequence[ChainDigest],
-        ranges: Sequence[Range],
+        ranges: Sequence[pb.FrameRange],
         lease_id: int,
         deadline_ms: int,
         least: Fidelity = Fidelity.exact,
@@ -158,7 +157,7 @@ class Transport(ABC):
         What is not there, or not in time, does not come. ``digests`` are under *lease_id*.
         """
         request = self.get_request(digests, lease_id, deadline_ms, pb.VIA_STREAM, least)
-        request.ranges.extend(pb.FrameRange(index=r[0], start=r[1], stop=r[2]) for r in ranges)
+        request.ranges.extend(ranges)
         with closing(self.session.connection.stream("Get", request, deadline_ms)) as replies:
             yield map(piece_of, replies)
 

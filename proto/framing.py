@@ -22,16 +22,14 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.proto import bulk
-from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.errors import DeadlineError, InvalidRequestError, TierUnavailableError
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import Bytes
+from kvstore.proto.errors import DeadlineError, TierUnavailableError
 
-MAX_HEADER_BYTES = 256
 MAX_PIECES = 512
 """Of one message: the kernel takes twice as many at once."""
 STEP_BYTES = 1 << 16
 """Received before it is summed."""
-_LENGTHS = struct.Struct("<HI")
-_NO_PAYLOAD = 0xFFFFFFFF
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_S = 0.001
 """A timeout of 0 would be none."""
@@ -39,37 +37,10 @@ _GRAIN_S = 0.01
 """A socket may wait so much longer than what is left: to set its timeout each time costs a call."""
 
 
-def word_bytes(begun: bytes | memoryview) -> int:
-    """Return how long a word is that begins so, or how much has to be known of it for that.
-
-    Raises InvalidRequestError for what is no word.
-    """
-    if len(begun) < _LENGTHS.size:
-        return _LENGTHS.size
-    header_bytes, _ = _LENGTHS.unpack_from(begun)
-    if header_bytes > MAX_HEADER_BYTES:
-        raise InvalidRequestError("header", header_bytes, f"at most {MAX_HEADER_BYTES} bytes")
-    return _LENGTHS.size + int(header_bytes)
-
-
-def word_of(data: bytes | memoryview) -> tuple[bulk.Word, int]:
-    """Return the word that *data* is, and how long the payload behind it is.
-
-    Raises InvalidRequestError for what is no word.
-    """
-    _, payload_bytes = _LENGTHS.unpack_from(data)
-    header = bytes(data[_LENGTHS.size :])
-    if payload_bytes == _NO_PAYLOAD:
-        return bulk.unpack(header), 0
-    return bulk.unpack(header, payload_bytes), payload_bytes
-
-
-def message_of(word: bulk.Word, pieces: Sequence[Bytes] | None) -> list[memoryview]:
+def message_of(message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> list[memoryview]:
     """Return a message whose payload is *pieces*, not copied, one behind the other."""
-    header = bulk.pack(word)
-    size_bytes = _NO_PAYLOAD if pieces is None else sum(map(len, pieces))
-    head = memoryview(_LENGTHS.pack(len(header), size_bytes) + header)
-    return [head, *(piece.data for piece in pieces or () if len(piece))]
+    head = bulk.pack(message, sum(map(len, pieces)))
+    return [memoryview(head), *(piece.data for piece in pieces if len(piece))]
 
 
 class FramedSocket:
@@ -96,7 +67,7 @@ class FramedSocket:
         self._until = math.inf
         self._is_encrypted = is_encrypted
         self._patience_s = 0.0
-        self._head = memoryview(bytearray(_LENGTHS.size + MAX_HEADER_BYTES))
+        self._lengths = memoryview(bytearray(bulk.LENGTHS.size))
         # In plain text the kernel waits for all of a piece: one call for it, and one wake.
         self._flags = 0 if is_encrypted else socket.MSG_WAITALL
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,13 +94,9 @@ class FramedSocket:
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
 
-    def send(self, word: bulk.Word, payload: bytes | Bytes | None = None) -> None:
-        """Send a message whole."""
-        self.send_pieces(word, None if payload is None else [as_bytes(payload)])
-
-    def send_pieces(self, word: bulk.Word, pieces: Sequence[Bytes] | None) -> None:
-        """Send a message whose payload is *pieces*, MAX_PIECES at most, one behind the other."""
-        left = message_of(word, pieces)
+    def send(self, message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> None:
+        """Send a message whole, with a payload of *pieces*, MAX_PIECES at most."""
+        left = message_of(message, pieces)
         while left:
             self.send_some(left)
 
@@ -162,22 +129,16 @@ class FramedSocket:
         except (DeadlineError, TierUnavailableError):
             return
 
-    def receive(self) -> tuple[bulk.Word, int]:
-        """Return the next word, and how long the payload is that is to be taken or filled from.
+    def receive(self) -> tuple[pb.StreamMessage, int]:
+        """Return the next message, and how long the payload is that is to be filled from.
 
-        Raises InvalidRequestError for what is no word.
+        Raises InvalidRequestError for what is no message.
         """
-        lengths = self._head[: _LENGTHS.size]
-        self.fill(lengths)
-        size = word_bytes(lengths)
-        self.fill(self._head[_LENGTHS.size : size])
-        return word_of(self._head[:size])
-
-    def take(self, size_bytes: int) -> bytes:
-        """Return so many bytes of a payload that is no part of a frame: its word bounds them."""
-        data = bytearray(size_bytes)
-        self.fill(memoryview(data))
-        return bytes(data)
+        self.fill(self._lengths)
+        header_bytes, payload_bytes = bulk.unpack_lengths(self._lengths)
+        header = bytearray(header_bytes)
+        self.fill(memoryview(header))
+        return bulk.parse(bytes(header), payload_bytes), payload_bytes
 
     def fill(self, out: Bytes | memoryview) -> None:
         """Fill *out* with the next bytes."""

@@ -347,7 +347,7 @@ class PlanResponse(_message.Message):
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., order: _Optional[_Iterable[int]] = ..., uses: _Optional[bytes] = ..., kept: _Optional[int] = ..., peak_chunks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges", "skip_rows", "peers")
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_fidelity", "layer_major", "ranges", "skip_rows", "peers", "key_namespace")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +358,7 @@ class GetRequest(_message.Message):
     RANGES_FIELD_NUMBER: _ClassVar[int]
     SKIP_ROWS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
     lease_id: int
@@ -368,7 +369,8 @@ class GetRequest(_message.Message):
     ranges: _containers.RepeatedCompositeFieldContainer[FrameRange]
     skip_rows: bytes
     peers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ...) -> None: ...
+    key_namespace: bytes
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_fidelity: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., key_namespace: _Optional[bytes] = ...) -> None: ...
 
 class FrameRange(_message.Message):
     __slots__ = ("index", "start", "stop")
@@ -491,6 +493,86 @@ class PutResponse(_message.Message):
     outcomes: bytes
     reasons: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, server: _Optional[_Union[Server, _Mapping]] = ..., outcomes: _Optional[bytes] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StreamMessage(_message.Message):
+    __slots__ = ("request", "attach", "ready", "get", "cancel", "find", "put", "finish", "part", "done", "found", "stored", "failed")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    GET_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    FIND_FIELD_NUMBER: _ClassVar[int]
+    PUT_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attach: StreamAttach
+    ready: bool
+    get: GetRequest
+    cancel: bool
+    find: FindRequest
+    put: PutRequest
+    finish: int
+    part: StreamPart
+    done: int
+    found: FindResponse
+    stored: PutResponse
+    failed: StreamError
+    def __init__(self, request: _Optional[int] = ..., attach: _Optional[_Union[StreamAttach, _Mapping]] = ..., ready: bool = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., cancel: bool = ..., find: _Optional[_Union[FindRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., finish: _Optional[int] = ..., part: _Optional[_Union[StreamPart, _Mapping]] = ..., done: _Optional[int] = ..., found: _Optional[_Union[FindResponse, _Mapping]] = ..., stored: _Optional[_Union[PutResponse, _Mapping]] = ..., failed: _Optional[_Union[StreamError, _Mapping]] = ...) -> None: ...
+
+class StreamAttach(_message.Message):
+    __slots__ = ("session_id", "token", "key_namespace", "until_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    token: bytes
+    key_namespace: bytes
+    until_s: int
+    def __init__(self, session_id: _Optional[int] = ..., token: _Optional[bytes] = ..., key_namespace: _Optional[bytes] = ..., until_s: _Optional[int] = ...) -> None: ...
+
+class StreamPart(_message.Message):
+    __slots__ = ("index", "frame_bytes", "offset", "tier")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    frame_bytes: int
+    offset: int
+    tier: str
+    def __init__(self, index: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
+
+class StreamError(_message.Message):
+    __slots__ = ("name", "text")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    text: str
+    def __init__(self, name: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class FindRequest(_message.Message):
+    __slots__ = ("session_id", "key_namespace", "digests", "deadline_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    key_namespace: bytes
+    digests: bytes
+    deadline_ms: int
+    def __init__(self, session_id: _Optional[int] = ..., key_namespace: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class FindResponse(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, rows: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "digests", "parents", "frame_bytes", "layout", "layouts", "deadline_ms", "durable", "hints")

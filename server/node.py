@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from typing_extensions import override
 
 import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
@@ -21,7 +22,7 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.unix_socket import ARENA_SLAB, Op, host_id
 from kvstore.server.api.grpc_server import SERVICE, Health, bind, bind_health, servicer_of
-from kvstore.server.api.interceptors import AccessCheck, CallInterceptor, known_errors
+from kvstore.server.api.interceptors import CallWrapper, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
@@ -66,55 +67,34 @@ logger = structlog.get_logger(__name__)
 Clock = Callable[[], float]
 
 
-class Maintenance:
-    """One thread that runs each job when it is due. *clock* returns monotonic seconds.
+class Maintenance(threading.Thread):
+    """Runs ``jobs`` every TICK_S. An error of one is logged and stops neither it nor the others."""
 
-    An error of a job is logged and stops neither it nor the others.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._jobs: list[tuple[float, Callable[[], object]]] = []
-        self._due: list[float] = []
+    def __init__(self) -> None:
+        super().__init__(name="maintenance", daemon=True)
+        self.jobs: list[Callable[[], object]] = []
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="maintenance", daemon=True)
 
-    def every(self, seconds: float, *jobs: Callable[[], object]) -> None:
-        """Run each of *jobs* every *seconds*, from now on. Called before ``start``."""
-        for job in jobs:
-            self._jobs.append((seconds, job))
-            self._due.append(self._clock() + seconds)
+    @override
+    def run(self) -> None:
+        while not self._stopping.wait(TICK_S):
+            self.run_jobs()
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        """Whether its thread lives."""
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """End, behind the job that runs. Idempotent."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def run_due(self) -> None:
-        """Run what is due."""
-        for at, (seconds, job) in enumerate(self._jobs):
-            if self._due[at] > self._clock():
-                continue
+    def run_jobs(self) -> None:
+        """Run each job once."""
+        for job in self.jobs:
             name = getattr(job, "__qualname__", "job")
             try:
                 with known_errors(name):
                     job()
             except KVStoreError as error:
                 logger.error("maintenance failed", job=name, reason=str(error))
-            self._due[at] = self._clock() + seconds
 
-    def _run(self) -> None:
-        while not self._stopping.wait(max(0.0, min(self._due) - self._clock())):
-            self.run_due()
+    def stop(self) -> None:
+        """End, behind the job that runs. Idempotent."""
+        self._stopping.set()
+        if self.is_alive():
+            self.join()
 
 
 class Node:
@@ -132,16 +112,15 @@ class Node:
         self._is_started = False
         self._stopping = threading.Event()
         self._learner = threading.Thread(target=self._learn, name="learner", daemon=True)
-        self._maintenance = Maintenance(clock)
+        self._maintenance = Maintenance()
         try:
             self._open_store()
-            access = AccessCheck(self.trust.authenticator, self.trust.authorizer)
-            calls = CallInterceptor(self._tracing, access)
-            self._shedder = LoadShedder(config.workers, self.counters, clock)
+            calls = CallWrapper(self.trust, self._tracing)
+            self._shedder = LoadShedder(config.workers, self.counters, calls, clock)
             self._closers.append(self._shedder.close)
             self._taken = taken(config)
             check_enough(config.max_sessions, self._taken)
-            self._grpc, self.port = bind(config, self._shedder, calls, self._taken)
+            self._grpc, self.port = bind(config, self._shedder, self._taken)
             self._closers.append(self._end_grpc)
             self._open_calls()
         except BaseException:
@@ -230,9 +209,9 @@ class Node:
             self._closers.append(http.close)
         self.http_port = None if http is None else http.port
         parts = (store, self.publisher, self._shedder, self.unix_server, http)
-        ticks = [part.tick for part in parts if part is not None]
-        jobs = (self._expire_sessions, self._end_revoked, self._check_health)
-        self._maintenance.every(TICK_S, *ticks, *jobs)
+        jobs = self._maintenance.jobs
+        jobs += [part.tick for part in parts if part is not None]
+        jobs += [self._expire_sessions, self._end_revoked, self._check_health]
 
     def _open_events(self, boot_id: int) -> tuple[EventLog | None, EventPublisher | None]:
         """Return the log that the RPC reads, and what publishes it. Events count from here on."""
@@ -257,22 +236,17 @@ class Node:
             return None
         config = self._config
         most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
-        limits = UnixLimits(
-            config.max_sessions,
-            MAX_STAGING_BYTES,
-            config.workers,
-            share_of(SOCKET_SHARE, self._taken, most),
-        )
+        most = share_of(SOCKET_SHARE, self._taken, most)
+        limits = UnixLimits(config.max_sessions, MAX_STAGING_BYTES, config.workers, most)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        auth = self.trust.authorizer.session_auth
+        authorizer = self.trust.authorizer
         try:
-            server = UnixServer(path, self.sessions, files, self._clock, limits, auth)
+            server = UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
-            logger.warning(
-                "no Unix socket: clients of this host use the network", reason=str(error)
-            )
+            what = "no Unix socket: clients of this host use the network"
+            logger.warning(what, reason=str(error))
             return None
         self._closers.append(server.close)
         return server
@@ -305,8 +279,8 @@ class Node:
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        auth = self.trust.authorizer.session_auth
-        service = BulkService(self.store, self.sessions, checks, auth, config.limits)
+        authorizer = self.trust.authorizer
+        service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, certificate = open_bulk(config, service, most)

@@ -8,26 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from stream_messages import Sent, done, failed, kind, part, ready, receive, send
+
 from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import (
-    Attach,
-    Attached,
-    Done,
-    Failed,
-    Find,
-    Get,
-    Part,
-    pack_found,
-    unpack_wanted,
-)
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.peer_connections import PeerSession
 
-Message = tuple[bulk.Word, bytes | None]
+Message = Sent
 Lie = Callable[[Message], list[Message]]
 """What is sent instead of one right message: another, several, none."""
 
@@ -68,38 +60,36 @@ class FakePeer:
         wire.set_timeout(3600.0, math.inf)
         try:
             while True:
-                word, size_bytes = wire.receive()
-                for answer in self._answers(word, wire.take(size_bytes)):
-                    for header, data in self.lie(answer):
-                        wire.send(header, data)
+                for answer in self._answers(receive(wire)[0]):
+                    for message, data in self.lie(answer):
+                        send(wire, message, data)
         except KVStoreError:
             wire.close()
 
-    def _answers(self, word: bulk.Word, payload: bytes) -> list[Message]:
-        if isinstance(word, Attach):
-            return [(Attached(word.request), None)]
-        if isinstance(word, Find):
+    def _answers(self, message: pb.StreamMessage) -> list[Message]:
+        number = message.request
+        if message.HasField("attach"):
+            return [(ready(number), b"")]
+        if message.HasField("find"):
             self.finds += 1
-            keys = unpack_wanted(payload, 4096)
-            return [(Done(word.request, 0), pack_found(map(self._infos.get, keys)))]
-        if isinstance(word, Get):
-            return self._read(word, payload)
+            found = bulk.found_rows(map(self._infos.get, bulk.keys_of(message.find, 4096)))
+            return [(pb.StreamMessage(request=number, found=found), b"")]
+        if message.HasField("get"):
+            return self._read(number, message.get)
         return []
 
-    def _read(self, word: Get, payload: bytes) -> list[Message]:
-        wanted, spans = bulk.unpack_ranges(payload)
-        keys = unpack_wanted(wanted, 4096)
+    def _read(self, number: int, request: pb.GetRequest) -> list[Message]:
+        keys = bulk.keys_of(request, 4096)
         found: list[Message] = []
-        for number, first, stop in spans:
-            frame = self._frames.get(keys[number])
+        for span in request.ranges:
+            frame = self._frames.get(keys[span.index])
             if frame is None:
-                return [*found, (Done(word.request, number), b"")]
-            data, size = frame[first:stop].tobytes(), len(frame)
+                return [*found, (done(number, span.index), b"")]
+            data, size = frame[span.start : span.stop].tobytes(), len(frame)
             for start in range(0, len(data), bulk.MAX_PAYLOAD_BYTES):
-                at = first + start
-                part = Part(word.request, size, at, number, bulk.tier_bytes("cpu"))
-                found.append((part, data[start : start + bulk.MAX_PAYLOAD_BYTES]))
-        return [*found, (Done(word.request, len(spans)), b"")]
+                message = part(number, size, span.start + start, span.index, "cpu")
+                found.append((message, data[start : start + bulk.MAX_PAYLOAD_BYTES]))
+        return [*found, (done(number, len(request.ranges)), b"")]
 
     def close(self) -> None:
         """Hang up on all, and end the threads."""
@@ -114,14 +104,14 @@ class FakePeer:
 
 def is_part(message: Message) -> bool:
     """Whether *message* carries bytes of a frame."""
-    return isinstance(message[0], Part)
+    return kind(message[0]) == "part"
 
 
 def is_found(message: Message) -> bool:
     """Whether *message* answers a find, of a chunk that is there."""
-    return isinstance(message[0], Done) and bool(message[1]) and message[1] != b"\0\0"
+    return any(message[0].found.rows)
 
 
 def refusal(request: int) -> Message:
     """Return what a peer says that has too much to do."""
-    return Failed(request), bulk.pack_failure("QuotaExceededError", "busy")
+    return failed(request, "QuotaExceededError", "busy"), b""

@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from stream_messages import Sent, attach, receive, send
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
@@ -23,27 +24,27 @@ class StreamCaller:
         link = socket.create_connection((host.removeprefix("tcp://"), int(port)))
         self.wire = FramedSocket(link, "server", time.monotonic, is_encrypted=False)
         self.wire.set_timeout(SOON_S)
-        self.say(bulk.Attach(0, terms.session_id, terms.attach_token))
-        said, payload = self.hear()
-        if isinstance(said, bulk.Failed):
+        self.say(attach(terms.session_id, terms.attach_token))
+        answer, _ = self.hear()
+        if answer.HasField("failed"):
             self.close()
-            raise bulk.unpack_failure(payload)
-        assert said == bulk.Attached(0)
+            raise bulk.error_of(answer.failed)
+        assert answer == pb.StreamMessage(ready=True)
 
-    def say(self, word: bulk.Word, payload: bytes | None = None) -> None:
+    def say(self, message: pb.StreamMessage, payload: bytes = b"") -> None:
         """Send a message."""
-        self.wire.send(word, payload)
+        send(self.wire, message, payload)
 
-    def hear(self) -> tuple[bulk.Word, bytes]:
+    def hear(self) -> Sent:
         """Return the next message."""
-        word, size_bytes = self.wire.receive()
-        return word, self.wire.take(size_bytes)
+        return receive(self.wire)
 
-    def is_refused(self, message: str) -> bool:
-        """Whether the next message is an error that has *message* in it."""
-        word, payload = self.hear()
-        assert message in payload.decode(), payload
-        return word == bulk.Failed(1)
+    def is_refused(self, text: str) -> bool:
+        """Whether the next message is an error that has *text* behind its class's name."""
+        answer, _ = self.hear()
+        error = f"{answer.failed.name}: {answer.failed.text}"
+        assert text in error, error
+        return answer.request == 1 and answer.HasField("failed")
 
     def is_hung_up_on(self) -> bool:
         """Whether nothing more comes."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 
-from kvstore.proto import bulk, messages
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import messages
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.proto.unix_socket import Reach, pack_places
@@ -156,7 +156,7 @@ def frame_part(result: ReadResult) -> LayerPart:
 
 
 def range_parts(
-    reading: RangeRead, keys: Sequence[ChunkKey], ranges: Iterable[bulk.Range | pb.FrameRange]
+    reading: RangeRead, keys: Sequence[ChunkKey], ranges: Iterable[pb.FrameRange]
 ) -> Generator[LayerPart, None, None]:
     """Yield *ranges* of the frames of *keys*, in order; one read for neighbours.
 

@@ -15,7 +15,6 @@ from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
-from kvstore.server.api.interceptors import CallInterceptor
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import ServerTls
@@ -80,9 +79,7 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     return servicer
 
 
-def bind(
-    config: Settings, shedder: LoadShedder, calls: CallInterceptor, taken: int
-) -> tuple[grpc.Server, int]:
+def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Server, int]:
     """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
 
     Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
@@ -93,7 +90,7 @@ def bind(
         tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
     server = grpc.server(
         shedder.reads,
-        interceptors=[shedder, calls],
+        interceptors=[shedder],
         maximum_concurrent_rpcs=shedder.most_calls,
         options=[
             ("grpc.max_receive_message_length", largest),

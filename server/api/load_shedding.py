@@ -23,17 +23,14 @@ from typing_extensions import override
 
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, QuotaExceededError
 from kvstore.server.api.event_calls import EVENT_READERS
-from kvstore.server.api.interceptors import (
-    Behavior,
-    ServerInterceptor,
-    answered_by,
-    behavior_of,
-    guarded,
-)
+from kvstore.server.api.interceptors import Behavior, CallWrapper, guarded
 from kvstore.server.telemetry.metrics import Counters
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
+    ServerInterceptor = grpc.ServerInterceptor[Any, Any]
+else:  # grpc's classes are generic in its stubs only
+    ServerInterceptor = grpc.ServerInterceptor
 
 WRITES = frozenset(
     {"Put", "Reserve", "Commit", "PutDevice", "Clear", "Drain", "ReportReuse", "Trace"}
@@ -218,12 +215,16 @@ class ConcurrencyLimit(int):
 class LoadShedder(ServerInterceptor):
     """Chooses the threads that answer a call, and refuses it when too many wait for them.
 
-    The first of the interceptors: it gets each method's handler from the others once. ``reads``
-    answers everything else too. ``tick`` is called a few times a second.
+    What *calls* wraps is composed once a method. ``reads`` answers everything else too. ``tick`` is
+    called a few times a second.
     """
 
     def __init__(
-        self, workers: int, counters: Counters, clock: Callable[[], float] = time.monotonic
+        self,
+        workers: int,
+        counters: Counters,
+        calls: CallWrapper,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         writers = max(1, workers // 2)
         readers = max(1, workers - writers)
@@ -236,6 +237,7 @@ class LoadShedder(ServerInterceptor):
         self._executors = (self.reads, self._writes, self._events)
         self.refusals = futures.ThreadPoolExecutor(2, thread_name_prefix="rpc-refuse")
         self._counters = counters
+        self._calls = calls
         self._answers: dict[str, _Answers] = {}
         """By method, of those that there are."""
 
@@ -267,16 +269,15 @@ class LoadShedder(ServerInterceptor):
         return answers.watched if answers.executor.is_stalling else answers.usual
 
     def _answered(self, handler: Handler, method: str) -> _Answers:
-        name, inner = method.rpartition("/")[2], behavior_of(handler)
-        streams = handler.response_streaming
+        name = method.rpartition("/")[2]
         executor = self._writes if name in WRITES else self.reads
         if name == "Events":
             executor = self._events
-        refuse = guarded(self._refuse, method, streams=streams)
-        expire = guarded(self._expire, method, streams=streams)
+        answers, streams = self._calls.around(handler, method), handler.response_streaming
+        refuse, expire = guarded(self._refuse, method), guarded(self._expire, method)
         receive: Behavior = executor.stall_guard.each
         if not handler.request_streaming:
-            receive = guarded(executor.stall_guard.only, method, streams=False)
+            receive = guarded(executor.stall_guard.only, method)
 
         def answer(
             request: Any, context: grpc.ServicerContext, receive: Behavior | None = None
@@ -285,14 +286,16 @@ class LoadShedder(ServerInterceptor):
             left_s = context.time_remaining()
             if left_s is not None and left_s < LEAST_LEFT_S:
                 return expire(request, context)
-            return inner(request if receive is None else receive(request, context), context)
+            found = answers(request if receive is None else receive(request, context), context)
+            if streams:
+                return found
+            (only,) = found
+            return only
 
-        watched = _on(executor, partial(answer, receive=receive))
-        is_watched = answered_by(handler, watched, is_fed=True)
-        usual = answered_by(handler, _on(executor, answer))
-        refusal = answered_by(handler, _on(self.refusals, refuse), is_fed=True)
-        is_streamed = handler.request_streaming
-        return _Answers(executor, is_watched if is_streamed else usual, is_watched, refusal)
+        is_watched = _handler(handler, partial(answer, receive=receive), executor, is_fed=True)
+        usual = is_watched if handler.request_streaming else _handler(handler, answer, executor)
+        refusal = _handler(handler, refuse, self.refusals, is_fed=True)
+        return _Answers(executor, usual, is_watched, refusal)
 
     def _refuse(self, requests: Any, context: grpc.ServicerContext) -> Any:
         self._counters.add("shed_calls")
@@ -303,7 +306,20 @@ class LoadShedder(ServerInterceptor):
         raise DeadlineError("the call waited past its deadline")
 
 
-def _on(pool: futures.ThreadPoolExecutor, behavior: Behavior) -> Behavior:
-    """Have gRPC run *behavior* in *pool*."""
+def _handler(
+    handler: Handler,
+    behavior: Behavior,
+    pool: futures.ThreadPoolExecutor,
+    *,
+    is_fed: bool = False,
+) -> Handler:
+    """Return *handler* with *behavior*, run in *pool*, in the place of its own.
+
+    If it *is_fed* it takes its message, if it is only one, from an iterator.
+    """
     behavior.experimental_thread_pool = pool  # type: ignore[attr-defined]
-    return behavior
+    takes = "stream" if is_fed or handler.request_streaming else "unary"
+    gives = "stream" if handler.response_streaming else "unary"
+    make = getattr(grpc, f"{takes}_{gives}_rpc_method_handler")
+    made: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
+    return made

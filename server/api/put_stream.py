@@ -64,12 +64,6 @@ class PutStream:
         self._held: _Incoming | None = None
         """A whole frame whose state is kept only if the next one does not continue it."""
 
-    def hint(self, hints: Hints) -> None:
-        """Set the hints of all frames. Raises InvalidRequestError once one has begun."""
-        if self._keys:
-            raise InvalidRequestError("hints", len(self._keys), "say them before the first frame")
-        self.hints = hints
-
     @property
     def position(self) -> tuple[int, int]:
         """The frame that the next piece belongs to, and the offset in it."""
@@ -156,7 +150,7 @@ class PutStream:
             raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
         self._checks.batch("frames", len(self._keys) + 1)
         header = parse_header(data, takes_shards=True)
-        info, part = self._checks.header(session, header, frame_bytes)
+        info, part = self._checks.chunk(session, header.info(), header.shard, frame_bytes)
         if self._held is not None and self._held.ticket is not None:
             self._commit_held(is_last=info.parent_key != self._held.ticket.info.key)
         options = PutOptions(self.hints, is_last=None)
@@ -227,7 +221,7 @@ class LayeredPutStream:
         header = parse_header(as_bytes(message.data), FLAG_UNSUMMED)
         if len(message.data) != header.header_bytes or not header.flags & FLAG_UNSUMMED:
             raise InvalidFrameError("data", len(message.data), "begin with an open header, alone")
-        info, _ = self._checks.header(session, header, message.frame_bytes)
+        info, _ = self._checks.chunk(session, header.info(), None, message.frame_bytes)
         options = PutOptions(self._stream.hints)
         begun = self._writes.open(session, info, self._stream.deadline, options)
         if isinstance(begun, PutResult):

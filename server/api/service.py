@@ -375,7 +375,7 @@ class DataCalls:
         header = parse_header(as_bytes(data))
         if len(data) != header.header_bytes:
             raise InvalidRequestError("headers", len(data), f"this one has {header.header_bytes}")
-        info, _ = self._checks.header(session, header, header.frame_bytes)
+        info, _ = self._checks.chunk(session, header.info(), None)
         check_put(header, info, session)
         wanted = (0, raw_frame_bytes(header.layout))
         if (header.codec_id, header.frame_bytes) != wanted:
@@ -427,7 +427,7 @@ class DataCalls:
         blends, checks = self._store.blends, self._blend_checks
         try:
             keys = checks.report_keys(session, request)
-            report = checks.report(request, keys, blends.variant_tokens(keys))
+            report = checks.report(request, keys, blends.contents.variant_tokens(keys))
         except InvalidRequestError:
             self._store.counters.add("blend_refused_reports")
             raise

@@ -42,7 +42,7 @@ from kvstore.proto.unix_socket import (
 )
 from kvstore.server.api.unix_calls import send_packets
 from kvstore.server.api.written_pages import WrittenPages
-from kvstore.server.security.authorization import SessionAuth, check_session_role
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 
 CONNECTIONS_PER_SESSION = 16
@@ -113,7 +113,7 @@ class Staging(NamedTuple):
 class UnixServer:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
-    *auth* records what was given and refused. Several threads wait for messages side by side:
+    *authorizer* records what was given and refused. Several threads wait for messages side by side:
     the one that gets a message answers it, so that no call is handed to another thread. The end of
     the connection that brought a session's memory closes the session; connections that joined it
     are for calls only, answered in order. ``tick`` is called a few times a second; *clock* returns
@@ -127,14 +127,14 @@ class UnixServer:
         files: Mapping[Op, SlabFile],
         clock: Callable[[], float],
         limits: UnixLimits,
-        auth: SessionAuth,
+        authorizer: Authorizer,
     ) -> None:
         self.path = path
         self._sessions = sessions
         self._files = files
         self._clock = clock
         self._limits = limits
-        self._auth = auth
+        self._authorizer = authorizer
         self.take_ring: TakeRing | None = None
         self.answer: Answer | None = None
         """Answers calls; while it is None they are refused."""
@@ -257,7 +257,7 @@ class UnixServer:
             return
         connection.setblocking(False)
         if not is_trusted(connection):
-            self._auth.note(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
+            self._authorizer.note_on(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
             connection.close()
             return
         with self._lock:
@@ -360,7 +360,7 @@ class UnixServer:
         logger.info("refused", method="unix", reason=str(error))
         if request is not None:  # or else it is noise, which nobody wants written down
             method = _METHODS.get(request.op, _ATTACH)
-            self._auth.note(peer.session, method, type(error).__name__, 0, _ORIGIN)
+            self._authorizer.note_on(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
         peer.connection.send(pack_reply(Reply.denied if is_denied else Reply.invalid))
 
@@ -401,7 +401,7 @@ class UnixServer:
             socket.send_fds(peer.connection, [reply], [descriptor])
         finally:
             os.close(descriptor)
-        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._authorizer.note_on(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _admitted(self, peer: _Peer, op: Op) -> Session:
         """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
@@ -409,7 +409,7 @@ class UnixServer:
         if session is None or session.is_closed:
             raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
         # The calls that lead to it count for the tenant's rate, it does not.
-        check_session_role(session.roles, _METHODS[op])
+        self._authorizer.admit_on(session, _METHODS[op], is_counted=False)
         return session
 
     def _attach(self, peer: _Peer, request: Request, descriptor: int) -> None:
@@ -437,7 +437,7 @@ class UnixServer:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = map_sealed(descriptor, self._limits.max_staging_bytes)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
-        self._auth.note(session, _METHODS[request.op], "OK", 0, _ORIGIN)
+        self._authorizer.note_on(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _join(self, peer: _Peer, request: Request) -> None:
         session = _proven(peer, request)

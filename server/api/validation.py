@@ -22,25 +22,24 @@ from kvstore.proto.blend import (
     check_number,
     check_tag,
 )
-from kvstore.proto.bulk import Range
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     RepresentationError,
 )
-from kvstore.proto.frame import FrameHeader, raw_frame_bytes
+from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import keys_of_digests, split_digests
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     MAX_CHUNK_TOKENS,
     MIN_CHUNK_TOKENS,
-    ChainDigest,
     ChunkInfo,
     ChunkKey,
     Fidelity,
     KVLayout,
     Namespace,
+    Shard,
 )
 from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, AskedChunk, Measured
 from kvstore.server.blending.resolver import AskedSegment, Question, Report
@@ -106,7 +105,7 @@ class Checks:
         if count > self.limits.max_batch_chunks:
             raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
 
-    def ranges(self, ranges: Sequence[pb.FrameRange] | Sequence[Range], count: int) -> None:
+    def ranges(self, ranges: Sequence[pb.FrameRange], count: int) -> None:
         """Refuse ranges that are empty, of chunks that are not in the request, or too many."""
         self.batch("ranges", len(ranges))
         for one in ranges:
@@ -121,12 +120,28 @@ class Checks:
             raise InvalidRequestError("skip_rows", len(request.skip_rows), "with layer_major only")
         return SkippedRows.unpack(request.skip_rows, count)
 
-    def info(self, session: Session, info: ChunkInfo) -> ChunkInfo:
-        """Return *info* if it is a chunk that *session* may put.
+    def chunk(
+        self,
+        session: Session,
+        info: ChunkInfo,
+        shard: Shard | None,
+        streamed_bytes: int | None = None,
+    ) -> tuple[ChunkInfo, ChunkPart | None]:
+        """Return *info* if *session* may put that chunk; of a *shard* that of its chunk, and it.
 
-        Raises RepresentationError for a key of another namespace, LayoutMismatchError for
-        tensors of another model, InvalidRequestError over the limit, UnknownCodecError.
+        *streamed_bytes* is what the stream says that the frame has. Raises RepresentationError for
+        a key of another namespace, LayoutMismatchError for tensors of another model,
+        InvalidRequestError for a size that cannot be, UnknownCodecError.
         """
+        size_bytes, part = info.size_bytes, None
+        if streamed_bytes not in (None, size_bytes):
+            raise InvalidRequestError("frame_bytes", streamed_bytes, f"its header: {size_bytes}")
+        if shard is not None:
+            if size_bytes != shard_frame_bytes(shard):
+                fix = f"a raw rectangle like this has {shard_frame_bytes(shard)}"
+                raise InvalidRequestError("frame_bytes", size_bytes, fix)
+            part = ChunkPart(shard, size_bytes, is_streamed=streamed_bytes is not None)
+            info = ChunkInfo(info.key, info.parent, shard.whole, 0, raw_frame_bytes(shard.whole))
         if info.key[:DIGEST_BYTES] != session.namespace:
             raise RepresentationError(
                 "key", info.key.hex(),
@@ -137,35 +152,10 @@ class Checks:
             expected = KVLayout.of(session.representation, info.layout.tokens)
             raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
         if info.size_bytes > self.limits.max_frame_bytes:
-            raise InvalidRequestError(
-                "frame_bytes", info.size_bytes, f"at most {self.limits.max_frame_bytes}"
-            )
+            fix = f"at most {self.limits.max_frame_bytes}"
+            raise InvalidRequestError("frame_bytes", info.size_bytes, fix)
         codec_by_id(info.codec_id)
-        return info
-
-    def header(
-        self, session: Session, header: FrameHeader, frame_bytes: int
-    ) -> tuple[ChunkInfo, ChunkPart | None]:
-        """Return the info of the chunk whose frame *session* may put, or a part of it."""
-        if header.frame_bytes != frame_bytes:
-            raise InvalidRequestError(
-                "frame_bytes", frame_bytes, f"its header: {header.frame_bytes}"
-            )
-        shard = header.shard
-        if shard is None:
-            return self.info(session, header.info()), None
-        part = ChunkPart(shard, frame_bytes, is_streamed=True)
-        return self._whole(session, header.key, header.parent, part), part
-
-    def _whole(
-        self, session: Session, key: ChunkKey, parent: ChainDigest, part: ChunkPart
-    ) -> ChunkInfo:
-        """Return the info of the raw chunk that *part* is of."""
-        if part.frame_bytes != shard_frame_bytes(part.shard):
-            fix = f"a raw rectangle like this has {shard_frame_bytes(part.shard)}"
-            raise InvalidRequestError("frame_bytes", part.frame_bytes, fix)
-        whole = part.shard.whole
-        return self.info(session, ChunkInfo(key, parent, whole, 0, raw_frame_bytes(whole)))
+        return info, part
 
     def reserved(
         self, session: Session, request: pb.ReserveRequest
@@ -185,17 +175,11 @@ class Checks:
         shards = [messages.shard_from_message(message) for message in request.layouts]
         if any(index >= len(layouts) for index in request.layout):
             raise InvalidRequestError("layout", max(request.layout), "index into layouts")
-        found: list[tuple[ChunkInfo, ChunkPart | None]] = []
         rows = zip(keys, parents, request.layout, request.frame_bytes, strict=True)
-        for key, parent, index, size in rows:
-            shard = shards[index]
-            if shard is None:
-                info = ChunkInfo(key, parent, layouts[index], 0, size)
-                found.append((self.info(session, info), None))
-            else:
-                part = ChunkPart(shard, size)
-                found.append((self._whole(session, key, parent, part), part))
-        return found
+        return [
+            self.chunk(session, ChunkInfo(key, parent, layouts[at], 0, size), shards[at])
+            for key, parent, at, size in rows
+        ]
 
 
 class BlendChecks:

@@ -28,10 +28,9 @@ from kvstore.server.blending.scores import (
     context_impact,
     fix_overhead,
 )
-from kvstore.server.index.access_log import Asked
+from kvstore.server.index.access_log import Asked, CatalogState
 from kvstore.server.index.hints import UNKNOWN_CONTENT, PutInfo
 from kvstore.server.index.holds import Lease, LeaseTerms
-from kvstore.server.index.state import CatalogState
 
 MAX_VARIANTS = 5
 """Of one content: Cache-Craft's M (section 5)."""
@@ -109,13 +108,12 @@ class Learned(NamedTuple):
 class ContentIndex:
     """Variants by namespace and content digest. Not thread-safe: the catalog's lock guards it.
 
-    A variant is a chunk with a copy whose frame names its content; about 150 bytes each. Of one
-    content there are MAX_VARIANTS at most: of one more, that one goes which has saved least, uses
-    times the share that was not to be recomputed (Cache-Craft, section 5), but never the one that
-    depends least on what was before it, which stands in for all prompts. One that began its prompt
-    is that only where there is no other: its first token is an attention sink, which disturbs
-    wherever else it stands. Contents beyond *limit* are not taken in; 0: none are. What goes from
-    here stays on its tiers, where it is a prefix.
+    A variant is a chunk with a copy whose frame names its content; about 150 bytes each. Of more
+    than MAX_VARIANTS of one content that goes which has saved least, uses times the share that was
+    not to be recomputed (Cache-Craft, section 5), but never the one that depends least on what was
+    before it. One that began its prompt is that only where there is no other: its first token is
+    an attention sink. Contents beyond *limit* are not taken in; 0: none are. What goes from here
+    stays on its tiers, where it is a prefix.
     """
 
     def __init__(self, limit: int) -> None:
@@ -128,15 +126,14 @@ class ContentIndex:
         self._variants = KeyTable()
         self._content_rows, self._next = array("I", [0]), array("I", [0])
         self._positions, self._born = array("I", [0]), array("I", [0])
-        self._tokens = array("I", [0])
-        self._parents = bytearray(DIGEST_BYTES)
+        self._tokens, self._reports = array("I", [0]), array("I", [0])
         self._uses, self._overlaps = array("f", [0]), array("f", [0])
         self._impacts, self._deviations = array("f", [0]), array("f", [0])
-        self._reports = array("I", [0])
         self._columns = (
             self._content_rows, self._next, self._positions, self._born, self._tokens, self._uses,
             self._overlaps, self._impacts, self._deviations, self._reports,
         )  # fmt: skip
+        self._parents = bytearray(DIGEST_BYTES)
         self._masses: OrderedDict[int, tuple[Context, ...]] = OrderedDict()
         self._reported: OrderedDict[int, None] = OrderedDict()
         """The MAX_LEARNED rows that were reported on last."""
@@ -153,8 +150,14 @@ class ContentIndex:
             self.left_out += 1
             return None
         content = self._contents.add(name)
+        if content == len(self._heads):
+            self._heads.frombytes(bytes(4 * spare_rows(content)))
         row = self._variants.add(chunk.key)
-        self._reach(content, row)
+        if row == len(self._next):
+            count = spare_rows(row)
+            self._parents += bytes(count * DIGEST_BYTES)
+            for column in self._columns:
+                column.frombytes(bytes(4 * count))
         self._clock += 1
         self._content_rows[row], self._next[row] = content, self._heads[content]
         self._heads[content] = row
@@ -168,15 +171,6 @@ class ContentIndex:
         if known is not None:
             self._learn(row, known)
         return self._give_way(content)
-
-    def _reach(self, content: int, row: int) -> None:
-        if content == len(self._heads):
-            self._heads.frombytes(bytes(4 * spare_rows(content)))
-        if row == len(self._next):
-            count = spare_rows(row)
-            self._parents += bytes(count * DIGEST_BYTES)
-            for column in self._columns:
-                column.frombytes(bytes(4 * count))
 
     def _give_way(self, content: int) -> ChunkKey | None:
         rows = list(self._rows(content))
@@ -248,9 +242,8 @@ class ContentIndex:
         return ChainDigest(bytes(self._parents[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]))
 
     def _before(self, row: int) -> list[Context]:
-        """Return the chunks before a variant, the farthest first, each with its tokens for mass.
-
-        What is not here any more, or too far away, is one chunk that no prompt has.
+        """Return the chunks before a variant, the farthest first, each with its tokens for mass;
+        those not here any more, or too far away, as one chunk that no prompt has.
         """
         found: list[Context] = []
         space, left = self._variants.key(row)[:DIGEST_BYTES], self._positions[row]
@@ -290,7 +283,6 @@ class ContentIndex:
         return True
 
     def _remember(self, row: int, context: tuple[Context, ...]) -> None:
-        """Count a row as reported on last, with the attention that was reported, if any was."""
         self._reported[row] = None
         self._reported.move_to_end(row)
         if len(self._reported) > MAX_LEARNED:
@@ -302,9 +294,7 @@ class ContentIndex:
                 self._masses.popitem(last=False)
 
     def learned(self) -> list[Learned]:
-        """Return what is known from reports, of the variants reported on last, the latest last;
-        first what an earlier run learned of chunks that were not read yet.
-        """
+        """Return what reports taught, the latest last, first of variants that were not read yet."""
         found = list(self._recalled.values())
         found += [
             Learned(
@@ -317,7 +307,7 @@ class ContentIndex:
         return found[-MAX_LEARNED:]
 
     def recall(self, rows: Sequence[Learned]) -> None:
-        """Take in what an earlier run learned: of variants that are here, and once they come."""
+        """Take in what an earlier run learned of variants that are here, or once they come."""
         for one in rows[-MAX_LEARNED:]:
             row = self._variants.find(one.key)
             if row:
@@ -398,9 +388,7 @@ class Contents:
             self.content_index.forget(key)
 
     def _take_in(self, chunk: Named) -> None:
-        """Know a chunk by its content. A variant that gives way to it goes early: before others
-        that are next to go, unless an engine ranked it.
-        """
+        # A variant that gives way goes before others that are next, unless an engine ranked it.
         key = self.content_index.note(chunk)
         row = self._state.index.row(key) if key is not None else 0
         if row and self._state.metadata.hints.priority(row) == NO_PRIORITY:
@@ -417,8 +405,7 @@ class Contents:
     ) -> list[Matches]:
         """Return what there is of each chunk on *tiers*, the best first, of *least* or better.
 
-        None stands for a tier that is not to be read. Without *approximate* only the chunks
-        themselves are looked for.
+        None: a tier that is not read. Without *approximate* only the chunks themselves are sought.
         """
         with self._state.lock:
             now_s = self._state.clock()
@@ -463,10 +450,7 @@ class Contents:
         return None
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
-        """Lease those of *keys* that exist, a chain or not; None when none does.
-
-        Raises QuotaExceededError.
-        """
+        """Lease those of *keys* that exist; None when none does. Raises QuotaExceededError."""
         with self._state.lock:
             known = list(dict.fromkeys(key for key in keys if self._state.index.row(key)))
             until = self._state.clock() + terms.ttl_s
@@ -485,16 +469,13 @@ class Contents:
         self._state.news.set()
 
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Return the tokens of each of *keys*; 0 for what is no variant."""
+        """Return the tokens of each of *keys*; 0 for what is no variant here."""
         with self._state.lock:
             found = [self.content_index.facts(key) for key in keys]
         return [0 if one is None else one.tokens for one in found]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
-        """Take in what engines measured of variants that are here still.
-
-        Scores: (tokens), -1 for those that were not measured.
-        """
+        """Take in reports of variants that are here: scores are (tokens), -1 if not measured."""
         with self._state.lock:
             self.report_count += 1
             for key, measured, scores in reports:

@@ -87,11 +87,8 @@ class Gates:
     Closed, a gate lets trials through only: requests answered from a full prefill beside which
     the engine blends. TRIALS of them within bounds open it; else the ratio is raised, and past
     MAX_RATIO it stays closed. Open, comparisons that come out of bounds raise the ratio, and past
-    MAX_RATIO close it. Comparisons at less than the gate's ratio are not counted, nor trials over
-    fewer than LEAST_TRIAL_TOKENS tokens.
-
-    Gates of lossy copies, those of ACCURACY_TAG, have a ratio of 0: nothing of them is recomputed,
-    and where they are too far from exact they close at once.
+    MAX_RATIO close it. Comparisons at less than the gate's ratio are not counted. Gates of lossy
+    copies, those of ACCURACY_TAG, have a ratio of 0 and close at once where these are too far off.
     """
 
     def __init__(self, terms: GateTerms, draw: Callable[[], float], counters: Counters) -> None:
@@ -111,13 +108,11 @@ class Gates:
         self._lock = threading.Lock()
 
     def _state(self, name: GateName) -> GateState:
-        known = self._gates.get(name)
-        if known is not None:
-            return known
+        if name in self._gates:
+            return self._gates[name]
         if name[1].startswith(ACCURACY_TAG):
-            why = "not calibrated; run kvstore calibrate gate"
-            return GateState(is_open=False, ratio=0.0, why=why)
-        return GateState(is_open=False, ratio=self.terms.ratio)
+            return GateState(False, 0.0, why="not calibrated; run kvstore calibrate gate")
+        return GateState(False, self.terms.ratio)
 
     def admit(self, name: GateName, *, trial: bool, model: str = "") -> Permit:
         """Return whether one request of *model* may be blended, and whether it is compared."""
@@ -131,15 +126,12 @@ class Gates:
                 self._keep(name, replace(gate, asked=gate.asked + 1))
                 is_shadow = self._draw() < max(self.terms.shadow_share, eager)
                 permit = Permit(gate, may_pass=True, is_shadow=is_shadow)
-            self._count(name, permit)
+            through, out = self._requests.get(name, (0, 0))
+            counts = through + permit.may_pass, out + (not permit.may_pass)
+            _put_latest(self._requests, name, counts)
             _put_latest(self._models, name[0], model)
         self._counters.add("blend_let_through" if permit.may_pass else "blend_kept_out")
         return permit
-
-    def _count(self, name: GateName, permit: Permit) -> None:
-        through, out = self._requests.get(name, (0, 0))
-        counts = through + permit.may_pass, out + (not permit.may_pass)
-        _put_latest(self._requests, name, counts)
 
     def record(
         self, name: GateName, shadow: Shadow | None, speedup: float = UNKNOWN, model: str = ""
@@ -203,16 +195,14 @@ class Gates:
 
     def _raised(self, gate: GateState) -> GateState:
         """Recompute more, or close when that were too much."""
-        found = (
-            f"{gate.ratio:.3g}: agreement {gate.agreement:.3f}, divergence {gate.divergence:.3g}"
-        )
+        at = f"{gate.ratio:.3g}: agreement {gate.agreement:.3f}, divergence {gate.divergence:.3g}"
         ratio = gate.ratio * RAISE
         self.changes += 1
         gate = replace(gate, shadows=0, asked=0)
         if 0 < ratio <= MAX_RATIO:
-            return replace(gate, ratio=ratio, why=f"raised from {found}")
+            return replace(gate, ratio=ratio, why=f"raised from {at}")
         self.closed += gate.is_open
-        ratio, why = min(gate.ratio, self.terms.ratio), f"closed at {found}"
+        ratio, why = min(gate.ratio, self.terms.ratio), f"closed at {at}"
         return replace(gate, is_open=False, is_calibrated=False, ratio=ratio, why=why)
 
     def _is_good(self, agreement: float, divergence: float) -> bool:

@@ -75,8 +75,8 @@ class _Scored(NamedTuple):
 class VariantChoice:
     """One answer to a Resolve, its segments in the order of the prompt.
 
-    *places*: where each content is first in the prompt, by chunk. *limit*: variants of a chunk.
-    *least_ratio* is the gate's, *prefill* the engine's speed, if it is known.
+    *places*: where each content is first in it. *limit*: variants of a chunk. *least_ratio* is the
+    gate's, *prefill* the engine's speed, if it is known.
     """
 
     def __init__(
@@ -96,10 +96,8 @@ class VariantChoice:
         self._chosen = ChunkKey(b"")
 
     def segment(self, asked: AskedSegment, found: Sequence[Matches]) -> ResolvedSegment:
-        """Return what to name of one segment.
-
-        With the engine's speed, no variants where loading and repairing them takes as long as
-        computing.
+        """Return what to name of one segment: no variants where the engine computes as fast as it
+        loads and repairs them, if its speed is known.
         """
         picked = [self._scored(one) for one in found]
         stand_ins = [
@@ -111,7 +109,10 @@ class VariantChoice:
         recompute_ms, prefill = UNKNOWN, self._prefill
         if prefill is not None:
             recompute_ms = 1e3 * prefill.seconds(asked.stop - asked.start, asked.start)
-            if not self._is_worth_it(stand_ins, ratio, asked.start, prefill):
+            tokens = sum(count for count, _ in stand_ins)
+            repair_ms = 1e3 * prefill.seconds(math.ceil(ratio * tokens), asked.start)
+            load_ms = self._load_ms([best.candidate for _, best in stand_ins])
+            if load_ms + repair_ms >= 1e3 * prefill.seconds(tokens, asked.start):
                 pairs = zip(found, picked, strict=True)
                 picked = [scored if one.is_exact else [] for one, scored in pairs]
         load_ms = self._load_ms([scored[0].candidate for scored in picked if scored])
@@ -148,11 +149,7 @@ class VariantChoice:
         return scored
 
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
-        """Return the share to recompute: the gate's; where attention was measured, by CFO, no less.
-
-        The gate's ratio is what was found good enough for chunks of any context, so it sets
-        equation 12's factor: what depends least on a context that is gone has just that.
-        """
+        """Return the share to recompute: the gate's; more by CFO, where attention was measured."""
         least = self._least_ratio
         tokens = sum(count for count, _ in stand_ins)
         if not tokens:
@@ -162,18 +159,6 @@ class VariantChoice:
             for count, best in stand_ins
         )
         return min(1.0, max(least, wanted / tokens))
-
-    def _is_worth_it(
-        self,
-        stand_ins: Sequence[tuple[int, _Scored]],
-        ratio: float,
-        start: int,
-        prefill: PrefillModel,
-    ) -> bool:
-        tokens = sum(count for count, _ in stand_ins)
-        repair_ms = 1e3 * prefill.seconds(math.ceil(ratio * tokens), start)
-        load_ms = self._load_ms([best.candidate for _, best in stand_ins])
-        return load_ms + repair_ms < 1e3 * prefill.seconds(tokens, start)
 
     def _load_ms(self, chosen: Sequence[Candidate]) -> float:
         """Return what loading takes, all of one source together, one source after the other."""
@@ -266,11 +251,13 @@ class Blending:
     def resolve(self, session: Session, question: Question) -> Resolution:
         """Return what there is of each segment, and lease it. Raises QuotaExceededError.
 
-        A chunk that is here as the very prompt has it is exact. Of others the variants follow,
-        if the request opts in, its gate is open, and loading and repairing them is faster than
-        computing; the first is the one of which least has to be recomputed.
+        A chunk that is here as the very prompt has it is exact; of others the variants follow, if
+        the request opts in, its gate is open and they are faster, the least to recompute first.
         """
-        _check_kinds(session)
+        kinds = {group.kind for group in session.representation.layer_groups}
+        for kind in sorted(kinds.intersection(_PREFIX_ONLY)):
+            fix = "its KV fits one prefix only; use Lookup"
+            raise InvalidRequestError("representation", f"{kind.name} layers", fix)
         name, model = (session.namespace, question.tag), session.representation.model_id
         is_open, is_shadow, gate = False, False, self.gates.view(name)
         if any(one.approximate for one in question.segments):
@@ -352,15 +339,8 @@ class Blending:
         ttl_ms, lease_id = self._lease_ttl_ms, lease.lease_id
         return replace(resolution, segments=segments, lease_id=lease_id, lease_ttl_ms=ttl_ms)
 
-    def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Return the tokens of each of *keys*; 0 for what is no variant here."""
-        return self.contents.variant_tokens(keys)
-
     def report(self, session: Session, report: Report) -> GateView:
-        """Take in what an engine reports; return the gate as it is then.
-
-        With ACCURACY_TAG nothing is reported: return which codecs' gates are open.
-        """
+        """Take in a report; return the gate then, or with ACCURACY_TAG those of codecs."""
         if report.tag == ACCURACY_TAG:
             return self.gates.of_codecs(session.namespace)
         self.contents.reported(report.chunks)
@@ -371,14 +351,6 @@ class Blending:
         name, model = (session.namespace, report.tag), session.representation.model_id
         self.gates.record(name, shadow, report.speedup, model)
         return self.gates.view(name)
-
-
-def _check_kinds(session: Session) -> None:
-    """Refuse models whose chunks do not hold the KV of all their tokens."""
-    kinds = {group.kind for group in session.representation.layer_groups}
-    for kind in sorted(kinds.intersection(_PREFIX_ONLY)):
-        fix = "its KV fits one prefix only; use Lookup"
-        raise InvalidRequestError("representation", f"{kind.name} layers", fix)
 
 
 def _kept(chunk: ResolvedChunk, held: set[ChunkKey], space: bytes) -> ResolvedChunk:

@@ -34,10 +34,7 @@ class Context(NamedTuple):
 
 
 def context_impact(context: Sequence[Context], intra_mass: float, tokens: int) -> float:
-    """Return CCI of a chunk of *tokens* tokens, equations 9 to 11: 0.5 to 1.
-
-    *intra_mass* is the attention that its tokens paid to one another.
-    """
+    """Return CCI, equations 9 to 11: 0.5 to 1. *intra_mass*: attention to its own tokens."""
     outer = sum(one.mass / (tokens * one.tokens) for one in context)
     inner = intra_mass / (tokens * tokens)
     if not outer:
@@ -68,10 +65,7 @@ def order_penalty(places: Sequence[int]) -> float:
 
 
 def fix_overhead(impact: float, overlap: float) -> float:
-    """Return CFO of equation 12: the share of the chunk's tokens to recompute, 0 to 1.
-
-    The paper tunes its factor; here that is 1, and the gate's ratio is tuned.
-    """
+    """Return CFO of equation 12: the share to recompute; the paper's factor is 1, see Gates."""
     return min(1.0, max(0.0, impact * (1.0 - overlap)))
 
 
@@ -139,10 +133,7 @@ class TokenPriorities:
 
 
 def ranks(scores: Scores) -> Levels:
-    """Return the rank of each score among all of them, 0 to 255; of equal ones the first is lower.
-
-    scores: (tokens), at least one.
-    """
+    """Return (tokens) as ranks, 0 to 255; of equal ones the first is lower."""
     count = len(scores)
     assert 1 <= count <= MAX_CHUNK_TOKENS
     order = np.empty(count, np.intp)

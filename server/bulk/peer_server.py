@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 
-from kvstore.proto import bulk
-from kvstore.proto.bulk import pack_found, unpack_wanted
-from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.bulk import found_rows, keys_of
+from kvstore.proto.errors import InvalidRequestError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.settings.values import GET_BYTES, Limits
+from kvstore.server.settings.values import Limits
 from kvstore.server.store.reads import LayerPart
 from kvstore.server.tiering.moves import Moves
+
+_SPAN = attrgetter("index", "start", "stop")
 
 
 class PeerServer:
@@ -35,11 +38,11 @@ class PeerServer:
         self._under_way_bytes = 0
 
     @contextmanager
-    def admitted(self, word: bulk.Word) -> Iterator[None]:
-        """Count a request while it is answered. Raises QuotaExceededError when there are too many
-        or too many bytes are under way.
+    def admitted(self, size_bytes: int = 0) -> Iterator[None]:
+        """Count a request of *size_bytes* while it is answered.
+
+        Raises QuotaExceededError when there are too many or too many bytes are under way.
         """
-        size_bytes = GET_BYTES if isinstance(word, bulk.Get) else 0
         limits = self._limits
         with self._lock:
             sums = (
@@ -60,29 +63,25 @@ class PeerServer:
                 self._requests -= 1
                 self._under_way_bytes -= size_bytes
 
-    def find(self, payload: bytes) -> bytes:
-        """Return what is known of the chunks in memory that *payload* names.
-
-        Raises InvalidRequestError.
-        """
-        keys = unpack_wanted(payload, self._limits.max_batch_chunks)
+    def find(self, request: pb.FindRequest) -> pb.FindResponse:
+        """Return what is known of the requested chunks in memory. Raises InvalidRequestError."""
+        keys = keys_of(request, self._limits.max_batch_chunks)
         self._counters.add("peer_asked_chunks", len(keys))
-        return pack_found(self._catalog.infos_on(self._cpu.name, keys))
+        return found_rows(self._catalog.infos_on(self._cpu.name, keys))
 
-    def parts(self, flags: int, payload: bytes) -> Generator[LayerPart, None, None]:
-        """Yield the frames in memory that *payload* names, up to the first that is not there, or
-        with the flag of ranges those of them.
+    def parts(self, request: pb.GetRequest) -> Generator[LayerPart, None, None]:
+        """Yield the requested frames in memory up to the first that is not there, or their ranges.
 
         Their memory is lent until the generator ends. Raises InvalidRequestError.
         """
-        ranges: list[bulk.Range] = []
-        if flags & bulk.RANGES:
-            payload, ranges = bulk.unpack_ranges(payload)
-        keys = unpack_wanted(payload, self._limits.max_batch_chunks)
-        wanted = ranges or [bulk.Range(index, 0, 1 << 62) for index in range(len(keys))]
+        limit = self._limits.max_batch_chunks
+        keys = keys_of(request, limit)
+        if len(request.ranges) > limit:
+            raise InvalidRequestError("ranges", len(request.ranges), f"at most {limit}")
+        whole: list[tuple[int, int, int | None]] = [(at, 0, None) for at in range(len(keys))]
         held: list[ChunkKey] = []
         try:
-            for index, start, stop in wanted:
+            for index, start, stop in map(_SPAN, request.ranges) if request.ranges else whole:
                 if index >= len(keys):
                     continue
                 key = keys[index]

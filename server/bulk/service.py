@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -24,15 +25,15 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.framing import FramedSocket
-from kvstore.proto.row_mask import SkippedRows
+from kvstore.proto.messages import hints_from_message
 from kvstore.server.api.get_stream import frame_part, range_parts
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
 from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.bulk.tcp_transfers import PartSender, PutReceiver, Sending
-from kvstore.server.security.authorization import SessionAuth
+from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Sending, receive_put
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.settings.values import Limits
+from kvstore.server.settings.values import GET_BYTES, Limits
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import LayerPart, RangeRead
 from kvstore.server.store.store import Store
@@ -46,10 +47,12 @@ REFUSED_S = 2.0
 """For a client whose put was refused in its midst to read why; what it sends meanwhile is
 dropped."""
 REFUSED_BYTES = 64 << 20
+REASONS_CHARS = 3 << 18
+"""Of all frames of a put, so that one message has them."""
 YIELD_S = 0.001
 """Before a part for another server, while this one's own clients are sent frames."""
-METHODS: dict[type[bulk.Word], str] = {bulk.Get: "Get", bulk.Find: "Lookup", bulk.Put: "Put"}
-"""The service's method for each word of a request, in the audit log."""
+METHODS = {"get": "Get", "find": "Lookup", "put": "Put"}
+"""The service's method for each kind of request, in the audit log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +62,7 @@ class Caller:
     wire: FramedSocket
     session: Session
     origin: str
-    guest: bulk.Guest | None = None
+    guest: pb.StreamAttach | None = None
     """What a client of the session's server was let in by; None: it is that server, or a client
     of this one.
     """
@@ -88,12 +91,12 @@ class BulkService:
         store: Store,
         sessions: SessionTable,
         checks: Checks,
-        auth: SessionAuth,
+        authorizer: Authorizer,
         limits: Limits,
     ) -> None:
         self.sessions = sessions
         self.clock = checks.clock
-        self.auth = auth
+        self.authorizer = authorizer
         self.peer_server = PeerServer(store.moves, limits)
         self.tracing: Tracing | None = None
         self._store = store
@@ -110,54 +113,58 @@ class BulkService:
 
     def note(self, caller: Caller, method: str, outcome: str, frames: int) -> None:
         """Record a request in the audit log."""
-        self.auth.note(caller.session, method, outcome, frames, caller.origin)
+        self.authorizer.note_on(caller.session, method, outcome, frames, caller.origin)
 
     # --- gets
 
-    def get(self, caller: Caller, word: bulk.Get, payload: bytes) -> Sending:
+    def get(self, caller: Caller, message: pb.StreamMessage) -> Sending:
         """Answer a get with frames, in order, up to the first missing or late one, or with parts.
 
         Their memory is in use no more at its end.
         """
-        if bool(word.flags & bulk.PEER) != caller.session.is_peer:
-            raise PermissionDeniedError("flags: servers ask as servers, clients as clients")
-        sender = PartSender(caller.wire, word, self.clock)
+        request, is_peer = message.get, caller.session.is_peer
+        if bool(request.key_namespace) != is_peer:
+            raise PermissionDeniedError("key_namespace: servers name theirs, and clients none")
+        sender = PartSender(caller.wire, message.request, self.clock)
         try:
-            session = self._admitted(caller, word, "OpenPeer" if caller.session.is_peer else "Get")
-            if session.is_peer:
-                yield from self._get_of_peer(caller, sender, payload)
+            self._admit(caller, request.session_id, "OpenPeer" if is_peer else "Get")
+            if is_peer:
+                yield from self._get_of_peer(caller, sender, request)
             else:
-                _check_get_flags(word.flags)
-                deadline = self._checks.deadline(word.deadline_ms)
+                deadline = self._checks.deadline(request.deadline_ms)
+                first_bytes = FIRST_PART_BYTES if _is_whole(request) else bulk.MAX_PAYLOAD_BYTES
                 with self._own_get():
-                    parts = self._parts(session, word, payload, deadline)
-                    yield from sender.send_all(parts, deadline, has_short_part=True)
+                    parts = self._parts(caller.session, request, deadline)
+                    yield from sender.send_all(parts, deadline, first_bytes=first_bytes)
         except KVStoreError as error:
             if sender.is_broken:
                 raise
-            self._refuse(caller, word, error)
+            self._refuse(caller, message, error)
             return
         if sender.is_broken:
             raise TierUnavailableError("peer", "it did not take what it asked for")
-        self._done(caller, word, sender.frames_sent)
+        done = pb.StreamMessage(request=message.request, done=sender.frames_sent)
+        self._answer(caller, "Get", sender.frames_sent, done)
 
-    def _get_of_peer(self, caller: Caller, sender: PartSender, payload: bytes) -> Sending:
+    def _get_of_peer(self, caller: Caller, sender: PartSender, request: pb.GetRequest) -> Sending:
         """Send what is in memory to another server, or to its client, which is a guest here."""
-        word, guest = sender.word, caller.guest
-        until = self.clock() + word.deadline_ms / 1000
+        until, guest = self.clock() + request.deadline_ms / 1000, caller.guest
+        if guest is None:
+            with self.peer_server.admitted(GET_BYTES):
+                parts = self.peer_server.parts(request)
+                yield from sender.send_all(parts, until, self._yield_to_clients)
+            return
         # Guests are not counted at the peer server: their threads bound them, as other clients.
-        admitted = self.peer_server.admitted(word) if guest is None else nullcontext()
-        if guest is not None:
-            until = min(until, self.clock() + GUEST_GET_S)
-            if self.is_over(caller):
-                raise UnauthenticatedError("until_s: over; ask your server to be let in again")
-            if payload[: len(guest.namespace)] != guest.namespace or word.flags != bulk.PEER:
-                raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
-        with admitted:
-            parts = self.peer_server.parts(word.flags, payload)
-            yield from sender.send_all(
-                parts, until, self._yield_to_clients, has_short_part=guest is not None
-            )
+        if self.is_over(caller):
+            raise UnauthenticatedError("until_s: over; ask your server to be let in again")
+        if request.key_namespace != guest.key_namespace or not _is_whole(request):
+            raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
+        yield from sender.send_all(
+            self.peer_server.parts(request),
+            min(until, self.clock() + GUEST_GET_S),
+            self._yield_to_clients,
+            first_bytes=FIRST_PART_BYTES,
+        )
 
     def _yield_to_clients(self) -> None:
         if self._own_gets:
@@ -175,29 +182,20 @@ class BulkService:
                 self._own_gets -= 1
 
     def _parts(
-        self, session: Session, word: bulk.Get, digests: bytes, deadline: float
+        self, session: Session, request: pb.GetRequest, deadline: float
     ) -> Generator[LayerPart, None, None]:
-        """Yield what is requested, under a lease. Each part's memory is lent until the next.
-
-        With the flags of ranges and of rows, *digests* is what ``unpack_ranges`` and
-        ``unpack_skipped`` parse.
-        """
-        ranges: list[bulk.Range] = []
-        if word.flags & bulk.RANGES:
-            digests, ranges = bulk.unpack_ranges(digests)
-        skip_rows = b""
-        if word.flags & bulk.SKIP_ROWS:
-            digests, skip_rows = bulk.unpack_skipped(digests)
-        keys = self._checks.keys(session, digests)
-        self._checks.ranges(ranges, len(keys))
-        skipped = SkippedRows.unpack(skip_rows, len(keys))
-        lease_id, known = self._store.open_get(session, keys, word.lease_id)
+        """Yield what is requested, under a lease. Each part's memory is lent until the next."""
+        keys = self._checks.keys(session, request.digests)
+        least = fidelity(request.min_fidelity)
+        self._checks.ranges(request.ranges, len(keys))
+        skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
+        lease_id, known = self._store.open_get(session, keys, request.lease_id)
         keys, reads = keys[:known], self._store.reads
         try:
-            least = fidelity(word.flags >> bulk.FIDELITY_SHIFT & 3)
-            if word.flags & bulk.RANGES:
-                yield from range_parts(RangeRead(reads, session, least, deadline), keys, ranges)
-            elif word.flags & bulk.LAYER_MAJOR:
+            if request.ranges:
+                reading = RangeRead(reads, session, least, deadline)
+                yield from range_parts(reading, keys, request.ranges)
+            elif request.layer_major:
                 layered = LayerwiseRead(self._store.moves, session, keys, deadline, least)
                 layered.skipped = skipped
                 yield from layered.parts()
@@ -205,92 +203,95 @@ class BulkService:
                 for result in reads.get(session, keys, deadline, least=least):
                     yield frame_part(result)
         finally:
-            if not word.lease_id:
+            if not request.lease_id:
                 self._store.release(session, lease_id)
 
     # --- finds and puts
 
-    def find(self, caller: Caller, word: bulk.Find, payload: bytes) -> None:
+    def find(self, caller: Caller, message: pb.StreamMessage) -> None:
         """Report to another server what is in memory."""
         if caller.guest is not None or not caller.session.is_peer:
             raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
         try:
-            self._admitted(caller, word, "OpenPeer")
-            with self.peer_server.admitted(word):
-                found = self.peer_server.find(payload)
+            self._admit(caller, message.find.session_id, "OpenPeer")
+            with self.peer_server.admitted():
+                found = self.peer_server.find(message.find)
         except KVStoreError as error:
-            self._refuse(caller, word, error)
+            self._refuse(caller, message, error)
         else:
-            self._done(caller, word, 0, found)
+            answer = pb.StreamMessage(request=message.request, found=found)
+            self._answer(caller, "Lookup", 0, answer)
 
-    def put(self, caller: Caller, word: bulk.Put) -> None:
+    def put(self, caller: Caller, message: pb.StreamMessage) -> None:
         """Have the frames of a put sent, and store them where they are received."""
         if caller.guest is not None or caller.session.is_peer:
             raise PermissionDeniedError("put: only clients of this server put here")
-        receiver = PutReceiver(caller.wire, word, self.sessions)
+        request, wire = message.put, caller.wire
+        has_begun = False
         try:
-            self._admitted(caller, word, "Put")
-            _check_flags(word.flags, bulk.DURABLE)
-            caller.wire.set_timeout(bulk.SILENCE_S, self._checks.deadline(word.deadline_ms))
-            durable = bool(word.flags & bulk.DURABLE)
+            self._admit(caller, request.session_id, "Put")
+            if request.layer_major:
+                raise InvalidRequestError("layer_major", True, "put so through gRPC")
+            wire.set_timeout(bulk.SILENCE_S, self._checks.deadline(request.deadline_ms))
             stream = PutStream(
-                self._store, self._checks, durable=durable, deadline_ms=word.deadline_ms
+                self._store,
+                self._checks,
+                durable=request.durable,
+                deadline_ms=request.deadline_ms,
+                hints=hints_from_message(request.hints),
             )
             with self._traced("Put"), closing(stream):
-                receiver.receive(stream)
+                wire.send(pb.StreamMessage(request=message.request, ready=True))
+                # From here on frames are on their way, and only the end of the stream ends them.
+                has_begun = True
+                receive_put(wire, message, stream, self.sessions)
                 results = stream.finish()
         except KVStoreError as error:
-            if not receiver.has_begun:
-                self._refuse(caller, word, error)
+            if not has_begun:
+                self._refuse(caller, message, error)
                 return
             with suppress(DeadlineError, TierUnavailableError):
-                self._refuse(caller, word, error)
-                caller.wire.set_timeout(REFUSED_S, self.clock() + REFUSED_S)
-                caller.wire.drain(REFUSED_BYTES)
+                self._refuse(caller, message, error)
+                wire.set_timeout(REFUSED_S, self.clock() + REFUSED_S)
+                wire.drain(REFUSED_BYTES)
             raise TierUnavailableError("client", "the rest of its put is of no use") from error
-        payload = bulk.pack_outcomes(
-            bytes(result.outcome for result in results), [result.reason for result in results]
+        most = REASONS_CHARS // max(1, len(results))
+        stored = pb.PutResponse(
+            outcomes=bytes(one.outcome for one in results),
+            reasons=[one.reason[:most] for one in results],
         )
-        self._done(caller, word, len(results), payload)
+        answer = pb.StreamMessage(request=message.request, stored=stored)
+        self._answer(caller, "Put", len(results), answer)
 
     # --- all of them
 
     def _traced(self, method: str) -> AbstractContextManager[None]:
         return nullcontext() if self.tracing is None else self.tracing.call(method, "tcp")
 
-    def _admitted(
-        self, caller: Caller, word: bulk.Get | bulk.Put | bulk.Find, method: str
-    ) -> Session:
+    def _admit(self, caller: Caller, session_id: int, method: str) -> None:
         session = self.sessions.get(caller.session.session_id)
-        if word.session_id != session.session_id:
+        if session_id != session.session_id:
             raise UnauthenticatedError("session_id: ask on the connection of your session")
-        self.auth.admit(session, method)
-        return session
+        self.authorizer.admit_on(session, method)
 
-    def _done(self, caller: Caller, word: bulk.Word, frames: int, payload: bytes = b"") -> None:
-        self.note(caller, METHODS[type(word)], "OK", frames)
-        # Of a get it has how much came in time.
-        caller.wire.set_timeout(bulk.SILENCE_S)
-        caller.wire.send(bulk.Done(word.request, frames), payload)
+    def _answer(
+        self,
+        caller: Caller,
+        method: str,
+        frames: int,
+        answer: pb.StreamMessage,
+        outcome: str = "OK",
+    ) -> None:
+        self.note(caller, method, outcome, frames)
+        caller.wire.set_timeout(bulk.SILENCE_S)  # of a get it has how much came in time
+        caller.wire.send(answer)
 
-    def _refuse(self, caller: Caller, word: bulk.Word, error: KVStoreError) -> None:
-        self.note(caller, METHODS[type(word)], type(error).__name__, 0)
-        caller.wire.set_timeout(bulk.SILENCE_S)
-        refuse(caller.wire, word, error)
-
-
-def refuse(wire: FramedSocket, word: bulk.Word, error: KVStoreError) -> None:
-    """Report that a request failed. Raises as ``FramedSocket.send``."""
-    wire.send(bulk.Failed(word.request), bulk.pack_failure(type(error).__name__, str(error)))
-
-
-def _check_get_flags(flags: int) -> None:
-    known = bulk.LAYER_MAJOR | bulk.RANGES | 3 << bulk.FIDELITY_SHIFT
-    if flags & bulk.LAYER_MAJOR and not flags & bulk.RANGES:
-        known |= bulk.SKIP_ROWS
-    _check_flags(flags, known)
+    def _refuse(self, caller: Caller, message: pb.StreamMessage, error: KVStoreError) -> None:
+        method = METHODS[str(message.WhichOneof("body"))]
+        answer = bulk.failure(message.request, error)
+        self._answer(caller, method, 0, answer, type(error).__name__)
 
 
-def _check_flags(flags: int, known: int) -> None:
-    if flags & ~known:
-        raise InvalidRequestError("flags", flags, f"this server knows {known}")
+def _is_whole(request: pb.GetRequest) -> bool:
+    """Whether frames come from their first byte to their last, one after the other."""
+    return not (request.ranges or request.layer_major)

@@ -3,12 +3,11 @@ get and put frames.
 
 One thread waits on all idle connections; other threads answer requests. Connections that have not
 attached yet have threads of their own to be slow with, and so have clients, those of other servers,
-their guests, among them.
+their guests, among them, and gets whose reader takes more after it had stalled.
 """
 
 from __future__ import annotations
 
-import hmac
 import os
 import selectors
 import socket
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import structlog
 
 from kvstore.proto import bulk
-from kvstore.proto.bulk import is_genuine
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -30,11 +29,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import FramedSocket, word_bytes, word_of
+from kvstore.proto.framing import FramedSocket
 from kvstore.server.api.interceptors import known_errors
-from kvstore.server.bulk.service import METHODS, BulkService, Caller, refuse
-from kvstore.server.bulk.tcp_transfers import Sending
-from kvstore.server.security.sessions import Session
+from kvstore.server.bulk.service import METHODS, BulkService, Caller
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, join_endpoint, parse_endpoint
 
@@ -53,6 +50,10 @@ MAX_STREAMS = 1024
 MAX_WAITING_GETS = 64
 """Gets that hold their lease until a reader goes on; that of a further one loses its connection."""
 HELLO_THREADS = 2
+RESUME_THREADS = 4
+"""For gets whose reader takes more again, and the end of those whose reader does not."""
+ATTACH_BYTES = 256
+"""Of the first header at most: it comes before anybody is known."""
 _SWEEP_S = 0.5
 
 logger = structlog.get_logger(__name__)
@@ -102,6 +103,7 @@ class BulkServer:
         self._hellos = ThreadPoolExecutor(HELLO_THREADS, "stream-hello")
         self._workers = ThreadPoolExecutor(limits.threads, "stream-work")
         self._for_clients = ThreadPoolExecutor(limits.client_threads, "stream-client")
+        self._resumed = ThreadPoolExecutor(RESUME_THREADS, "stream-resumed")
         self._thread = threading.Thread(target=self._run, name="stream-plane", daemon=True)
         self._thread.start()
 
@@ -125,7 +127,8 @@ class BulkServer:
         self._hellos.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown(wait=True, cancel_futures=True)
         # A client's get may wait for a tier up to its deadline: it closes its stream then.
-        self._for_clients.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._for_clients, self._resumed):
+            pool.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
             if not stream.is_served:
                 self._end(stream)
@@ -163,6 +166,8 @@ class BulkServer:
             waiting.unregister(key.fileobj)
             if isinstance(key.data, Stranger):
                 self._hellos.submit(self._welcome, key.data)
+            elif key.data.sending is not None:
+                self._resumed.submit(self._serve, key.data)
             elif not key.data.is_client:
                 self._workers.submit(self._serve, key.data)
             else:
@@ -174,7 +179,7 @@ class BulkServer:
         The client goes on over gRPC then.
         """
         with self._lock:
-            is_full = self._clients_served >= self.limits.client_threads and not stream.sending
+            is_full = self._clients_served >= self.limits.client_threads
             self._clients_served += not is_full
         if is_full:
             self.service.note(stream, "Get", "QuotaExceededError", 0)
@@ -232,8 +237,7 @@ class BulkServer:
                 if key.data.sending is None:
                     self._drop(key.data)
                 else:  # which may wait for a tier
-                    pool = self._for_clients if key.data.is_client else self._workers
-                    pool.submit(self._end, key.data)
+                    self._resumed.submit(self._end, key.data)
 
     def _is_over(self, stream: Caller, now: float) -> bool:
         is_stalled = stream.sending is not None and now >= stream.until
@@ -244,40 +248,43 @@ class BulkServer:
     def _welcome(self, stranger: Stranger) -> None:
         """Read a connection's first message, as far as it has come."""
         try:
-            word = stranger.word()
-            if word is None:
+            message = stranger.message()
+            if message is None:
                 self._wait_again(stranger)
                 return
             is_encrypted = self._tls is not None
             wire = FramedSocket(stranger.link, "peer", self._clock, is_encrypted=is_encrypted)
             wire.set_timeout(HELLO_S, stranger.until)
             with known_errors("stream Attach"):
-                stream = self._attached(wire, word, stranger.origin)
+                stream = self._attached(wire, message, stranger.origin)
         except (OSError, KVStoreError) as error:
             self._forget(stranger)
             name = type(error).__name__
             logger.info("refused", method="stream", error=name, reason=str(error))
-            self.service.auth.note(None, "Attach", name, 0, stranger.origin)
+            self.service.authorizer.note_on(None, "Attach", name, 0, stranger.origin)
             return
         with self._lock:
             self._strangers.discard(stranger)
         self._wait_again(stream)
 
-    def _attached(self, wire: FramedSocket, word: bulk.Word, origin: str) -> Caller:
+    def _attached(self, wire: FramedSocket, message: pb.StreamMessage, origin: str) -> Caller:
         try:
-            if not isinstance(word, bulk.Attach | bulk.Guest):
+            if not message.HasField("attach"):
                 raise UnauthenticatedError("say first whose connection it is")
-            session = self.service.sessions.get(word.session_id)
-            guest = word if isinstance(word, bulk.Guest) else None
+            attach = message.attach
+            session = self.service.sessions.get(attach.session_id)
+            guest = attach if attach.key_namespace else None
             stream = Caller(wire, session, origin, guest)
-            if not _is_genuine(session, word) or self.service.is_over(stream):
+            is_genuine = bulk.is_genuine(attach, session.attach_token)
+            is_genuine = is_genuine and (guest is None or session.is_peer)
+            if not is_genuine or self.service.is_over(stream):
                 raise UnauthenticatedError("token: not this session's; open a session first")
             self._take_room(stream)
         except KVStoreError as error:
-            refuse(wire, word, error)
+            wire.send(bulk.failure(message.request, error))
             raise
         try:
-            wire.send(bulk.Attached(word.request))
+            wire.send(pb.StreamMessage(request=message.request, ready=True))
         except KVStoreError:
             self._drop(stream)
             raise
@@ -300,17 +307,19 @@ class BulkServer:
     def _serve(self, stream: Caller) -> None:
         """Answer one request, or go on with a get; hang up after one that is wrong."""
         stream.is_served, stays = True, False
-        method = METHODS[bulk.Get]
+        is_new, method = stream.sending is None, "Get"
         try:
-            if stream.sending is None:
+            if is_new:
                 stream.wire.set_timeout(bulk.SILENCE_S, self._clock() + bulk.SILENCE_S)
-                word, size_bytes = stream.wire.receive()
-                method = METHODS.get(type(word), method)
-                with known_errors(f"stream {method}"):
-                    self._answer(stream, word, stream.wire.take(size_bytes))
-            if stream.sending is not None:
-                with known_errors(f"stream {method}"):
-                    self._send(stream, stream.sending)
+                message, _ = stream.wire.receive()
+                kind = str(message.WhichOneof("body"))
+                method = METHODS.get(kind, method)
+            with known_errors(f"stream {method}"):
+                if is_new:
+                    self._answer(stream, message, kind)
+                if stream.sending is not None:  # until it ends, or its reader takes nothing
+                    stream.until = stream.context.run(next, stream.sending, 0.0)
+                    stream.sending = stream.sending if stream.until else None
             stays = self._may_wait(stream)
         except KVStoreError as error:
             if not isinstance(error, TierUnavailableError):  # it hung up, which it may
@@ -319,7 +328,7 @@ class BulkServer:
                 self.service.note(stream, method, name, 0)
         finally:
             with self._lock:
-                self._clients_served -= stream.is_client
+                self._clients_served -= is_new and stream.is_client
             if self._closed or not stays:
                 self._end(stream)
         stream.is_served = False
@@ -334,25 +343,17 @@ class BulkServer:
             waiting = sum(one.sending is not None and not one.is_served for one in self._streams)
         return waiting < MAX_WAITING_GETS
 
-    def _answer(self, stream: Caller, word: bulk.Word, payload: bytes) -> None:
-        """Answer a request; what a get sends is iterated by ``_send``."""
-        if isinstance(word, bulk.Get):
+    def _answer(self, stream: Caller, message: pb.StreamMessage, kind: str) -> None:
+        """Answer a request; what a get sends is iterated by ``_serve``."""
+        if kind == "get":
             stream.context = copy_context()
-            stream.sending = self.service.get(stream, word, payload)
-        elif isinstance(word, bulk.Put):
-            self.service.put(stream, word)
-        elif isinstance(word, bulk.Find):
-            self.service.find(stream, word, payload)
-        elif not isinstance(word, bulk.Cancel):  # of a get that had ended meanwhile
-            raise InvalidRequestError("kind", type(word).__name__, "ask for gets and puts")
-
-    def _send(self, stream: Caller, sending: Sending) -> None:
-        """Go on with a get until it ends, or its reader takes nothing."""
-        until = stream.context.run(next, sending, None)
-        if until is None:
-            stream.sending = None
-        else:
-            stream.until = until
+            stream.sending = self.service.get(stream, message)
+        elif kind == "put":
+            self.service.put(stream, message)
+        elif kind == "find":
+            self.service.find(stream, message)
+        elif kind != "cancel":  # of a get that had ended meanwhile
+            raise InvalidRequestError("kind", kind, "ask for gets and puts")
 
     def _end(self, stream: Caller) -> None:
         """End what it was sent, with its lease, and hang up."""
@@ -380,12 +381,6 @@ class BulkServer:
         stranger.link.close()
 
 
-def _is_genuine(session: Session, word: bulk.Attach | bulk.Guest) -> bool:
-    if isinstance(word, bulk.Attach):
-        return hmac.compare_digest(session.attach_token, word.token)
-    return session.is_peer and is_genuine(word, session.attach_token)
-
-
 class Stranger:
     """Owns *link*, over TLS with *tls*; *origin* is where it came from, *until* when it must end.
 
@@ -405,25 +400,28 @@ class Stranger:
         self.is_gone = False
         """Hung up on for another's sake; what was read of it before is nobody's."""
         self._begun = b""
+        self._whole_bytes = bulk.LENGTHS.size
 
-    def word(self) -> bulk.Word | None:
-        """Take in what came. Return the first word; None while it is not whole.
+    def message(self) -> pb.StreamMessage | None:
+        """Take in what came. Return the first message; None while it is not whole.
 
-        Raises OSError when it hung up or TLS fails, InvalidRequestError for what is no word.
+        Raises OSError when it hung up or TLS fails, InvalidRequestError for what is no message.
         """
         try:
             if self._shakes_hands:
                 assert isinstance(self.link, ssl.SSLSocket)
                 self.link.do_handshake()
                 self._shakes_hands = False
-            while (missing := word_bytes(self._begun) - len(self._begun)) > 0:
+            while (missing := self._whole_bytes - len(self._begun)) > 0:
                 data = self.link.recv(missing)
                 if not data:
                     raise ConnectionError("hung up")
                 self._begun += data
+                if len(self._begun) == bulk.LENGTHS.size:
+                    self._whole_bytes += bulk.unpack_lengths(self._begun, ATTACH_BYTES)[0]
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
-        return word_of(self._begun)[0]
+        return bulk.parse(self._begun[bulk.LENGTHS.size :], 0)
 
 
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with

@@ -16,8 +16,8 @@ MAX_PENDING = 1 << 16
 """Updates that wait to be sent; further ones are dropped and counted."""
 ENTRY_TTL_S = 3600
 """An entry's life in Redis. It is repeated at half of it, so that it outlives its chunk."""
-MAX_STRANGERS = 1024
-MAX_LEFTOVERS = 4096
+MAX_UNKNOWN_NODES = 1024
+MAX_STALE_ENTRIES = 4096
 MAX_MEMBER_BYTES = 64
 """Ours have 20; of what else lies there only so much is kept."""
 
@@ -115,16 +115,16 @@ class Announcements:
 class UnknownMembers:
     """Nodes that entries name and that are not in the Membership. Thread-safe, bounded.
 
-    One that stays unknown for *patience_s* is dead: a node that has just come is not listed here
-    at once. Its entries are then stale, to be taken out of the directory. *clock* returns
-    monotonic seconds.
+    One that stays unknown for *wait_s* is dead: a node that has just come is not listed here at
+    once. Its entries are then stale, to be taken out of the directory. *clock* returns monotonic
+    seconds.
     """
 
-    def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
-        self._patience_s = patience_s
+    def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
+        self._wait_s = wait_s
         self._clock = clock
         self._since: OrderedDict[bytes, float] = OrderedDict()
-        self._stale: deque[StaleEntry] = deque(maxlen=MAX_LEFTOVERS)
+        self._stale: deque[StaleEntry] = deque(maxlen=MAX_STALE_ENTRIES)
         # Guards the tables.
         self._lock = threading.Lock()
 
@@ -132,9 +132,9 @@ class UnknownMembers:
         """The entry of *key* names *member*, which is unknown."""
         with self._lock:
             since = self._since.setdefault(member[:MAX_MEMBER_BYTES], self._clock())
-            if len(self._since) > MAX_STRANGERS:
+            if len(self._since) > MAX_UNKNOWN_NODES:
                 self._since.popitem(last=False)
-            if self._clock() - since >= self._patience_s:
+            if self._clock() - since >= self._wait_s:
                 self._stale.append((key, member[:MAX_MEMBER_BYTES]))
 
     def take_stale(self, living: Container[bytes], count: int) -> list[StaleEntry]:

@@ -138,11 +138,9 @@ class Directory:
         return found
 
     def _living(self) -> Mapping[bytes, NodeAddress]:
-        """Return the other nodes by their names in entries; none when Redis has been silent for
-        so long that all of them may be gone.
-        """
+        """Return the other nodes by their names in entries; none when Redis was silent for long."""
         is_fresh = self._clock() - self._beat_at < self._ttl_s
-        return self._nodes if is_fresh else {}
+        return self._nodes if is_fresh else {}  # else all of them may be gone
 
     def _read(self, keys: Sequence[ChunkKey], within_s: float) -> dict[ChunkKey, bytes]:
         """Return the entries of *keys*, the members of each separated by blanks."""

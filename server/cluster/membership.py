@@ -18,15 +18,14 @@ from redis.exceptions import OutOfMemoryError
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
 
-COPIES = 3
-"""Hashes with every node's address. A node is known while half of those that answer know it."""
 MAX_NODES = 1024
 MAX_ADDRESS_CHARS = 128
 MAX_ANSWER_BYTES = 1 << 20
 """Of one hash: a row of each of MAX_NODES nodes has at most 400 bytes."""
 
 _TAGS = (b"0", b"1", b"3")
-"""What the names are hashed by: slots 13907, 9842 and 1584, of three thirds."""
+"""What the names of the hashes with every node's address are hashed by: slots 13907, 9842 and 1584,
+of three thirds. A node is known while half of those that answer know it."""
 
 _BEAT = b"""
 local clock = redis.call('TIME')
@@ -88,9 +87,8 @@ class NodeAddress:
 
     def __post_init__(self) -> None:
         if not _NODE_ID.fullmatch(self.node_id):
-            raise InvalidRequestError(
-                "node_id", self.node_id, "use 1 to 128 of A-Z a-z 0-9 _ . : [ ] -"
-            )
+            fix = "use 1 to 128 of A-Z a-z 0-9 _ . : [ ] -"
+            raise InvalidRequestError("node_id", self.node_id, fix)
         if not 0 < self.incarnation < 1 << 64:
             raise InvalidRequestError("incarnation", self.incarnation, "give 1 to 2^64-1")
         for name in ("bulk_address", "grpc_address"):

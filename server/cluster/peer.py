@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvstore.proto.bulk import GUEST_S, Guest, guest_token
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.bulk import GUEST_S, guest_token
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -38,7 +39,7 @@ class DirectReadGrant:
 
     address: str
     certificate: bytes
-    guest: Guest
+    guest: pb.StreamAttach
 
 
 @dataclass(slots=True)
@@ -137,7 +138,9 @@ class PeerNode:
             return None
         until_s = int(self._clock() - opened_at) + GUEST_S
         token = guest_token(session.token, session.session_id, space, until_s)
-        guest = Guest(0, session.session_id, space, until_s, token)
+        guest = pb.StreamAttach(
+            session_id=session.session_id, token=token, key_namespace=space, until_s=until_s
+        )
         return DirectReadGrant(session.address, session.certificate, guest)
 
     @contextmanager

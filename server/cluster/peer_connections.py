@@ -21,7 +21,8 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.framing import FramedSocket, connect_wire
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.keys import join_digests
+from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
 
@@ -155,12 +156,14 @@ class StreamLink:
         self._wire, self._is_pending = wire, True
         try:
             wire.set_timeout(max(0.001, deadline - self._clock()), deadline)
-            wire.send(bulk.Attach(0, session.session_id, session.token))
-            word, size_bytes = wire.receive()
-            if isinstance(word, bulk.Failed):
-                raise bulk.unpack_failure(wire.take(size_bytes))
-            if not isinstance(word, bulk.Attached):
-                raise InvalidRequestError("kind", type(word).__name__, "no answer to attach")
+            attach = pb.StreamAttach(session_id=session.session_id, token=session.token)
+            wire.send(pb.StreamMessage(attach=attach))
+            answer, _ = wire.receive()
+            if answer.HasField("failed"):
+                raise bulk.error_of(answer.failed)
+            if not answer.ready:
+                kind = answer.WhichOneof("body")
+                raise InvalidRequestError("kind", kind, "no answer to attach")
             self._is_pending = False
         finally:
             self._close_if_pending()
@@ -174,9 +177,14 @@ class StreamLink:
         left_s = max(_LATE_S, deadline - self._clock())
         wire = self._begin(left_s)
         self._wanted = []
-        word = bulk.Find(self._requests, self.session.session_id, max(1, int(1000 * left_s)))
+        find = pb.FindRequest(
+            session_id=self.session.session_id,
+            key_namespace=keys[0][:DIGEST_BYTES],
+            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
+            deadline_ms=max(1, int(1000 * left_s)),
+        )
         try:
-            self._send(wire, word, bulk.pack_wanted(keys))
+            self._send(wire, pb.StreamMessage(request=self._requests, find=find))
         except KVStoreError:
             self.close()
             raise
@@ -191,10 +199,12 @@ class StreamLink:
         assert wire is not None
         wire.set_timeout(max(_LATE_S, deadline - now), max(deadline, now) + _LATE_S)
         try:
-            part, _, found = self._receive(wire, 0)
-            if part is not None:
-                raise InvalidFrameError("kind", type(part).__name__, "not an answer to a find")
-            return bulk.unpack_found(keys, found)
+            answer, _ = self._receive(wire, 0)
+            if not answer.HasField("found"):
+                kind = answer.WhichOneof("body")
+                raise InvalidFrameError("kind", kind, "not an answer to a find")
+            self._is_pending = False
+            return bulk.found_infos(keys, answer.found)
         finally:
             self._close_if_pending()
 
@@ -227,13 +237,14 @@ class StreamLink:
         is_whole = False
         try:
             if not self._at:
-                self._request(wire, bulk.Range(0, offset, offset + len(out)), silence_s)
+                self._request(wire, offset, offset + len(out), silence_s)
             is_last = self._at == len(self._wanted) - 1
             while self._is_pending and (is_last or arrived < len(out)):
-                part, size_bytes, _ = self._receive(wire, arrived)
-                if part is None:
+                answer, size_bytes = self._receive(wire, arrived)
+                if answer.HasField("done"):
+                    self._is_pending = False
                     continue
-                self._check(part, size_bytes, offset + arrived, offset + len(out))
+                self._check(answer, size_bytes, offset + arrived, offset + len(out))
                 for start in range(0, size_bytes, STEP_BYTES):
                     stop = min(start + STEP_BYTES, size_bytes)
                     wire.fill(out[arrived + start : arrived + stop])
@@ -260,49 +271,52 @@ class StreamLink:
         self._wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
         return self._wire
 
-    def _request(self, wire: FramedSocket, first: bulk.Range, silence_s: float) -> None:
+    def _request(self, wire: FramedSocket, start: int, stop: int, silence_s: float) -> None:
         most_s = len(self._wanted) * MOST_SILENCES * silence_s
-        deadline_ms = min(max(1, int(1000 * most_s)), MAX_GET_MS)
-        rest = [bulk.Range(at, 0, one.size_bytes) for at, one in enumerate(self._wanted)][1:]
-        flags = bulk.PEER | bulk.RANGES
-        word = bulk.Get(self._requests, self.session.session_id, 0, deadline_ms, flags)
-        keys = bulk.pack_wanted([one.key for one in self._wanted])
-        self._send(wire, word, bulk.pack_ranges(keys, [first, *rest]))
+        ranges = [(at, 0, one.size_bytes) for at, one in enumerate(self._wanted)]
+        ranges[0] = (0, start, stop)
+        keys = [one.key for one in self._wanted]
+        get = pb.GetRequest(
+            session_id=self.session.session_id,
+            key_namespace=keys[0][:DIGEST_BYTES],
+            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
+            deadline_ms=min(max(1, int(1000 * most_s)), MAX_GET_MS),
+            ranges=[pb.FrameRange(index=at, start=first, stop=last) for at, first, last in ranges],
+        )
+        self._send(wire, pb.StreamMessage(request=self._requests, get=get))
 
-    def _send(self, wire: FramedSocket, word: bulk.Word, payload: bytes) -> None:
+    def _send(self, wire: FramedSocket, message: pb.StreamMessage) -> None:
         try:
-            wire.send(word, payload)
+            wire.send(message)
         except TierUnavailableError as error:
             raise LeaseExpiredError(str(error)) from None
 
-    def _receive(self, wire: FramedSocket, arrived: int) -> tuple[bulk.Part | None, int, bytes]:
-        """Return the next part and its size; None for the end, and the payload of that."""
+    def _receive(self, wire: FramedSocket, arrived: int) -> tuple[pb.StreamMessage, int]:
+        """Return the next message of the answer, and how many bytes of a frame are behind it."""
         try:
-            word, size_bytes = wire.receive()
+            message, size_bytes = wire.receive()
         except TierUnavailableError as error:
             if arrived:
                 raise
             raise LeaseExpiredError(str(error)) from None
-        if word.request != self._requests:
-            raise InvalidFrameError("request", word.request, f"{self._requests} was asked")
-        if isinstance(word, bulk.Part):
-            return word, size_bytes, b""
-        payload = wire.take(size_bytes)
-        if not isinstance(word, bulk.Failed | bulk.Done):
-            raise InvalidFrameError("kind", type(word).__name__, "not an answer to what was asked")
-        self._is_pending = False
-        if isinstance(word, bulk.Failed):
-            raise bulk.unpack_failure(payload)
-        return None, 0, payload
+        if message.request != self._requests:
+            raise InvalidFrameError("request", message.request, f"{self._requests} was asked")
+        if message.HasField("failed"):
+            self._is_pending = False
+            raise bulk.error_of(message.failed)
+        return message, size_bytes
 
-    def _check(self, part: bulk.Part, size_bytes: int, at: int, end: int) -> None:
-        """Raise InvalidFrameError unless *part* is what follows of the frame at byte *at*."""
-        wanted = self._wanted[self._at].size_bytes
+    def _check(self, answer: pb.StreamMessage, size_bytes: int, at: int, end: int) -> None:
+        """Raise InvalidFrameError unless *answer* is what follows of the frame at byte *at*."""
+        if not answer.HasField("part"):
+            kind = answer.WhichOneof("body")
+            raise InvalidFrameError("kind", kind, "not an answer to what was asked")
+        part, wanted = answer.part, self._wanted[self._at].size_bytes
         if part.frame_bytes != wanted:
             raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{wanted}")
-        is_next = (part.chunk, part.offset) == (self._at, at)
+        is_next = (part.index, part.offset) == (self._at, at)
         if not is_next or not size_bytes or at + size_bytes > end:
-            raise InvalidFrameError("offset", (part.chunk, part.offset), f"{at} was to follow")
+            raise InvalidFrameError("offset", (part.index, part.offset), f"{at} was to follow")
 
     def _close_if_pending(self) -> None:
         if self._is_pending:

@@ -69,10 +69,7 @@ class PeerTier(Tier):
 
     @override
     def find(self, keys: Sequence[ChunkKey], until: float = math.inf) -> list[ChunkInfo | None]:
-        """Query peers for *keys*, of one namespace, in their memory. Never raises.
-
-        Ends by *until*, a point on the clock.
-        """
+        """Query peers for *keys*, of one namespace. Ends by *until*. Never raises."""
         found = self.peers.find(keys, until)
         now = self._clock()
         with self._lock:
@@ -143,7 +140,6 @@ class PeerTier(Tier):
 
     @override
     def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
-        """Return how long the fastest peer that has *key* takes to send it; None without one."""
         peers = self._peers_with(key)
         return min((peer.speed.load_s(size_bytes) for peer in peers), default=None)
 
@@ -153,7 +149,6 @@ class PeerTier(Tier):
         return None if found is None else found[0]
 
     def _peers_with(self, key: ChunkKey) -> list[PeerNode]:
-        """Return who has *key* and is up."""
         chunk = self._chunk(key)
         return [] if chunk is None else [peer for peer in chunk.peers if peer.is_up]
 
@@ -165,12 +160,10 @@ class PeerTier(Tier):
 
     @override
     def lenders(self, keys: Sequence[ChunkKey]) -> set[int]:
-        """Return the numbers of those who have some of *keys*, and that clients may read from."""
         return {peer.number for key in keys for peer in self._peers_with(key)}
 
     @override
     def peer_place(self, key: ChunkKey, peers: Collection[int]) -> Place | None:
-        """Return from whom of *peers* a reader gets *key* fastest; None from none of them."""
         chunk = self._chunk(key)
         if chunk is None:
             return None
@@ -183,8 +176,7 @@ class PeerTier(Tier):
 
     @override
     def batch_key(self, key: ChunkKey) -> object:
-        """Return who has *key*, as chunks of one peer are read by one request."""
-        chunk = self._chunk(key)
+        chunk = self._chunk(key)  # those of one peer are read by one request
         return chunk.peers if chunk is not None else None
 
     @override
@@ -195,21 +187,23 @@ class PeerTier(Tier):
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        """Fill *out* with the frame's bytes from *offset*. False when no peer has it any more."""
         chunk = self._chunk(key)
         if chunk is None:
             return False
-        after = [
-            k for k in self.peers.pipeline.after(key) if k[:DIGEST_BYTES] == key[:DIGEST_BYTES]
-        ]
+        space, after = key[:DIGEST_BYTES], self.peers.pipeline.after(key)
         with self._lock:
-            following = [self._index[one][0] for one in after if one in self._index]
+            known = [one for one in after if one[:DIGEST_BYTES] == space and one in self._index]
+            following = [self._index[one][0] for one in known]
         sender = None
         try:
             with closing(self.peers.read(chunk, out, offset, following)) as steps:
                 for sender, arrived in steps:
                     if arrived == len(out):
-                        self._note_sender(key, sender)
+                        self._counters.add("peer_read_chunks")
+                        with self._lock:
+                            self._senders[key] = sender
+                            if len(self._senders) > MAX_KNOWN_CHUNKS:
+                                self._senders.popitem(last=False)
                     if verifier is not None:
                         verifier.update(arrived)
         except TierUnavailableError:
@@ -229,16 +223,8 @@ class PeerTier(Tier):
                 if not rest:
                     self._dropped.append(key)
 
-    def _note_sender(self, key: ChunkKey, sender: PeerNode) -> None:
-        self._counters.add("peer_read_chunks")
-        with self._lock:
-            self._senders[key] = sender
-            if len(self._senders) > MAX_KNOWN_CHUNKS:
-                self._senders.popitem(last=False)
-
     @override
     def note_corrupt(self, key: ChunkKey) -> None:
-        """Count wrong bytes against who sent them."""
         with self._lock:
             sender = self._senders.pop(key, None)
         self._counters.add("peer_corrupt_chunks")
@@ -247,7 +233,6 @@ class PeerTier(Tier):
 
     @override
     def delete(self, key: ChunkKey) -> bool:
-        """Forget that peers have *key*; they keep it."""
         with self._lock:
             self._senders.pop(key, None)
             self._checked.pop(key, None)
@@ -293,5 +278,4 @@ class PeerTier(Tier):
 
     @override
     def close(self) -> None:
-        """Hang up on all peers. Idempotent."""
         self.peers.close()

@@ -72,7 +72,7 @@ class PipelinedReads(threading.local):
         return self._keys[1:] if self._keys[:1] == (key,) else ()
 
     def sender(self, key: ChunkKey) -> PeerNode | None:
-        """Return who is sending *key* to the thread next; else nobody is sending to it."""
+        """Return which peer sends *key* to the thread next; hang up on one that sends another."""
         if self._run is not None and self._run.link.coming == key:
             return self._run.peer
         self._end()
@@ -228,23 +228,21 @@ class Peers:
         return found
 
     def _choose(self, keys: Sequence[ChunkKey], until: float) -> dict[PeerNode, list[ChunkKey]]:
-        """Return whom to query for what: the fixed list for all, others for what they hold by the
-        directory.
-        """
+        """Return the keys by peer: all for the fixed list, for others what the directory names."""
         wanted = {peer: list(keys) for peer in self._static if peer.is_up and not peer.is_self}
         if self.holders is None:
             return wanted
         within_s = min(self._timeout_s, until - self._clock())
-        of_nodes: dict[int, list[ChunkKey] | None] = {}
+        of_nodes: dict[int, list[ChunkKey]] = {}
         for key, nodes in self.holders(keys, within_s).items():
             for node in nodes:
                 if node.incarnation not in of_nodes:
                     peer = self._peer_of(node)
                     has_room = peer in wanted or len(wanted) < MAX_QUERIED_PEERS
                     is_used = peer.is_up and has_room
-                    of_nodes[node.incarnation] = wanted.setdefault(peer, []) if is_used else None
+                    of_nodes[node.incarnation] = wanted.setdefault(peer, []) if is_used else []
                 of_node = of_nodes[node.incarnation]
-                if of_node is not None and (not of_node or of_node[-1] != key):
+                if of_node[-1:] != [key]:
                     of_node.append(key)
         return wanted
 
@@ -314,11 +312,11 @@ class Peers:
     def read(
         self, chunk: PeerChunk, out: Bytes, offset: int, following: Sequence[PeerChunk] = ()
     ) -> Generator[tuple[PeerNode, int], None, None]:
-        """Fill *out* with a frame from byte *offset*; yield who sends it and how much has come.
+        """Fill *out* with a frame from byte *offset*; yield the sender and how much has come.
 
-        The fastest of the chunk's peers that is up and has it sends it. Nothing is yielded when
-        none does. Raises TierUnavailableError when one fails half way. Nothing is verified. What
-        this thread reads next is *following*: the sender is sent one request for all that it has.
+        The fastest of the chunk's peers that is up and has it sends it; without one nothing is
+        yielded. Raises TierUnavailableError when one fails half way. Nothing is verified. The
+        thread reads *following* next: the same request is for those that the sender has.
         """
         sender = self.pipeline.sender(chunk.info.key)
         for peer in sorted(

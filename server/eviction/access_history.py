@@ -84,10 +84,7 @@ class ChunkClasses:
         return (_TURN_OF[turns] * _LENGTHS + lengths) * _FREQUENCIES
 
     def of(
-        self,
-        own: NDArray[np.uint8],
-        hits: NDArray[np.uint8],
-        context: NDArray[np.intp] | int,
+        self, own: NDArray[np.uint8], hits: NDArray[np.uint8], context: NDArray[np.intp] | int
     ) -> NDArray[np.uint16]:
         """Return the classes of chunks."""
         codes = _CODE_OF_OWN[own]
@@ -190,9 +187,6 @@ LEAST_REFRESH_REQUESTS = 10
 """Requests between two refreshes, at least: more than a refresh has steps."""
 
 _FIRST_REQUESTS = 2_000
-_FEW = 24
-"""Rows from which on numpy is faster than Python."""
-
 _MOST = 255
 _MOST_CHUNKS = 65_535
 
@@ -305,9 +299,6 @@ class AccessHistory:
         last = rows.item(-1)
         is_next = 1 < len(rows) >= self.chunks[last] - 1
         turn = min(self.turns[last] + 1, _MOST) if is_next else 0
-        if len(rows) < _FEW:
-            self._ask_few(rows.tolist(), turn, chunks, time_s)
-            return
         seen = self._seen
         since_s = seen.last_s[rows]
         self.table.asked(seen.classes[rows], since_s, time_s)
@@ -321,32 +312,6 @@ class AccessHistory:
         context = self.kinds.context(turn, chunks)
         classes = seen.classes[rows] = self.kinds.of(seen.own[rows], hits, context)
         self.table.wait(classes, time_s)
-
-    def _ask_few(self, names: list[int], turn: int, chunks: int, time_s: float) -> None:
-        """Do as ``_ask`` does, row by row."""
-        last_s, classes = self.last_s, self.classes
-        hits, owns, turns, lengths = self.hits, self.own, self.turns, self.chunks
-        since_s = [last_s[row] for row in names]
-        left = [classes[row] for row in names]
-        kinds = self.kinds
-        context = kinds.context(turn, chunks)
-        kind, last_own, last_count = 0, -1, 0
-        waiting = []
-        for row in names:
-            count = hits[row]
-            if count < _MOST:
-                hits[row] = count = count + 1
-            own = owns[row]
-            if own != last_own or count != last_count:
-                kind, last_own, last_count = kinds.of_one(own, count, context), own, count
-            waiting.append(kind)
-            classes[row], last_s[row] = kind, time_s
-            turns[row], lengths[row] = turn, chunks
-        self.table.asked(left, since_s, time_s)
-        if self.on_refresh:
-            self._asked_rows.extend(names)
-            self._asked_ages_s.extend([time_s - one_s for one_s in since_s])
-        self.table.wait(waiting, time_s)
 
     def seen_chain(self, rows: Rows, parent: int, facts: InsertInfo, now_s: float) -> None:
         """Chunks are stored of which each continues the one before, the first *parent*.

@@ -47,11 +47,10 @@ _NOBODY: Rank = (0.0, 0, 0)
 class LruSafeguard:
     """Counts the hits of a policy and those that LRU would have had, and which of them is ahead.
 
-    LRU holds the chunks that were asked for last. So a chunk would have been hit if it had waited
-    no longer than the one that is just among them: its stack distance (Mattson, Gecsei, Slutz
-    and Traiger, IBM Systems Journal 9(2), 1970), with the counts of those that wait for a stack.
-    While the policy is behind by more than the budget it is to do as LRU does, which costs no
-    more hits, until the budget has grown by what was asked for since.
+    LRU would have hit a chunk that waited no longer than the last of those it holds: its stack
+    distance (Mattson, Gecsei, Slutz and Traiger, IBM Systems Journal 9(2), 1970), with the counts
+    of those that wait for a stack. While the policy is behind by more than the budget it is to do
+    as LRU does, which costs no more hits, until the budget has grown by what was asked for since.
     """
 
     def __init__(self) -> None:
@@ -90,10 +89,9 @@ class ClassRanking:
     """The first and last of each queue, those that promise the least first.
 
     A promise is the table's value of the class at the age, times the worth of the row. It stays
-    as it is until another row comes to that end, the row's age comes to the next bin, or the
-    table is refreshed; so a decision ranks those few ends again, O(log) of the classes for each,
-    and after a refresh all. The order is that of ranking all for every decision. 200 bytes an
-    end. Not thread-safe.
+    until another row comes to that end, the row's age comes to the next bin, or the table is
+    refreshed; so a decision ranks those few ends again, O(log) of the classes for each, and after
+    a refresh all. 200 bytes an end. Not thread-safe.
     """
 
     def __init__(
@@ -206,10 +204,10 @@ class ClassRanking:
 
 
 class VictimCursor:
-    """Whom to evict, one after the other, as far as it is read. Changes nothing.
+    """What to evict, one after the other, as far as it is read. Changes nothing.
 
-    The ends of all queues are ranked already; what lies behind one that was taken is ranked with
-    the next call, as most often it is the taken one's parent that goes next.
+    What lies behind a queue's end that was taken is ranked with the next call, as most often it is
+    the taken one's parent that goes next.
     """
 
     def __init__(
@@ -338,11 +336,7 @@ class HitDensityEviction(LruEviction):
     by default) ends in LRU order, and counts in ``fallbacks``. 35 bytes a row.
     """
 
-    def __init__(
-        self,
-        history: AccessHistory,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
+    def __init__(self, history: AccessHistory, clock: Callable[[], float] | None = None) -> None:
         super().__init__(kinds=MAX_CLASSES)
         self._history = history
         self._clock = clock
@@ -371,22 +365,6 @@ class HitDensityEviction(LruEviction):
             self._worth[last] = self._worth[parent]  # fewer tokens, and fewer bytes
 
     @override
-    def touch(self, rows: Rows, now_s: float) -> None:
-        if len(rows) != 1:
-            super().touch(rows, now_s)
-            return
-        # Of most prompts only what begins them all is here.
-        row = rows.item(0)
-        if row >= len(self._here) or not self._here[row]:
-            return
-        self._guard.hits += 1
-        if not self._children[row]:
-            self._queues.remove(row)
-            self._queues.append(row, self._history.classes[row])
-        self._tick += 1
-        self._used[row] = self._tick
-
-    @override
     def _kind(self, row: int) -> int:
         return self._history.classes[row]
 
@@ -409,10 +387,7 @@ class HitDensityEviction(LruEviction):
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
         choice = VictimCursor(
-            self._ranks,
-            self._exposed_by,
-            self._history.time_s(now_s),
-            is_lru=self._guard.is_active,
+            self._ranks, self._exposed_by, self._history.time_s(now_s), is_lru=self._guard.is_active
         )
         return self._named(choice, keep)
 

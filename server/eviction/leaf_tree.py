@@ -19,10 +19,7 @@ FEW = 24
 
 
 def closes_circle(row: int, parent: int, parents: array[int], children: array[int]) -> bool:
-    """Whether *row* is among the ancestors of *parent*, as a client with wrong parents can make it.
-
-    A circle has no leaf and would never be evicted.
-    """
+    """Whether *row* is an ancestor of *parent*, by a client's fault: it would never go."""
     if parent != row and not children[row]:
         return False  # nothing continues it, so nothing leads back to it
     above = parent
@@ -236,10 +233,7 @@ class LeafFirstEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield victims: *leaves*, which come by rank, least first, and those they expose.
-
-        A parent is a candidate once every child of it was named, by its own rank.
-        """
+        """Yield *leaves*, by rank, and each parent by its own, once all its children were."""
         left = LeafCursor(leaves, rank)
         orphaned: dict[int, int] = {}
         while row := left.take():

@@ -209,10 +209,7 @@ class LearnedEviction(LruEviction):
                     oldest.add(parent)
 
     def _decide(self, pool: list[int], now_s: float) -> list[int] | None:
-        """Return which candidates go, in order; None if the decision took too long.
-
-        Of equal scores the one used longest ago goes.
-        """
+        """Return what goes, of equal scores the oldest first; None if that took too long."""
         started_s = self._clock() if self._clock else 0.0
         scores = self._score(self.features(pool, now_s))
         used = np.frombuffer(self._used, np.uint64)[pool]

@@ -334,10 +334,7 @@ class ScoredEviction(LruEviction):
                 left.add(parent, self._kinds[parent])
 
     def _least(self, heads: dict[int, int], newest_used: int) -> int:
-        """Return the class whose head has the least score of all candidates.
-
-        Within a class the efficiency is the same, so its head, the oldest, has its least score.
-        """
+        """Return the class whose head, the oldest of equal efficiency, has the least score."""
         used = self._used
         oldest_used = min([used[row] for row in heads.values()])
         low, high = self._recency(oldest_used), self._recency(newest_used)

@@ -219,10 +219,7 @@ class ClassQueues:
         return row
 
     def ends(self, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Return the classes below *count* that have rows, and the first and last row of each.
-
-        A last row is none of the late ones, of which there may be some behind it.
-        """
+        """Return the classes below *count* with rows, their first, and their last but late ones."""
         first = self._oldest_seen[:count].astype(np.intp)
         last = self._newest_seen[:count]
         order = self._order

@@ -182,10 +182,7 @@ class PartitionedEviction(EvictionPolicy):
         return max(owed, over)
 
     def with_quota(self, number: int, quota: Quota) -> tuple[Quota, ...]:
-        """Return ``quotas`` with another one of a partition.
-
-        Raises InvalidRequestError when all of them would be sure of more than the tier has.
-        """
+        """Return ``quotas`` with another. Raises InvalidRequestError if more than all is sure."""
         quotas = (*self.quotas[:number], quota, *self.quotas[number + 1 :])
         sure = sum(one.guaranteed_bytes for one in quotas)
         if sure > self._capacity_bytes:

@@ -14,7 +14,7 @@ _PLACES = {  # of each of proto's POLICIES
     "lru": "lru:LruEviction",
     "marconi": "marconi:MarconiEviction",
     "hit_density": "hit_density:HitDensityEviction",
-    "discard_hint": "discard_hint:DiscardHintEviction",
+    "discard_hint": "lru:DiscardHintEviction",
     "learned": "learned:LearnedEviction",
 }
 

@@ -30,14 +30,11 @@ _PRIOR_HITS, _PRIOR_CHUNKS = 1.0, 2.0
 
 
 class ReuseTable:
-    """Counts of askings and of the next ones, by kind of chunk and its age at the next.
+    """Counts of requests for chunks and of the next ones, by kind and by age at the next.
 
-    The chance of another asking at age a or later, and before age h, is
-
-        hits with ages in [a, h) / (askings - hits before a)
-
-    where askings that none followed yet count as not followed: an estimate from below, which
-    spares writes. Kinds are below *kinds*, ages in the bins of a DensityTable.
+    The chance of another at age a or later, and before age h, is hits with ages in [a, h) /
+    (requests - hits before a). Requests that none followed yet count as not followed: an estimate
+    from below, which spares writes. Kinds are below *kinds*, ages in the bins of a DensityTable.
     """
 
     def __init__(self, kinds: int) -> None:
@@ -66,8 +63,7 @@ class ReuseForecast:
     """The chance of each chunk that *history* remembers, by a kind of its own.
 
     A kind is how often it was asked for (1, 2, more), whether it ends its prompt, how long that
-    was, and whether the prompt continued a known one. Coarser than the classes of eviction: what
-    counts here is a chance as such, not an order, and few kinds are soon known well. ``asked``
+    was, and whether the prompt continued a known one: few, which are soon known well. ``asked``
     comes before that of *history*, ``seen`` after it. One byte a row. Not thread-safe.
     """
 
@@ -84,10 +80,7 @@ class ReuseForecast:
             self._kinds.frombytes(bytes(count + spare_rows(row)))
 
     def asked(self, rows: Rows, chunks: int, now_s: float) -> None:
-        """A prompt of *chunks* chunks is looked up, of which those of *rows*, its first, are known.
-
-        Rows of which *history* knows nothing are left out.
-        """
+        """A prompt of *chunks* chunks is looked up, whose first *rows* are known."""
         history = self.history
         rows = rows[rows < len(history.hits)]
         hits = np.frombuffer(history.hits, np.uint8)[rows]
@@ -108,10 +101,7 @@ class ReuseForecast:
         return min(LENGTHS - 1, chunks * self._chunk_tokens // LENGTH_TOKENS)
 
     def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
-        """A chunk was stored that no tier had; of one that *history* knew nothing changes.
-
-        A new one continues the prompt of its parent.
-        """
+        """A chunk was stored that no tier had: if it is new it continues its parent's prompt."""
         self._reach(max(row, parent))
         if self.history.hits[row] != 1 or self.history.last_s[row] < self.history.time_s(now_s):
             return

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import neg
 
 import numpy as np
 from numpy.typing import NDArray
+
+Classes = NDArray[np.uint16]
+Floats = NDArray[np.float64]
 
 _NEWEST_S = 0.5
 _OLDEST_S = 2.0**13
@@ -22,11 +25,9 @@ _KEPT_RATIO = 1.05
 class AgeSlots:
     """Counts of members by class, and by when each came.
 
-    A histogram over exact ages would have to look at every member again and again, as all of
-    them age. Here a member is counted in the slot of time in which it came; slots close to one
-    another for their age are merged (an exponential histogram, Datar et al., SODA 2002), so there
-    are fewer than 300 whatever their members are. Times are never before those of earlier calls.
-    Memory: 4 bytes a class and slot.
+    A member is counted in the slot of time in which it came; slots close to one another for their
+    age are merged (an exponential histogram, Datar et al., SODA 2002), so there are fewer than
+    300. Times are never before those of earlier calls. Memory: 4 bytes a class and slot.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class AgeSlots:
         self._merge(now_s, np.concatenate((self._starts_s, starts_s)))
         self._until_s = now_s
 
-    def _merge(self, now_s: float, starts_s: NDArray[np.float64]) -> None:
+    def _merge(self, now_s: float, starts_s: Floats) -> None:
         """Keep those of *starts_s* that are apart; those behind the present ones are empty."""
         kept = [0]
         most_s = np.inf
@@ -68,12 +69,7 @@ class AgeSlots:
                 merged[at] += np.add.reduce(counts[slot + 1 : until], axis=0, dtype=np.int32)
         self._starts_s, self._counts = starts_s[kept], merged
 
-    def add(
-        self,
-        classes: NDArray[np.uint16],
-        came_s: NDArray[np.float64],
-        change: int,
-    ) -> None:
+    def add(self, classes: Classes, came_s: Floats, change: int) -> None:
         """Count members by when they came (*change* 1), or no more (-1)."""
         self._widen(int(classes.max(initial=0)) + 1)
         slots = np.searchsorted(self._starts_s, came_s, side="right") - 1
@@ -88,13 +84,8 @@ class AgeSlots:
             more = np.zeros((slots, max(classes, 2 * width) - width), np.int32)
             self._counts = np.concatenate((self._counts, more), axis=1)
 
-    def by_bin(
-        self, now_s: float, ends_s: NDArray[np.float64], classes: int
-    ) -> NDArray[np.float64]:
-        """Return the members by class and bin of age, of the classes below *classes*.
-
-        *ends_s*: where each bin but the last ends. Shape: (classes, bins).
-        """
+    def by_bin(self, now_s: float, ends_s: Floats, classes: int) -> Floats:
+        """Return members of *classes* by bin of age, ending at *ends_s*: (classes, bins)."""
         ages_s = now_s - self._starts_s
         middles_s = ages_s / 2
         middles_s[:-1] += ages_s[1:] / 2
@@ -148,20 +139,17 @@ _CLASSES_AT_ONCE = 128
 _STEP_CLASSES = 32
 """A refresh of so many classes takes a step, one of more as many: so that no step is long."""
 
+_NO_TIMES = np.empty(0)
 _NOTED = 1 << 13
 """Events that are kept until they are counted."""
 
-Classes = NDArray[np.uint16] | Sequence[int]
-"""Those of typecode ``H``, where an array has them."""
-Times = NDArray[np.float64] | Sequence[float]
 
-
-def bins_of(ages_s: NDArray[np.float64]) -> NDArray[np.intp]:
+def bins_of(ages_s: Floats) -> NDArray[np.intp]:
     """Return the bins of ages; below zero, as a clock that jumped makes them, is the first."""
     return np.searchsorted(EDGES_S, ages_s)
 
 
-def gittins(hazards: NDArray[np.float64], widths_s: NDArray[np.float64]) -> NDArray[np.float64]:
+def gittins(hazards: Floats, widths_s: Floats) -> Floats:
     """Return the most hits a second that keeping for some time promises, by age.
 
     *hazards*: (classes, bins), the chance of being asked for in a bin once it is reached.
@@ -175,16 +163,8 @@ def gittins(hazards: NDArray[np.float64], widths_s: NDArray[np.float64]) -> NDAr
     return best
 
 
-def gittins_in_steps(
-    hazards: NDArray[np.float64],
-    widths_s: NDArray[np.float64],
-    best: NDArray[np.float64],
-    steps: int,
-) -> Iterator[None]:
-    """Write ``gittins`` to *best*, of the shape of *hazards*, in so many ``next`` of like length.
-
-    All classes at once: numpy takes as long for one as for some thirty.
-    """
+def gittins_in_steps(hazards: Floats, widths_s: Floats, best: Floats, steps: int) -> Iterator[None]:
+    """Write ``gittins`` to *best*, all classes at once, in so many ``next`` of like length."""
     by_age = np.ascontiguousarray(hazards.T)
     bins = len(by_age)
     stays = 1.0 - by_age
@@ -216,19 +196,13 @@ class _Notes:
         self._counts: list[int] = []
         self._times_s: list[float] = []
 
-    def note(self, classes: Classes, since_s: Times, now_s: float) -> None:
-        if isinstance(classes, np.ndarray):
-            self._classes.frombytes(classes.astype(np.uint16, copy=False).tobytes())
-        else:
-            self._classes.extend(classes)
-        if isinstance(since_s, np.ndarray):
-            self._since_s.frombytes(since_s.tobytes())
-        else:
-            self._since_s.extend(since_s)
+    def note(self, classes: Classes, since_s: Floats, now_s: float) -> None:
+        self._classes.frombytes(classes.tobytes())
+        self._since_s.frombytes(since_s.tobytes())
         self._counts.append(len(classes))
         self._times_s.append(now_s)
 
-    def take(self) -> tuple[NDArray[np.uint16], NDArray[np.float64], NDArray[np.float64]]:
+    def take(self) -> tuple[Classes, Floats, Floats]:
         """Return a column of each of the three, and begin anew."""
         classes, since_s = np.frombuffer(self._classes, np.uint16), np.frombuffer(self._since_s)
         times_s = np.repeat(np.array(self._times_s), self._counts)
@@ -240,11 +214,11 @@ class _Notes:
 class DensityTable:
     """Hits per second of residency of a class at an age, from what became of chunks like it.
 
-    A chunk waits, from one asking to the next. When it is asked for, the table counts its class
-    and age; those that still wait count as censored at the age they have, be they on a tier or
-    evicted. The hazard of a bin is that of the class, drawn to that of a coarser class and that
-    to that of all (each with the weight of *strength* chunks); ``values`` has its Gittins index.
-    Our own, after LHD (Beckmann et al., NSDI 2018), whose classes and ages these are too.
+    A chunk waits, from one request for it to the next. Then the table counts its class and age;
+    those that still wait count as censored at the age they have, on a tier or evicted. The hazard
+    of a bin is that of the class, drawn to that of a coarser class and that to that of all (each
+    with the weight of *strength* chunks); ``values`` has its Gittins index. After LHD (Beckmann
+    et al., NSDI 2018), whose classes and ages these are too.
 
     Events are only noted; ``refresh`` counts them and works the table out, in a time that does
     not depend on how many chunks wait. Times never go back. Memory: 26 bytes an event noted, of
@@ -252,9 +226,8 @@ class DensityTable:
     """
 
     def __init__(self, coarse: NDArray[np.intp], strength: float = _STRENGTH) -> None:
-        """A table of as many classes as *coarse*, which has the coarser class of each.
-
-        A coarser class is its own coarser class. *coarse* may change for classes not yet seen.
+        """*coarse* has the coarser class of each class, itself for a coarser one; it may change
+        for classes not yet seen.
         """
         limit = len(coarse)
         self._strength = strength
@@ -267,20 +240,17 @@ class DensityTable:
         self.version = 0
         """How often ``values`` changed."""
         self._came, self._asked_for, self._lost = _Notes(), _Notes(), _Notes()
-        self._moved: list[tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.float64]]] = []
+        self._moved: list[tuple[Classes, Classes, Floats]] = []
         self._noted = 0
         self.values = np.repeat(gittins(_FIRST_HAZARDS[None], WIDTHS_S), limit, axis=0)
         """Hits per second of residency. Shape: (classes, bins)."""
 
-    def learned(self, asked: NDArray[np.float64], forgotten: NDArray[np.float64]) -> None:
-        """Start from the counts of another run, both (classes, bins), as if they were from here.
-
-        Chunks that still waited there count as forgotten.
-        """
+    def learned(self, asked: Floats, forgotten: Floats) -> None:
+        """Start from another run's counts, (classes, bins): what waited there was forgotten."""
         self._asked += asked
         self._forgotten += forgotten
 
-    def ended(self, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def ended(self, classes: int) -> tuple[Floats, Floats]:
         """Return what was counted of chunks that wait no more: asked for, and forgotten."""
         return self._asked[:classes].copy(), self._forgotten[:classes].copy()
 
@@ -288,28 +258,20 @@ class DensityTable:
 
     def wait(self, classes: Classes, now_s: float) -> None:
         """Chunks begin to wait."""
-        self._came.note(classes, (), now_s)
+        self._came.note(classes, _NO_TIMES, now_s)
         self._note(len(classes), now_s)
 
-    def asked(self, classes: Classes, since_s: Times, now_s: float) -> None:
+    def asked(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         """Chunks were asked for that waited since then, and wait no longer."""
         self._asked_for.note(classes, since_s, now_s)
         self._note(len(classes), now_s)
 
-    def forgotten(
-        self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
-    ) -> None:
+    def forgotten(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         """Chunks that waited are known no longer; what becomes of them will not be seen."""
         self._lost.note(classes, since_s, now_s)
         self._note(len(classes), now_s)
 
-    def moved(
-        self,
-        classes: NDArray[np.uint16],
-        others: NDArray[np.uint16],
-        since_s: NDArray[np.float64],
-        now_s: float,
-    ) -> None:
+    def moved(self, classes: Classes, others: Classes, since_s: Floats, now_s: float) -> None:
         """Chunks that wait since then are of *others* and not of *classes*."""
         self._moved.append((classes, others, since_s))
         self._note(len(classes), now_s)
@@ -340,10 +302,7 @@ class DensityTable:
     # --- the table
 
     def refresh(self, now_s: float, classes: int) -> None:
-        """Count what was noted and work out ``values`` of the classes below *classes*.
-
-        Of many classes, a part by each call.
-        """
+        """Count what was noted and work out ``values`` of *classes*; of many, a part a call."""
         for _ in self.refreshing(now_s, classes):
             pass
 
@@ -369,10 +328,9 @@ class DensityTable:
         self.values[first:last] = values
         self.version += 1
 
-    def counts(self, now_s: float, classes: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return those asked for and those not, waiting or forgotten: both (classes, bins).
-
-        What was noted since the last ``settle`` is not in it. ``learned`` takes them.
+    def counts(self, now_s: float, classes: int) -> tuple[Floats, Floats]:
+        """Return those asked for and those not, waiting or forgotten, when ``settle`` was called
+        last: both (classes, bins), as ``learned`` takes them.
         """
         ends = self._forgotten[:classes] + self._waiting.by_bin(now_s, EDGES_S, classes)
         return self._asked[:classes].copy(), ends
@@ -381,7 +339,7 @@ class DensityTable:
         """Return how long ago the *count* chunks that wait least were asked for; inf for all."""
         return self._waiting.age_s(now_s, count)
 
-    def _hazards(self, now_s: float, classes: int, first: int, last: int) -> NDArray[np.float64]:
+    def _hazards(self, now_s: float, classes: int, first: int, last: int) -> Floats:
         """Return the hazards of the classes from *first* to *last*, of all *classes* that are."""
         asked, ends = self._asked[:classes], self._waiting.by_bin(now_s, EDGES_S, classes)
         ends += self._forgotten[:classes]
@@ -397,12 +355,7 @@ class DensityTable:
         coarser = self._shrunk(groups[0], groups[1], all_hazards)
         return self._shrunk(asked[first:last], ends[first:last], coarser[coarse[first:last]])
 
-    def _shrunk(
-        self,
-        asked: NDArray[np.float64],
-        ends: NDArray[np.float64],
-        towards: NDArray[np.float64],
-    ) -> NDArray[np.float64]:
+    def _shrunk(self, asked: Floats, ends: Floats, towards: Floats) -> Floats:
         """Return the hazards of the bins of (..., bins), drawn *towards* others."""
         at_risk = np.cumsum(ends[..., ::-1], axis=-1)[..., ::-1]
         return (asked + self._strength * towards) / (at_risk + self._strength)

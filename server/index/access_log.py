@@ -1,19 +1,23 @@
-"""The AccessLog: events that are applied to the history and the policies later, in order."""
+"""What the parts of a Catalog share, first the AccessLog: events that are applied later."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvstore.proto.types import ChunkKey
+from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.quotas import MissRatioCurve, identities
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.index.chunk_index import ChunkIndex
+from kvstore.server.index.hints import ChunkMetadata, PutInfo
+from kvstore.server.index.holds import Holds, Leases
 
 MAX_EVENTS = 32
 """Events that wait; one more, and its caller applies the first."""
@@ -178,3 +182,52 @@ def _continues(last: Stored, event: _Event) -> bool:
     return before.tokens_full and (one.group, one.reuse, one.prompt_chunks) == (
         before.group, before.reuse, before.prompt_chunks,
     )  # fmt: skip
+
+
+class CatalogListener(Protocol):
+    """Is called as copies come and go, under the catalog's lock. Never blocks."""
+
+    def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
+        """Copies became visible on *tier*; *put_info* says where one came from, if it was put."""
+
+    def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
+        """A copy is gone from *tier*; *is_last*: no tier has one."""
+
+
+class CatalogState:
+    """The index, what is known of its chunks, the policies, and who holds what.
+
+    ``lock`` guards all of it; it is held for dictionary operations only. Rows are never kept
+    past it: a row may be another chunk's as soon as it is let go.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, EvictionPolicy],
+        leases: Leases,
+        pin_limit_bytes: int,
+        clock: Callable[[], float],
+        metadata: ChunkMetadata,
+    ) -> None:
+        self.policies = policies
+        self.clock = clock
+        self.metadata = metadata
+        self.access_log = AccessLog(
+            metadata.history,
+            list(policies.values()),
+            [metadata.what_ifs.get(tier) for tier in policies],
+            metadata.forecast,
+        )
+        self.index = ChunkIndex(
+            list(policies), metadata.evicted_limit, self._forget_evicted, metadata.hints.columns
+        )
+        self.holds = Holds(leases, pin_limit_bytes)
+        self.lock = threading.Lock()
+        self.news = threading.Event()
+        """Set when the access_log has something to apply."""
+
+    def _forget_evicted(self, rows: Rows) -> None:
+        self.access_log.apply_all()
+        self.metadata.history.forget_all(rows)
+        for row in rows.tolist():
+            self.metadata.hints.forget(row)

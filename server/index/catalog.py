@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.index.access_log import Asked, Stored
+from kvstore.server.index.access_log import Asked, CatalogListener, CatalogState, Stored
+from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Lease, Leases, LeaseTerms, TenantOf
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
-from kvstore.server.index.state import CatalogListener, CatalogState
 from kvstore.server.telemetry.outcomes import Outcomes
 
 QUIET_S = 0.004
@@ -157,10 +156,7 @@ class Catalog:
         return known
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        """A copy is about to leave *tier*, and an orphan until ``purged``.
-
-        False if it was not there, or is held.
-        """
+        """Make a copy an orphan until ``purged``. False if it was not there, or is held."""
         with self._lock:
             if not even_if_held and self._holds.is_held(key):
                 return False
@@ -225,9 +221,7 @@ class Catalog:
     # --- copies that others made, a chain at a time: a request waits for it
 
     def note_found(self, tier: str, infos: Sequence[ChunkInfo]) -> list[ChunkInfo]:
-        """Others have copies on *tier*: note those that are not known, return those whose layout
-        is another than that of the chunk here.
-        """
+        """Note what others have on *tier*; return those whose layout is another than ours."""
         others: list[ChunkInfo] = []
         index = self._index
         for start in range(0, len(infos), AT_ONCE):
@@ -344,10 +338,7 @@ class Catalog:
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
-        """Lease the longest prefix of *keys* that still exists; return it and its length.
-
-        Raises QuotaExceededError.
-        """
+        """Lease what exists of a prefix; return it and its length. Raises QuotaExceededError."""
         with self._lock:
             now_s = self._clock()
             rows = self._index.prefix(keys)
@@ -461,9 +452,7 @@ class Catalog:
             return self._holds.is_held(key)
 
     def announce(self, session_id: int, uses: Mapping[ChunkKey, int], ttl_s: float) -> int:
-        """Keep chunks, as they come, for the uses of a batch, for *ttl_s* at most; return how many
-        are here.
-        """
+        """Keep chunks, as they come, for a batch for *ttl_s* at most; return how many are here."""
         with self._lock:
             self._holds.uses.announce(session_id, uses, self._clock() + ttl_s)
             for key in uses:
@@ -487,9 +476,7 @@ class Catalog:
     # --- what policies learn, between requests
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until requests pause and apply what happened to the policies, which spares the
-        next requests the time. Return whether there was anything.
-        """
+        """Wait for a pause and apply what happened to the policies; False if nothing did."""
         is_any = self.state.news.wait(timeout_s)
         for _ in range(_LOOKS_FOR_QUIET):
             if not self.state.news.is_set():

@@ -1,12 +1,13 @@
 """The ChunkIndex: which chunks exist, what they continue, and which tiers hold copies.
 
 Chain digests already name a whole prefix, so no tree is walked: the longest cached prefix of a
-key chain is its longest run of known keys.
+key chain is its longest run of known keys, up to where a model could go on.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -24,10 +25,96 @@ from kvstore.proto.types import (
     ChunkKey,
     Fidelity,
     KVLayout,
+    LayerGroup,
+    LayerKind,
     Namespace,
 )
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.index.prefix_ends import ResumeRequirements, StateCheckpoints
+
+MAX_CHECKPOINT_SPACES = 4096
+"""Namespaces of models with state that are told apart; one more, and the oldest is forgotten."""
+
+_HAS_WINDOW, _HAS_STATE = 1, 2
+
+
+class ResumeRequirements(NamedTuple):
+    """What a model needs of the end of a prefix: states, and the last so many tokens' windows."""
+
+    state: bool = False
+    window_tokens: int = 0
+
+    @classmethod
+    def of_groups(cls, groups: Iterable[LayerGroup]) -> ResumeRequirements:
+        """Return what layers of *groups* need. A window of w sees the w - 1 tokens before."""
+        needs = cls()
+        for group in groups:
+            width = max(1, group.window_tokens - 1) if group.kind is LayerKind.window else 0
+            needs = needs.and_also(cls(group.kind is LayerKind.state, width))
+        return needs
+
+    @classmethod
+    def of_layout(cls, layout: KVLayout) -> ResumeRequirements:
+        """Return what a chunk of *layout* gives away of its model's needs."""
+        windows = [c.tokens for c in layout.components if c.kind is LayerKind.window]
+        return cls(layout.has(LayerKind.state), max(windows, default=0))
+
+    def and_also(self, other: ResumeRequirements) -> ResumeRequirements:
+        """Return what fulfils both."""
+        tokens = max(self.window_tokens, other.window_tokens)
+        return ResumeRequirements(self.state or other.state, tokens)
+
+    @property
+    def flags(self) -> int:
+        """The same as bits of one byte."""
+        return _HAS_STATE * self.state | _HAS_WINDOW * (self.window_tokens > 0)
+
+
+class StateCheckpoints:
+    """By row of the ChunkIndex, what chunks have of their end. Not thread-safe, as the index.
+
+    A recurrent state is of use to a prompt that goes on exactly where it was taken (Marconi,
+    MLSys 2025, section 3), a window to one that goes on at most so many tokens behind it.
+    """
+
+    def __init__(self) -> None:
+        self.flags = array("B")
+        """``ResumeRequirements.flags`` of each chunk with a copy; the index lengthens it."""
+        self.needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
+        """By namespace, for models that need anything."""
+
+    def need(self, space: Namespace, needs: ResumeRequirements) -> None:
+        """Take note of what the model of *space* needs where a prefix ends."""
+        known = self.needs.get(space)
+        self.needs[space] = known.and_also(needs) if known else needs
+        if len(self.needs) > MAX_CHECKPOINT_SPACES:
+            self.needs.popitem(last=False)
+
+    def is_less_complete(self, row: int, layout: KVLayout) -> bool:
+        """Whether the chunk has less of its end than *layout*."""
+        return bool(ResumeRequirements.of_layout(layout).flags & ~self.flags[row])
+
+    def usable(self, needs: ResumeRequirements, rows: Rows, tokens: Callable[[int], int]) -> int:
+        """Return how many of *rows* a model of such *needs* could continue."""
+        flags = np.frombuffer(self.flags, np.uint8)[rows]
+        fit = np.ones(len(rows), np.bool_)
+        if needs.state:
+            fit &= (flags & _HAS_STATE) != 0
+        if needs.window_tokens:
+            has = (flags & _HAS_WINDOW) != 0
+            fit &= has if has.all() else _reach(has, rows, tokens, needs.window_tokens)
+        ends = np.flatnonzero(fit)
+        return int(ends[-1]) + 1 if len(ends) else 0
+
+
+def _reach(
+    has: NDArray[np.bool_], rows: Rows, tokens: Callable[[int], int], wanted: int
+) -> NDArray[np.bool_]:
+    """Return after which rows the last *wanted* tokens, or all there are, lie in windows kept."""
+    behind = np.cumsum(np.fromiter(map(tokens, rows.tolist()), np.int64, len(rows)))
+    before = np.concatenate([[0], behind])
+    gap = np.maximum.accumulate(np.where(has, -1, np.arange(len(rows))))
+    reached: NDArray[np.bool_] = has & ((gap < 0) | (behind - before[gap + 1] >= wanted))
+    return reached
 
 
 class EvictedEntries:
@@ -166,10 +253,7 @@ class ChunkIndex:
     # --- changes
 
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
-        """Take note of sealed copies on *tier* and return the chunks' rows.
-
-        *infos* are of one chunk, or of a chain of one layout without any copy.
-        """
+        """Note copies on *tier* of one chunk, or of a new chain of one layout; return the rows."""
         rows: list[int] = []
         for info in infos:
             rows.append(self._table.add(info.key))
@@ -274,10 +358,7 @@ class ChunkIndex:
             self._let_go(row)
 
     def add_evicted(self, key: ChunkKey) -> int:
-        """Remember a chunk of which no tier has a copy, as the one that left last; return its row.
-
-        NO_ROW when it is known already, or when ghosts are as many as they may be.
-        """
+        """Remember a chunk as the one evicted last; return its row, NO_ROW without room."""
         if len(self.evicted) >= self._most_evicted() or self.row(key) or self.is_evicted(key):
             return NO_ROW
         row = self._row_for(key)
@@ -366,9 +447,7 @@ class ChunkIndex:
         return rows if known.all() else rows[: int(known.argmin())]
 
     def readable(self, rows: Rows, least: Fidelity = Fidelity.exact) -> Rows:
-        """Return the longest prefix of *rows*, of one chain, that has copies of at least *least*
-        and after which a model could go on.
-        """
+        """Return the prefix of *rows* with copies of *least*, after which a model can go on."""
         fit = np.zeros(len(rows), np.bool_)
         for copies in self._copies.values():
             fit |= np.frombuffer(copies.fidelities, np.uint8)[rows] > least
@@ -396,10 +475,7 @@ class ChunkIndex:
         return self.keys(rows[np.frombuffer(self._holders, np.uint8)[rows] > 0])
 
     def held_rows(self, first: int, count: int) -> tuple[list[int], int]:
-        """Return those of *count* rows from *first* whose chunks have copies, and the next row.
-
-        The next row is 0 when these were the last.
-        """
+        """Return those of *count* rows from *first* with copies, and the next; 0 at the end."""
         stop = first + count
         held = np.frombuffer(self._holders, np.uint8)[first:stop]
         rows: list[int] = (first + np.flatnonzero(held)).tolist()

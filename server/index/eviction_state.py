@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvstore.proto.types import ChunkKey
 from kvstore.server.eviction.quotas import PartitionedEviction, PolicyReport, Quota
-from kvstore.server.index.state import CatalogState
+from kvstore.server.index.access_log import CatalogState
 
 LOOKED_AT = 4096
 """Victims that are gone through for one chunk's rank."""
@@ -63,9 +63,7 @@ class EvictionState:
             return known.hints.partitions[row] if row else known.partitions.number(tenant, category)
 
     def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
-        """Return what a partition has to free of its own on *tier* to take *need_bytes* more, in
-        so many chunks.
-        """
+        """Return what a partition has to free on *tier* to take so many bytes and chunks more."""
         policy = self._state.policies[tier]
         if not isinstance(policy, PartitionedEviction):
             return 0

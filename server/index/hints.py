@@ -65,10 +65,7 @@ class RowHints:
     def in_order(
         self, victims: Iterator[int], parent: Callable[[int], int], count: int
     ) -> Iterator[int]:
-        """Yield *victims* of a tier of *count* chunks, the lowest priority of the next few first.
-
-        A chunk stays behind all that continue it. Changes nothing, as ``victims`` does not.
-        """
+        """Yield *victims*, the lowest priority of the next few first, behind what continues it."""
         window = min(LOOK_AHEAD, count // LOOK_AHEAD_SHARE)
         if not self._prioritized or window < 2:
             yield from victims
@@ -224,10 +221,7 @@ class ChunkMetadata:
     def facts(
         self, rows: Sequence[int], chain: Sequence[ChunkInfo], put_info: PutInfo
     ) -> tuple[InsertInfo, list[float]]:
-        """A *chain* of one layout came that no tier had; return what the history is to know.
-
-        It is of each chunk but for the FLOPs, which follow it.
-        """
+        """Return what the history is to know of a new *chain* of one layout, and its FLOPs."""
         tokens, space = chain[0].layout.tokens, chain[0].key[:DIGEST_BYTES]
         full = self._full_tokens[space] = max(tokens, self._full_tokens.get(space, 0))
         if len(self._full_tokens) > _SPACES_KEPT:

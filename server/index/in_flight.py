@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
+from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.hints import NEVER
-from kvstore.server.index.state import CatalogState
 
 MAX_ANNOUNCED_CHUNKS = 1 << 16
 """Chunks announced at once; of more nothing is known before they come."""
@@ -40,10 +40,7 @@ class InFlightPuts:
         self._arrived = threading.Condition(state.lock)
 
     def begin(self, key: ChunkKey, layout: KVLayout | None = None) -> bool:
-        """Count a writer of *key*; False, counting nothing, when an exact copy exists.
-
-        Or copies that have less of the chunk's end than *layout*.
-        """
+        """Count a writer of *key*; False if an exact copy, or one with less of its end, is here."""
         index, hints = self._index, self._state.metadata.hints
         with self._state.lock:
             row = index.row(key)
@@ -75,10 +72,7 @@ class InFlightPuts:
     # --- announcements
 
     def announce(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> int:
-        """A session will put *keys* within *ttl_s*; return how many nobody has put or announced.
-
-        Without *ttl_s* it will not.
-        """
+        """Note that *keys* come within *ttl_s*, or with 0 do not; return how many are new."""
         with self._state.lock:
             if not ttl_s:
                 count = 0
@@ -131,10 +125,7 @@ class InFlightPuts:
         return at
 
     def await_arrivals(self, keys: Sequence[ChunkKey], deadline: float) -> bool:
-        """Wait until all of *keys* are here, or the first that is not will not come.
-
-        False when time is up before that, or the server drains.
-        """
+        """Wait until *keys* are here, or will not be; False if time is up or the server drains."""
         with self._arrived:
             at = self._first_absent(keys, 0)
             while at < len(keys) and self.is_coming(keys[at]):

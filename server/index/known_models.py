@@ -175,10 +175,7 @@ def nearest(
 
 
 def differences(stored: Representation, asked: Representation) -> list[FieldDifference]:
-    """Return the fields in which two Representations differ, in the order of the class.
-
-    Fields of layer groups are named by the group's number: ``layer_groups[0].dtype``.
-    """
+    """Return the fields in which two differ, as ``layer_groups[0].dtype``, in their order."""
     ones, others = dict(_leaves("", stored)), dict(_leaves("", asked))
     names = dict.fromkeys([*ones, *others])
     pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in names]

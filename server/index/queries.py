@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, Namespace
+from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.in_flight import InFlightPuts
-from kvstore.server.index.state import CatalogState
 from kvstore.server.telemetry.events import Event
 
 HELD_ROWS = 256
@@ -159,10 +159,7 @@ class CatalogQueries:
             ]  # fmt: skip
 
     def reuse_estimate(self, key: ChunkKey, *, ahead: bool = True) -> ReuseEstimate | None:
-        """Return what is to be expected of a chunk; None when no tier has it.
-
-        Hits and chance are told *ahead* only, as they take time.
-        """
+        """Return what to expect of a chunk, hits and chance if *ahead*; None without a copy."""
         with self._lock:
             if ahead:
                 self._state.access_log.apply_all()
@@ -216,10 +213,7 @@ class CatalogQueries:
             return [keys[at] for at in np.flatnonzero(again).tolist()]
 
     def held_from(self, row: int, space: Namespace | None = None) -> tuple[list[Event], int]:
-        """Return the copies of *space*, or all, in HELD_ROWS rows from *row* on, as events.
-
-        With them comes the next row to ask for; 0 when there are no more.
-        """
+        """Return copies in HELD_ROWS rows from *row*, and the next row, 0 at the end."""
         with self._lock:
             index, found = self._index, []
             rows, after = index.held_rows(row, HELD_ROWS)

@@ -73,10 +73,7 @@ class SavedHistory:
         return cls(names, history.kinds.groups, classes, chunks)
 
     def fill(self, history: AccessHistory, rows: Rows, now_s: float) -> None:
-        """Let *history*, to which nothing happened yet, know it, the chunks under *rows*.
-
-        Raises InvalidRequestError.
-        """
+        """Let an empty *history* know it, chunks under *rows*. Raises InvalidRequestError."""
         time_s = history.time_s(now_s)
         for group in self.groups:
             history.kinds.group(group)

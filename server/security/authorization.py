@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
@@ -43,18 +43,16 @@ SERVICES: Mapping[str, str] = {
 """The same for all methods of the other services."""
 
 
-def role_for(method: str, request: Any = None, tenant: str = "") -> str:
-    """Return the role that the call *method*, ``/service/name`` or a name of ours, needs.
+@lru_cache(256)
+def role_for(method: str) -> str:
+    """Return the role that calls of *method*, ``/service/name`` or a name of ours, need.
 
-    *tenant* is the caller's, which *request* may name as its own. Raises PermissionDeniedError for
-    a method that has no row.
+    Raises PermissionDeniedError for a method that has no row.
     """
     service, _, name = method.strip("/").rpartition("/")
     role = SERVICES.get(service) or METHODS.get(name)
     if role is None:
         raise PermissionDeniedError(f"{name}: no role may call this")
-    if request is not None and _is_of_others(name, request, tenant):
-        return "admin"
     return role
 
 
@@ -62,27 +60,9 @@ def _is_of_others(name: str, request: Any, tenant: str) -> bool:
     """Whether *request* is about more than its caller's own, or a pool it may be let into."""
     if name in ("Explain", "Events"):
         return not request.session_id
-    if name not in ("Clear", "Spaces") or request.tenant in ("", tenant):
+    if request.tenant in ("", tenant):
         return False
     return name == "Clear" or not request.tenant.startswith(POOL_PREFIX)
-
-
-def check_session_role(roles: Collection[str], method: str) -> None:
-    """Raise PermissionDeniedError unless a session with *roles* may call *method*."""
-    role = role_for(method)
-    if role != ANY and role not in roles:
-        raise PermissionDeniedError(f"{_name(method)}: this session may not {role}")
-
-
-def check_role(principal: Principal, method: str, request: Any = None) -> None:
-    """Raise PermissionDeniedError unless *principal* may call *method*."""
-    role = role_for(method, request, principal.tenant)
-    if role not in (ANY, OPEN) and role not in principal.roles:
-        raise PermissionDeniedError(f"{_name(method)}: {principal.name} has not the role {role!r}")
-
-
-def _name(method: str) -> str:
-    return method.rpartition("/")[2]
 
 
 def access_to(
@@ -108,18 +88,9 @@ MAX_TENANT_CHARS = 128
 REFUSALS_PER_S = 20
 """Written to the audit log of callers that nobody knows; more are only counted."""
 
+_WIDE = frozenset({"Explain", "Events", "Clear", "Spaces"})
+"""Calls whose messages decide whether they are about others."""
 _QUIET = frozenset({"Heartbeat", "Status", "Quota"})
-
-
-@dataclass(frozen=True, slots=True)
-class SessionAuth:
-    """``admit`` raises for a session that may not call a method. ``note`` records a call: whose
-    session it was on, None for a stranger's, its method, how it ended, of how many chunks it was
-    and where it came from.
-    """
-
-    admit: Callable[[Session, str], None]
-    note: Callable[[Session | None, str, str, int, str], None]
 
 
 class Authorizer:
@@ -143,36 +114,43 @@ class Authorizer:
         self.times = CallTimes()
         """How long calls took, as the transports note."""
 
-    @property
-    def session_auth(self) -> SessionAuth:
-        """For a transport that knows callers by their sessions alone."""
-        return SessionAuth(self.admit_on, self.note_on)
-
-    def admit(self, principal: Principal, method: str, request: Any) -> Session | None:
-        """Return the session that *request* is about, if any.
+    def admit(self, principal: Principal, method: str, request: Any = None) -> Session | None:
+        """Return the session that *request* is about, if any; without one check the role alone.
 
         Raises PermissionDeniedError, LeaseExpiredError for a session of somebody else's, and
         QuotaExceededError.
         """
-        check_role(principal, method, request)
+        role, name = role_for(method), method.rpartition("/")[2]
+        if request is not None and name in _WIDE and _is_of_others(name, request, principal.tenant):
+            role = "admin"
+        if role != ANY and role not in principal.roles:
+            raise PermissionDeniedError(f"{name}: {principal.name} has not the role {role!r}")
+        if request is None:
+            return None
         session_id = getattr(request, "session_id", 0)
-        if not session_id or method.endswith("CloseSession"):  # which looks itself: gone is fine
+        if not session_id or name == "CloseSession":  # which looks itself: gone is fine
             self._limits.take_request(principal.tenant)
             return None
-        session = self._sessions.owned(session_id, principal)
-        check_session_role(session.roles, method)
-        self._limits.take_request(principal.tenant)
+        session = self._sessions.get(session_id, principal)
+        self.admit_on(session, method)
         return session
 
-    def admit_on(self, session: Session, method: str) -> None:
-        """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
-        check_session_role(session.roles, method)
-        self._limits.take_request(session.owner.tenant)
+    def admit_on(self, session: Session, method: str, *, is_counted: bool = True) -> None:
+        """Check a call on *session*, which counts for its tenant's rate unless others did.
+
+        Raises PermissionDeniedError or QuotaExceededError.
+        """
+        role = role_for(method)
+        if role != ANY and role not in session.roles:
+            raise PermissionDeniedError(f"{method.rpartition('/')[2]}: this session may not {role}")
+        if is_counted and self._limits.by_tenant:
+            self._limits.take_request(session.owner.tenant)
 
     def lease_terms(self, session_id: int) -> tuple[str, int]:
         """Return a session's tenant and how many leases that may have; 0: no limit."""
-        owner = self._sessions.owner_of(session_id)
-        return (owner.tenant, self._limits.of(owner.tenant).leases) if owner else ("", 0)
+        session = self._sessions.by_id.get(session_id)
+        tenant = session.owner.tenant if session else ""
+        return tenant, self._limits.of(tenant).leases if session else 0
 
     def note(
         self,
@@ -189,7 +167,7 @@ class Authorizer:
         """
         if self._audit is None:
             return
-        name = _name(method)
+        name = method.rpartition("/")[2]
         if principal is None:
             if self._refusals.take() is not None:
                 self._audit.note(Event("", "", name, outcome, peer=peer()))
@@ -206,7 +184,10 @@ class Authorizer:
     def note_on(
         self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
     ) -> None:
-        """``note`` for a transport that knows callers by their sessions alone."""
+        """Record a call over a transport that knows callers by their sessions alone.
+
+        *session* is None for a stranger's; *chunks* is how many it was about.
+        """
         owner = session.owner if session else None
         self.note(owner, method, outcome, session, chunks, lambda: peer)
 

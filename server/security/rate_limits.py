@@ -99,33 +99,32 @@ class TenantLimits:
     """
 
     def __init__(self, limits: Mapping[str, Limits], clock: Callable[[], float]) -> None:
-        self._limits = dict(limits)
+        self.by_tenant = dict(limits)
+        """What is set; read it without the lock."""
         self._clock = clock
         self._buckets: OrderedDict[str, RateLimit] = OrderedDict()
         self._lock = Lock()  # guards both tables
 
     def of(self, tenant: str) -> Limits:
         """Return the limits of *tenant*."""
-        found = self._limits.get(tenant)
-        return self._limits.get(EVERY_OTHER, NO_LIMITS) if found is None else found
+        found = self.by_tenant.get(tenant)
+        return self.by_tenant.get(EVERY_OTHER, NO_LIMITS) if found is None else found
 
     def set(self, tenant: str, limits: Limits) -> None:
         """Hold *tenant* to *limits* from now on."""
         with self._lock:
-            if tenant not in self._limits and len(self._limits) >= BUCKETS:
+            if tenant not in self.by_tenant and len(self.by_tenant) >= BUCKETS:
                 raise InvalidRequestError("tenant", tenant, f"at most {BUCKETS} have limits")
-            self._limits[tenant] = limits
+            self.by_tenant[tenant] = limits
             self._buckets.pop(tenant, None)
 
     def tenants(self) -> list[str]:
         """Return the tenants that have limits of their own."""
         with self._lock:
-            return sorted(set(self._limits) - {EVERY_OTHER})
+            return sorted(set(self.by_tenant) - {EVERY_OTHER})
 
     def take_request(self, tenant: str) -> None:
         """Count one request. Raises QuotaExceededError when the tenant's second is spent."""
-        if not self._limits:
-            return
         rate = self.of(tenant).requests_per_s
         if not rate:
             return

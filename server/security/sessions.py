@@ -150,7 +150,8 @@ class SessionTable:
         self._tenant_salt = tenant_salt
         self._clock = clock
         self._random_bytes = random_bytes
-        self._sessions: dict[int, Session] = {}
+        self.by_id: dict[int, Session] = {}
+        """Others may look a session up, without the lock."""
         self._draining = False
         self.on_open: list[Callable[[Session], None]] = []
         self.on_close: list[Callable[[Session], None]] = []
@@ -181,7 +182,7 @@ class SessionTable:
         """
         session = self._make(node_id, owner.tenant, owner, frozenset({"peer"}))
         with self._lock:
-            others = [one for one in self._sessions.values() if one.is_peer]
+            others = [one for one in self.by_id.values() if one.is_peer]
         for one in others:
             if (one.client, one.owner.name) == (node_id, owner.name):
                 self.close(one.session_id)
@@ -218,17 +219,17 @@ class SessionTable:
         with self._lock:
             if self._draining:
                 raise ShuttingDownError("the server drains; no new sessions")
-            if len(self._sessions) >= self._limit:
+            if len(self.by_id) >= self._limit:
                 raise QuotaExceededError("max_sessions", self._limit, "this server")
             spared = self._limit // SPARED_SHARE
-            if spared and len(self._sessions) >= self._limit - spared:
+            if spared and len(self.by_id) >= self._limit - spared:
                 self._check_share(session, spared)
             session.opened_at = self._clock()
-            self._sessions[session.session_id] = session
+            self.by_id[session.session_id] = session
 
     def _check_share(self, session: Session, spared: int) -> None:
         """Raise QuotaExceededError where tenant or process have *spared* sessions already."""
-        tenant, process, others = session.owner.tenant, session.process, self._sessions.values()
+        tenant, process, others = session.owner.tenant, session.process, self.by_id.values()
         if session.owner != ANYBODY and sum(x.owner.tenant == tenant for x in others) >= spared:
             raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
         held = sum(one.process == process for one in others) if process else 0
@@ -236,44 +237,33 @@ class SessionTable:
             whose = f"one process with {held} clients (close some, {spared} are for others)"
             raise QuotaExceededError("max_sessions", self._limit, whose)
 
-    def get(self, session_id: int) -> Session:
-        """Return a live session and take note of it. Raises LeaseExpiredError."""
-        with self._lock:
-            session = self._sessions.get(session_id)
-            if session is not None:
-                session.heard_at = self._clock()
-                return session
-        raise _unknown(session_id)
+    def get(self, session_id: int, owner: Principal | None = None) -> Session:
+        """Return a live session and take note of it; where *owner* is given, only look at it.
 
-    def owned(self, session_id: int, owner: Principal) -> Session:
-        """Return a live session of *owner*; another's is as if it were not there.
-
-        Raises LeaseExpiredError.
+        Another's is as if it were not there. Raises LeaseExpiredError.
         """
-        with self._lock:
-            session = self._sessions.get(session_id)
-        whose = session and (session.owner.name, session.owner.tenant)
-        if session is None or whose != (owner.name, owner.tenant):
-            raise _unknown(session_id)
+        session = self.by_id.get(session_id)
+        known = session and (session.owner.name, session.owner.tenant)
+        if session is None or (owner is not None and known != (owner.name, owner.tenant)):
+            raise LeaseExpiredError(
+                f"session_id={session_id}: closed, expired or of an earlier start; open a session"
+            )
+        if owner is None:
+            session.heard_at = self._clock()
         return session
-
-    def owner_of(self, session_id: int) -> Principal | None:
-        """Return who opened a session; None when it is not there."""
-        session = self._sessions.get(session_id)
-        return session.owner if session else None
 
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
         """End the sessions whose owner does not hold any more. Return how many."""
         with self._lock:
-            owners = {session.owner for session in self._sessions.values()}
+            owners = {session.owner for session in self.by_id.values()}
         gone = {owner for owner in owners if not holds(owner)}
         with self._lock:
-            lost = [s.session_id for s in self._sessions.values() if s.owner in gone]
+            lost = [s.session_id for s in self.by_id.values() if s.owner in gone]
         return sum(map(self.close, lost))
 
     def challenge(self, session_id: int, nonce: bytes) -> Challenge:
         """Begin a handshake on a session with the client's *nonce*. Raises UnauthenticatedError."""
-        session = self._sessions.get(session_id)
+        session = self.by_id.get(session_id)
         if session is None:
             raise UnauthenticatedError("session_id: unknown; open a session first")
         return Challenge(session, (nonce, self._random_bytes(NONCE_BYTES)))
@@ -281,7 +271,7 @@ class SessionTable:
     def close(self, session_id: int) -> bool:
         """End a session and release what it owns. Return whether it was there."""
         with self._lock:
-            session = self._sessions.pop(session_id, None)
+            session = self.by_id.pop(session_id, None)
         if session is None:
             return False
         session.is_closed = True
@@ -292,7 +282,7 @@ class SessionTable:
     def close_owned(self, session_id: int, owner: Principal) -> bool:
         """``close``, unless the session is somebody else's."""
         try:
-            self.owned(session_id, owner)
+            self.get(session_id, owner)
         except LeaseExpiredError:
             return False
         return self.close(session_id)
@@ -301,7 +291,7 @@ class SessionTable:
         """End the sessions that were silent for longer than the time to live. Return how many."""
         oldest = self._clock() - self.ttl_ms / 1000
         with self._lock:
-            silent = [s for s in self._sessions.values() if s.heard_at < oldest]
+            silent = [s for s in self.by_id.values() if s.heard_at < oldest]
         return sum(self.close(one.session_id) for one in silent if not one.is_attached)
 
     def drain(self) -> None:
@@ -315,10 +305,4 @@ class SessionTable:
         return self._draining
 
     def __len__(self) -> int:
-        return len(self._sessions)
-
-
-def _unknown(session_id: int) -> LeaseExpiredError:
-    return LeaseExpiredError(
-        f"session_id={session_id}: closed, expired or of an earlier start; open a session"
-    )
+        return len(self.by_id)

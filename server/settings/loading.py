@@ -9,16 +9,14 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn, TypeAlias, TypeVar, get_args
+from typing import TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from typing_extensions import override
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
@@ -106,10 +104,7 @@ def load(model: type[ModelT], argv: Sequence[str], split: Split) -> tuple[ModelT
 
 
 def _environment() -> dict[str, tuple[str, str]]:
-    """Return by setting the variable that gives it, in capitals or not, and what it gives.
-
-    Raises InvalidRequestError for a setting that two variables give.
-    """
+    """Return by setting the variable that gives it, in capitals or not, and what it gives."""
     found: dict[str, tuple[str, str]] = {}
     for variable, value in os.environ.items():
         in_capitals = variable.upper()
@@ -124,15 +119,13 @@ def _environment() -> dict[str, tuple[str, str]]:
 
 def _joined(below: object, above: object, split: Callable[[str], dict[str, object]]) -> object:
     """Return what *above* names over what *below* does; *above* alone if it is for all of them."""
-    parts: list[dict[str, object]] = []
-    for one in (below, above):
-        if isinstance(one, Mapping):
-            parts.append(dict(one))
-        elif isinstance(one, str):
-            with suppress(ValueError):  # which names the setting when it is checked
-                parts.append(split(one))
-    is_whole = len(parts) < 2 or "" in parts[1]
-    return above if is_whole else parts[0] | parts[1]
+    if not isinstance(below, Mapping | str) or not isinstance(above, Mapping | str):
+        return above
+    try:
+        one, other = (split(x) if isinstance(x, str) else dict(x) for x in (below, above))
+    except ValueError:  # the check of the setting names what is wrong
+        return above
+    return above if "" in other else one | other
 
 
 def _by_full_name(given: Mapping[str, Given]) -> dict[str, Given]:
@@ -144,12 +137,6 @@ def _by_full_name(given: Mapping[str, Given]) -> dict[str, Given]:
     return {SHORT_NAMES.get(name, name): value for name, value in given.items()}
 
 
-class _Parser(argparse.ArgumentParser):
-    @override
-    def error(self, message: str) -> NoReturn:
-        raise InvalidRequestError("flags", message, f"see {self.prog} --help")
-
-
 def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, object]:
     """Return the settings named in *argv* as they were written, and ``config`` for the file.
 
@@ -157,7 +144,10 @@ def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, ob
     print and raise SystemExit.
     """
     parser = _parser(fields)
-    known, rest = parser.parse_known_args(list(argv))
+    try:
+        known, rest = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise InvalidRequestError("flags", str(error), f"see {parser.prog} --help") from None
     if rest:
         # Values are not repeated: one may be a password.
         named = (word.partition("=")[0] if word.startswith("-") else "***" for word in rest)
@@ -183,14 +173,15 @@ def flag_of(name: str) -> str:
     return _SHORT.get(name, "--" + name.replace("_", "-"))
 
 
-def _parser(fields: Mapping[str, FieldInfo]) -> _Parser:
-    parser = _Parser(
+def _parser(fields: Mapping[str, FieldInfo]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         "kvstore-server",
         description="Keep the KV cache of the engines on this node.",
         epilog="Each setting can also come from the environment (KVSTORE_CPU_SIZE=8GiB) or the"
         " YAML file (cpu_size: 8GiB). Flags win over the environment, which wins over the file."
         f" Limits are {', '.join(f'{k} ({v})' for k, v in Limits().texts().items())}.",
         allow_abbrev=False,
+        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--version", action="version", version=f"kvstore {__version__}")

@@ -13,7 +13,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    TypeAdapter,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
@@ -37,6 +36,7 @@ from kvstore.server.settings.values import (
     Size,
     TierSize,
     check_tenant_name,
+    checked_size,
     format_size,
 )
 
@@ -53,7 +53,6 @@ MAX_DISKS = 64
 
 WRITE_RULES = ("through", "evict", "selective", "auto")
 
-_SIZE: TypeAdapter[int] = TypeAdapter(Size)
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
 
@@ -145,7 +144,7 @@ def _write_rule(rule: object) -> object:
 
 
 def _daily_bytes(value: object) -> int:
-    size_bytes = _SIZE.validate_python(value)
+    size_bytes = checked_size(value)
     if 0 < size_bytes < MIB:
         raise ValueError("give at least 1MiB a day, or 0 for no limit")
     return size_bytes

@@ -164,7 +164,8 @@ class GateTerms:
 # --- what settings take; the text at the end of each is what --help calls the value
 
 
-def _size(value: object) -> int:
+def checked_size(value: object) -> int:
+    """Like ``parse_size``, up to MAX_SIZE_BYTES."""
     size_bytes = parse_size(value)
     if size_bytes > MAX_SIZE_BYTES:
         raise ValueError(f"give at most {format_size(MAX_SIZE_BYTES)}")
@@ -177,7 +178,7 @@ def _tier_size(size_bytes: int) -> int:
     return size_bytes
 
 
-Size = Annotated[int, BeforeValidator(_size), "SIZE"]
+Size = Annotated[int, BeforeValidator(checked_size), "SIZE"]
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]

@@ -13,10 +13,10 @@ from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.blending.content_index import CONTENT_LIMIT
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
+from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.hints import PutInfo
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.index.known_models import ImportanceTable, ModelRegistry
-from kvstore.server.index.prefix_ends import ResumeRequirements
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.values import GateTerms, StateRule
 from kvstore.server.store.lookup import Lookup

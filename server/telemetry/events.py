@@ -50,38 +50,6 @@ class Event(NamedTuple):
         return self.key[:DIGEST_BYTES]
 
 
-class EventRing:
-    """Keeps an event until *size* others came, in the place of its number, from 1 on.
-
-    One thread at a time puts, any number reads without a lock: a row is written and read in one
-    call of ``struct`` each, between which the interpreter does not change threads.
-
-    As objects 65,536 events take 21 MB, and a server grows by that while it fills them; as bytes
-    they take 4.6 MB, all of it at the start.
-    """
-
-    def __init__(self, tiers: Collection[str], size: int) -> None:
-        self._tiers = sorted(tiers)
-        self._numbers = {tier: number for number, tier in enumerate(self._tiers)}
-        self._size = size
-        # Multiplied, not made empty: then the pages are there now, rather than one by one.
-        self._rows = bytearray(b"\0") * (size * _ROW.size)
-
-    def put(self, event: Event) -> None:
-        """Keep *event* in the place of the one *size* before it."""
-        key, tier, tokens, parent, fidelity, number, own = event
-        at, where = number % self._size * _ROW.size, self._numbers[tier]
-        _ROW.pack_into(self._rows, at, key, parent, number, own, tokens, where, fidelity)
-
-    def get(self, number: int) -> Event | None:
-        """Return the event of *number*; None when another is in its place, or none was there."""
-        row = _ROW.unpack_from(self._rows, number % self._size * _ROW.size)
-        key, parent, found, own, tokens, tier, fidelity = row
-        if found != number or not found:  # a row that was never written has number 0
-            return None
-        return Event(key, self._tiers[tier], tokens, parent, _FIDELITIES[fidelity], number, own)
-
-
 PAGE_EVENTS = 512
 MAX_SPACES = 4096
 """Namespaces whose events have numbers of their own. One that is pushed out goes on from the number
@@ -103,12 +71,17 @@ class Page(NamedTuple):
 
 
 class EventLog:
-    """The latest *size* events of *tiers*, in a ring.
+    """The latest *size* events of *tiers*, each in the place of its number, until as many others
+    came.
 
-    One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: an
-    entry has its number, so a reader that is late sees that another is in its place. Writers never
-    wait for readers. *held* lists what is there now; *on_restart* is called when a reader fell
-    behind what the log keeps.
+    One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: a
+    row is written and read in one call of ``struct`` each, between which the interpreter does not
+    change threads, and it has its number, so a reader that is late sees that another is in its
+    place. Writers never wait for readers. *held* lists what is there now; *on_restart* is called
+    when a reader fell behind what the log keeps.
+
+    As objects 65,536 events take 21 MB, and a server grows by that while it fills them; as bytes
+    they take 4.6 MB, all of it at the start.
     """
 
     def __init__(
@@ -120,9 +93,11 @@ class EventLog:
     ) -> None:
         self.held = held
         self.on_restart = on_restart
-        self._tiers = frozenset(tiers)
+        self._tiers = sorted(tiers)
+        self._numbers = {tier: number for number, tier in enumerate(self._tiers)}
         self._size = size
-        self._ring = EventRing(tiers, size)
+        # Multiplied, not made empty: then the pages are there now, rather than one by one.
+        self._rows = bytearray(b"\0") * (size * _ROW.size)
         self._counts: OrderedDict[bytes, int] = OrderedDict()
         self._least = 1
         """What a namespace that is not in *_counts* counts from."""
@@ -133,26 +108,36 @@ class EventLog:
 
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
         """Copies became visible on *tier*."""
-        if tier in self._tiers:
-            for info in infos:
-                self._note(info.key, tier, info.layout.tokens, info.parent, info.fidelity)
+        for info in infos:
+            self._note(tier, info.key, info.layout.tokens, info.parent, info.fidelity)
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """A copy is gone from *tier*."""
-        if tier in self._tiers:
-            self._note(key, tier, 0, ROOT, Fidelity.none)
+        self._note(tier, key, 0, ROOT, Fidelity.none)
 
     def _note(
-        self, key: ChunkKey, tier: str, tokens: int, parent: ChainDigest, fidelity: Fidelity
+        self, tier: str, key: ChunkKey, tokens: int, parent: ChainDigest, fidelity: Fidelity
     ) -> None:
+        where = self._numbers.get(tier)
+        if where is None:
+            return
         number, space = self.last + 1, key[:DIGEST_BYTES]
         own = self._counts.get(space, self._least) + 1
         self._counts[space] = own
         if len(self._counts) > MAX_SPACES:
             self._counts.popitem(last=False)
             self._least = number
-        self._ring.put(Event(key, tier, tokens, parent, fidelity, number, own))
+        at = number % self._size * _ROW.size
+        _ROW.pack_into(self._rows, at, key, parent, number, own, tokens, where, fidelity)
         self.last = number
+
+    def get(self, number: int) -> Event | None:
+        """Return the event of *number*; None when another is in its place, or none was there."""
+        row = _ROW.unpack_from(self._rows, number % self._size * _ROW.size)
+        key, parent, found, own, tokens, tier, fidelity = row
+        if found != number or not found:  # a row that was never written has number 0
+            return None
+        return Event(key, self._tiers[tier], tokens, parent, _FIDELITIES[fidelity], number, own)
 
     def reader(self, space: Namespace | None = None) -> EventReader:
         """Return a reader of the events of *space*, or of all."""
@@ -160,14 +145,14 @@ class EventLog:
 
     def covers(self, tier: str) -> bool:
         """Whether there are events of *tier*."""
-        return tier in self._tiers
+        return tier in self._numbers
 
     def since(self, number: int) -> list[Event] | None:
         """Return the events behind *number*, PAGE_EVENTS at most; None if some are overwritten."""
         stop = min(self.last, number + PAGE_EVENTS) + 1
         page = []
         for at in range(number + 1, stop):
-            event = self._ring.get(at)
+            event = self.get(at)
             if event is None:
                 return None
             page.append(event)
@@ -188,7 +173,7 @@ class EventLog:
         if own == self.count(space):
             return last
         for at in range(max(0, last - self._size) + 1, last + 1):
-            event = self._ring.get(at)
+            event = self.get(at)
             if event is not None and event.space == space and event.own > own:
                 return event.number - 1 if event.own == own + 1 else None
         return None

@@ -18,7 +18,7 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.messages import ERROR_NAME
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server.telemetry.request_ids import RequestId
+from kvstore.server.telemetry.request_ids import CURRENT
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -80,7 +80,8 @@ class Tracing:
             carried = self._carrier.extract(_carried(context))
             kind = self._api.SpanKind.SERVER
             spanning = self._span(f"{service}/{name}", attributes, kind=kind, context=carried)
-            with RequestId(context.invocation_metadata) as request_id, spanning as span:
+            request_id = CURRENT.get()
+            with spanning as span:
                 try:
                     yield
                 finally:

@@ -1,12 +1,12 @@
 """The publisher: events over a zmq PUB socket, and to who missed some again over a ROUTER.
 
 As vLLM's ZmqEventPublisher does, so that its readers read ours: batches are numbered from 0, a
-reader asks for those from a number on with 8 bytes, big-endian, and the number -1 ends the answer.
-Who asks for what is not kept any more is told to forget all, then what is here, then what is kept.
+reader requests those from a number on with 8 bytes, big-endian, and the number -1 ends the answer.
+Where some are not kept any more the answer is to forget all, then what is here, then what is kept.
 
-An answer goes no faster than it is read: nothing of it is lost in between. Who stops reading loses
-its place after a while, and is told so by the number -2 instead of -1: it asks again for what
-follows the last that it got.
+An answer goes no faster than it is read: nothing of it is lost in between. A reader that stops
+loses its place after a while: the number -2 comes instead of -1, and it requests again what follows
+the last that it got.
 
 A message has three parts: the topic, its number as 8 bytes, big-endian, and an EventBatch in
 MessagePack, as vllm/distributed/kv_events.py of vLLM 0.32 has them. What the store does not know
@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,7 @@ from kvstore.proto.types import ROOT, Fidelity
 from kvstore.server.api.event_calls import POLL_S
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import Settings
-from kvstore.server.telemetry.events import Event, EventLog, Page
+from kvstore.server.telemetry.events import EventLog, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.event_sockets import EventSockets, load_key, parse_readers
 
@@ -67,37 +67,37 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
     """What was known before is void."""
 
 
-Word = BlockStored | BlockRemoved | AllBlocksCleared
+BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Words in order; *ts* is in seconds of the wall clock."""
+    """Events in order; *ts* is in seconds of the wall clock."""
 
     ts: float
-    events: list[Word]
+    events: list[BlockEvent]
     data_parallel_rank: int | None = None
 
 
-def words_of(events: Iterable[Event]) -> list[Word]:
-    """Return *events* as words, those of a chain's next chunks in one.
+def block_events(page: Page) -> list[BlockEvent]:
+    """Return the events of *page*, those of a chain's next chunks in one.
 
-    Block hashes are keys, of 32 bytes. A copy that is not exact counts as gone: who asks for
+    Block hashes are keys, of 32 bytes. A copy that is not exact counts as gone: a request for
     exact does not find it.
     """
-    words: list[Word] = []
-    for event in events:
+    blocks: list[BlockEvent] = [AllBlocksCleared()] if page.cleared else []
+    for event in page.events:
         medium = MEDIA[event.tier]
-        last = words[-1] if words else None
+        last = blocks[-1] if blocks else None
         if event.tokens and event.fidelity is Fidelity.exact:
             parent = None if event.parent == ROOT else event.space + event.parent
+            link = (medium, event.tokens, parent)
             if (
                 isinstance(last, BlockStored)
-                and (last.medium, last.block_size) == (medium, event.tokens)
-                and last.block_hashes[-1] == parent
+                and (last.medium, last.block_size, last.block_hashes[-1]) == link
             ):
                 last.block_hashes.append(event.key)
             else:
-                words.append(
+                blocks.append(
                     BlockStored(
                         [event.key], parent, [], event.tokens, None, medium, None, LOCAL, OWNER
                     )
@@ -105,24 +105,24 @@ def words_of(events: Iterable[Event]) -> list[Word]:
         elif isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(event.key)
         else:
-            words.append(BlockRemoved([event.key], medium, LOCAL, OWNER))
-    return words
+            blocks.append(BlockRemoved([event.key], medium, LOCAL, OWNER))
+    return blocks
 
 
-def encode(ts: float, words: list[Word]) -> bytes:
+def encode(ts: float, blocks: list[BlockEvent]) -> bytes:
     """Return the third part of a message."""
-    return msgspec.msgpack.encode(EventBatch(ts, words))
+    return msgspec.msgpack.encode(EventBatch(ts, blocks))
 
 
 KEPT_BATCHES = 10_000
 KEPT_BATCH_BYTES = 64 << 20
 """Of batches that can be asked for again; the oldest go first."""
 MAX_REPLAYS = 8
-"""Answered side by side; who asks beyond that is not answered, and asks again."""
-REPLAY_PATIENCE_S = 10.0
-"""Without a batch taken, until an answer is given up."""
+"""Answered side by side; a request beyond that is not answered, and comes again."""
+MAX_REPLAY_WAIT_S = 10.0
+"""Without a batch taken, until an answer is cut short."""
 MAX_CUTS = 64
-"""Answers given up whose readers are still to be told; of more the oldest are not."""
+"""Readers of such answers to which that is still to be sent; of more it is not to the oldest."""
 END = (-1).to_bytes(8, "big", signed=True)
 CUT = (-2).to_bytes(8, "big", signed=True)
 _JOIN_WITHIN_S = 2.0
@@ -133,9 +133,9 @@ Message = tuple[bytes, bytes, bytes]
 
 @dataclass(slots=True, eq=False)
 class _Replay:
-    """An answer under way to ``who``, with ``frames`` to be sent next, which waits since then."""
+    """An answer under way, with ``frames`` to be sent next, which waits since then."""
 
-    who: list[bytes]
+    reader: list[bytes]
     answer: Iterator[Message]
     waiting_since: float
     frames: Message | None = None
@@ -206,10 +206,10 @@ class EventPublisher:
         page = self._reader.poll()
         if page is None:
             return False
-        words = _words(page)
-        if not words:
+        blocks = block_events(page)
+        if not blocks:
             return True
-        message = self._message(self._number, words)
+        message = self._message(self._number, blocks)
         self._number += 1
         self._kept.append(message)
         self._kept_bytes += len(message[2])
@@ -220,8 +220,8 @@ class EventPublisher:
             self._sockets.pub.send_multipart(message, copy=False)
         return True
 
-    def _message(self, number: int, words: list[Word]) -> Message:
-        return self.topic, number.to_bytes(8, "big"), encode(self._wall_clock(), words)
+    def _message(self, number: int, blocks: list[BlockEvent]) -> Message:
+        return self.topic, number.to_bytes(8, "big"), encode(self._wall_clock(), blocks)
 
     def _receive(self) -> bool:
         """Take one request for a replay; False when there is none."""
@@ -240,29 +240,26 @@ class EventPublisher:
 
     def _answer(self, start: int) -> Iterator[Message]:
         """Yield what is kept from number *start* on, or, without all of it, begin anew."""
-        first = self._number - len(self._kept)
-        if start < first:
-            yield from self._anew(start, first - 1)
-        number = max(start, first)
-        while number < self._number:
+        while start < self._number:
             oldest = self._number - len(self._kept)
-            if number < oldest:  # dropped since
-                yield from self._anew(number, oldest - 1)
-                number = oldest
-            yield self._kept[number - oldest]
-            number += 1
+            if start < oldest:
+                yield from self._anew(start, oldest - 1)
+                start = oldest  # may be dropped by now, too
+            else:
+                yield self._kept[start - oldest]
+                start += 1
 
     def _anew(self, number: int, last: int) -> Iterator[Message]:
-        """Yield what is here, under numbers from *number* to *last* that nobody can ask for.
+        """Yield what is here, under numbers from *number* to *last* that are not kept any more.
 
         What is here now, and then what is kept of the past in its order, come to what is here: the
         latest word on a chunk is the last.
         """
         reader = self._log.reader()
         while (page := reader.poll()) is not None:
-            words = _words(page)
-            if words:
-                yield self._message(min(number, last), words)
+            blocks = block_events(page)
+            if blocks:
+                yield self._message(min(number, last), blocks)
                 number += 1
             if reader.is_level:
                 return
@@ -274,7 +271,7 @@ class EventPublisher:
             replay = self._replays.popleft()
             if replay.frames is None:
                 replay.frames = next(replay.answer, _LAST)
-            is_sent = self._send(replay.who, replay.frames)
+            is_sent = self._send(replay.reader, replay.frames)
             if is_sent:
                 did = True
                 if replay.frames is not _LAST:
@@ -282,22 +279,22 @@ class EventPublisher:
                     self._replays.append(replay)
             elif is_sent is None:
                 continue  # it is gone
-            elif self._clock() - replay.waiting_since < REPLAY_PATIENCE_S:
+            elif self._clock() - replay.waiting_since < MAX_REPLAY_WAIT_S:
                 self._replays.append(replay)
             else:
                 self._counters.add("event_cut_replays")
-                self._cuts.append(replay.who)
+                self._cuts.append(replay.reader)
         for _ in range(len(self._cuts)):
-            who = self._cuts.popleft()
-            if self._send(who, _CUT_SHORT) is False:
-                self._cuts.append(who)
+            reader = self._cuts.popleft()
+            if self._send(reader, _CUT_SHORT) is False:
+                self._cuts.append(reader)
         return did
 
-    def _send(self, who: list[bytes], message: Message) -> bool | None:
+    def _send(self, reader: list[bytes], message: Message) -> bool | None:
         """Send *message* to a reader; False when it has too many to read, None when it is gone."""
         assert self._sockets.replay is not None
         try:
-            self._sockets.replay.send_multipart((*who, *message), zmq.NOBLOCK, copy=False)
+            self._sockets.replay.send_multipart((*reader, *message), zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         except zmq.ZMQError:
@@ -307,11 +304,6 @@ class EventPublisher:
 
 _LAST: Message = (b"", END, b"")
 _CUT_SHORT: Message = (b"", CUT, b"")
-
-
-def _words(page: Page) -> list[Word]:
-    words = words_of(page.events)
-    return [AllBlocksCleared(), *words] if page.cleared else words
 
 
 logger = structlog.get_logger(__name__)

@@ -30,15 +30,19 @@ _KEY_CHARS = 40
 def load_key(folder: Path) -> bytes:
     """Return the secret key kept in *folder*, as Z85 text, made there when there is none.
 
-    Raises InvalidRequestError when the folder or the key cannot be used, or others could read
-    them.
+    Raises InvalidRequestError for what cannot be used, or others could read.
     """
     path = folder / SECRET_NAME
     fix = "others could read the key; chown it to this user, chmod go="
     try:
         _make_private(folder, "events_keys", fix)
         if not path.exists():
-            _write(path, zmq.curve_keypair()[1])
+            # Whole or not at all; of two servers that start together one wins.
+            with tempfile.NamedTemporaryFile(dir=folder) as draft, suppress(FileExistsError):
+                draft.write(zmq.curve_keypair()[1] + b"\n")
+                draft.flush()
+                os.fsync(draft.fileno())
+                os.link(draft.name, path)  # of mode 0600
         _check_private(path, "events_keys", fix)
         secret = path.read_bytes().strip()
     except OSError as error:
@@ -64,21 +68,6 @@ def _check_private(path: Path, name: str, fix: str) -> None:
         raise InvalidRequestError(name, str(path), fix)
 
 
-def _write(path: Path, secret: bytes) -> None:
-    """Write the key whole or not at all; of two servers that start together one wins."""
-    descriptor, draft = tempfile.mkstemp(dir=path.parent)  # of mode 0600
-    try:
-        os.write(descriptor, secret + b"\n")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    try:
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        os.unlink(draft)
-
-
 _EVENT = struct.Struct("=Hi")
 
 
@@ -101,7 +90,7 @@ class ConnectionCap:
         # ZeroMQ's own thread writes here and would wait for room, so there is no end of it. What
         # comes between two turns of the loop is few.
         self.news = socket.context.socket(zmq.PAIR)
-        self.news.linger = self.news.rcvhwm = 0
+        self.news.rcvhwm = 0
         socket.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.news.connect(where)
 
@@ -142,12 +131,6 @@ class ConnectionCap:
                 # The number may be another file's by now: only what came to this address is ended.
                 if own == bound:
                     link.shutdown(sockets.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Watch no more. Idempotent. To be called before the socket is closed."""
-        if not self.news.closed:
-            self._socket.disable_monitor()
-            self.news.close(0)
 
 
 def _bound(socket: Socket) -> str:
@@ -222,7 +205,7 @@ class EventSockets:
         self._admission: Socket | None = None
         try:
             if readers is not None:
-                self._admission = self._socket(zmq.REP)
+                self._admission = self._context.socket(zmq.REP)
                 self._admission.bind(_HANDLER)
             if publish != "off":
                 self.pub = self._bound(zmq.PUB, publish, "events")
@@ -231,11 +214,6 @@ class EventSockets:
         except BaseException:
             self.close()
             raise
-
-    def _socket(self, kind: int) -> Socket:
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        return socket
 
     def _bound(self, kind: int, endpoint: str, name: str) -> Socket:
         if endpoint.startswith("ipc:"):
@@ -246,7 +224,7 @@ class EventSockets:
             except OSError as error:
                 fix = f"{error.strerror}; choose another folder"
                 raise InvalidRequestError(name, str(folder), fix) from None
-        socket = self._socket(kind)
+        socket = self._context.socket(kind)
         socket.sndhwm = SEND_QUEUE_BATCHES
         if kind == zmq.ROUTER:
             socket.sndhwm = REPLAY_QUEUE_BATCHES
@@ -259,7 +237,6 @@ class EventSockets:
         socket.copy_threshold = 0  # what is sent again is one piece of memory, however many wait
         if self._readers is not None:
             socket.curve_server = True
-            socket.curve_publickey = zmq.curve_public(self._secret)
             socket.curve_secretkey = self._secret
             socket.setsockopt(zmq.ZAP_DOMAIN, b"events")
         cap = ConnectionCap(socket, MAX_CONNECTIONS, self._refused)
@@ -267,8 +244,6 @@ class EventSockets:
         try:
             self.addresses.append(bind_to(socket, endpoint))
         except zmq.ZMQError as error:
-            cap.close()
-            socket.close(0)
             fix = f"{error.strerror}; is it taken? choose another address"
             raise InvalidRequestError(name, endpoint, fix) from None
         return socket
@@ -309,9 +284,4 @@ class EventSockets:
 
     def close(self) -> None:
         """Close all of it. Idempotent."""
-        for cap in self._caps:
-            cap.close()
-        for socket in (self.pub, self.replay, self._admission):
-            if socket is not None:
-                socket.close(0)
-        self._context.term()
+        self._context.destroy(linger=0)

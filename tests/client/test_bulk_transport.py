@@ -21,7 +21,7 @@ from kvstore.client.frame_streams import MAX_STREAMS
 from kvstore.client.session import Session
 from kvstore.client.stream import StreamTransport
 from kvstore.client.transport import Arrived
-from kvstore.proto.bulk import Range
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import BulkServer
@@ -45,7 +45,7 @@ class TestBulkTransport(BulkChannelContract):
     ) -> None:
         keys = digests(store(client, 1, 8))
         (stream,) = bare._streams._idle
-        ranges = [Range(chunk, 0, 100) for chunk in range(8)]
+        ranges = [pb.FrameRange(index=chunk, stop=100) for chunk in range(8)]
         for is_read in (True, False, True):
             with bare.get_layers(keys, 0, DEADLINE_MS) as feed:
                 assert not is_read or len(feed.headers()) == 8
@@ -74,7 +74,7 @@ class TestBulkTransport(BulkChannelContract):
         self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         keys = digests([*store(client, 1, 1), *keys_of(client, 2, 1)])
-        ranges = [Range(0, at, at + 1) for at in range(2000)]
+        ranges = [pb.FrameRange(start=at, stop=at + 1) for at in range(2000)]
         monkeypatch.setattr(StreamTransport, "get_ranges", None)
         with bare.get_ranges([keys[0], *keys[1:] * 4095], ranges, 0, DEADLINE_MS) as pieces:
             assert [one.offset for one in pieces] == list(range(2000))
@@ -270,7 +270,7 @@ def test_a_server_that_was_restarted_is_used_again(make_server: ServerMaker) -> 
     server = make_server(*BULK)
     client = server.connect("tcp")
     first = store(client, 1, 2)
-    for session in list(server.node.sessions._sessions):
+    for session in list(server.node.sessions.by_id):
         server.node.sessions.close(session)  # what its client sees of a restart
     second = store(client, 2, 2)
     assert client.transport_name == "tcp"

@@ -224,10 +224,10 @@ def test_client_opens_another_session_when_the_server_lost_it(
         lambda: len(client.list()),
     ]
     for call in calls:
-        (session_id,) = server.node.sessions._sessions
+        (session_id,) = server.node.sessions.by_id
         server.node.sessions.close(session_id)
         assert call() == 3
-        assert session_id not in server.node.sessions._sessions
+        assert session_id not in server.node.sessions.by_id
     assert server.settled().leases == 0
     assert len(server.node.sessions) == 1
 
@@ -292,13 +292,13 @@ def test_heartbeats_keep_an_idle_session_alive(
     server = make_server("--limits", "session_ttl_ms=3000")
     client = server.connect(transport)
     client.keys([])
-    (session,) = server.node.sessions._sessions.values()
+    (session,) = server.node.sessions.by_id.values()
     heard_at = session.heard_at
     for _ in range(3):
         before = session.heard_at
         assert eventually(lambda before=before: session.heard_at > before)  # type: ignore[misc]
     assert session.heard_at > heard_at
-    assert list(server.node.sessions._sessions.values()) == [session]
+    assert list(server.node.sessions.by_id.values()) == [session]
 
 
 # --- servers that do not answer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,19 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import stream_messages as messages
+from contracts.bad_puts import changed
 from contracts.bulk_channel import BULK, ServerMaker
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
+from stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.bulk_transport import BulkTransport
+from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.frame_streams import FrameStreams
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.stream import StreamTransport
 from kvstore.client.stream_upload import StreamUpload
 from kvstore.proto import bulk
-from kvstore.proto.bulk import FrameAssembler
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -155,14 +158,16 @@ def test_a_frame_damaged_on_its_way_is_refused_and_the_next_put_goes_on(
 ) -> None:
     client = large_chunks(server)
     keys = keys_of(client, 1, 3)
-    send = FrameStream.send_part
+    send = FrameStream.send
 
-    def damaged(stream: FrameStream, word: bulk.Part, pieces: Sequence[Any], until: float) -> None:
-        if word.chunk == 1 and word.offset:
+    def damaged(
+        stream: FrameStream, message: pb.StreamMessage, until: float, pieces: Sequence[Any] = ()
+    ) -> None:
+        if message.part.index == 1 and message.part.offset:
             pieces = [pieces[0] ^ 1, *pieces[1:]]
-        send(stream, word, pieces, until)
+        send(stream, message, until, pieces)
 
-    monkeypatch.setattr(FrameStream, "send_part", damaged)
+    monkeypatch.setattr(FrameStream, "send", damaged)
     with pytest.raises(ChunkCorruptError):
         client.put(chunks_of(client, keys))
     monkeypatch.undo()
@@ -253,7 +258,7 @@ def test_a_session_that_ended_is_said_so_and_another_is_opened(make_server: Serv
     server = make_server(*BULK)
     client = server.connect("tcp")
     keys = store(client, 1, 2)
-    for session in list(server.node.sessions._sessions):
+    for session in list(server.node.sessions.by_id):
         server.node.sessions.close(session)
     assert_reads(client, keys)
     assert len(server.node.sessions) == 1
@@ -335,11 +340,10 @@ def ended_get(client: Client, keys: list[ChunkKey]) -> None:
 # --- a server that answers otherwise
 
 FRAME_BYTES = 1000
-CPU = bulk.tier_bytes("cpu")
 TERMS = SessionTerms(
     7, 1, Namespace(bytes(16)), 60_000, 1 << 28, 64, "", "", bytes(16), "", b"", "", 0, 0, 0,
 )  # fmt: skip
-Words = list[tuple[bulk.Word, bytes | None]]
+Words = list[Sent]
 
 
 class Answerer:
@@ -362,17 +366,15 @@ class Answerer:
         with closing(FramedSocket(link, "reader", time.monotonic, is_encrypted=False)) as wire:
             wire.set_timeout(SOON_S)
             wire.receive()
-            wire.send(bulk.Attached(0))
+            wire.send(messages.ready())
             try:
-                _, size_bytes = wire.receive()
-                wire.take(size_bytes)
+                wire.receive()
                 if self.stall_s:
                     self._ended.wait(self.stall_s)
-                    head = bulk.pack(bulk.Part(1, FRAME_BYTES, 0, 0, CPU))
-                    link.sendall(struct.pack("<HI", len(head), 500) + head)
+                    link.sendall(bulk.pack(messages.part(1, FRAME_BYTES, 0), 500))
                     self._ended.wait(SOON_S)
-                for word, payload in self._words:
-                    wire.send(word, payload)
+                for message, payload in self._words:
+                    messages.send(wire, message, payload)
                     self._ended.wait(self._pause_s)
             except KVStoreError:
                 return
@@ -386,20 +388,17 @@ class Answerer:
         self._listener.close()
 
 
-def part(offset: int, size_bytes: int, **other: int) -> tuple[bulk.Word, bytes | None]:
-    word = bulk.Part(1, FRAME_BYTES, offset, 0, CPU)
-    return word._replace(**other), bytes(size_bytes)  # type: ignore[arg-type]
+def part(offset: int, size_bytes: int, **other: int) -> Sent:
+    return changed((messages.part(1, FRAME_BYTES, offset, 0, "cpu"), bytes(size_bytes)), **other)
 
 
 def read(stream: FrameStream, within_s: float) -> int:
     """Ask for a frame; return how many came whole."""
     deadline = time.monotonic() + within_s
-    rooms = Rooms()
-    reading = FrameAssembler(stream.next_request(), 1 << 20, rooms)
-    stream.send(bulk.Get(1, 7, 0, 1000, 0), deadline, bytes(16))
-    frames = 0
-    while not reading.is_over:
-        frames += reading.take(*stream.receive(deadline)) is not None
+    reading = FrameAssembler(1 << 20, Rooms())
+    stream.send(messages.get(stream.next_request(), 7, bytes(16)), deadline)
+    frames = sum(reading.take(*one) is not None for one in stream.parts(deadline))
+    reading.end(stream.frames)
     return frames
 
 
@@ -423,26 +422,27 @@ def put_to(words: Words, *, hangs_up: bool = False, within_s: float = SOON_S) ->
         stream = FrameStream(Entrance.of(other.terms, ""), lambda: False, SOON_S)
         with closing(stream):
             upload = StreamUpload(stream, time.monotonic() + within_s)
-            upload.begin(bulk.Put(0, 7, 1000, 0))
+            upload.begin(pb.PutRequest(session_id=7, deadline_ms=1000))
             return upload.run([])
 
 
-GO_ON: tuple[bulk.Word, bytes | None] = (bulk.Ready(1), None)
+GO_ON: Sent = (messages.ready(1), b"")
 
 
 def test_a_put_ends_with_its_outcomes() -> None:
-    assert put_to([GO_ON, (bulk.Done(1, 0), b"")]) == []
+    assert put_to([GO_ON, (messages.stored(1, b""), b"")]) == []
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        [(bulk.Done(1, 0), b"")],
-        [(bulk.Ready(2), None)],
+        [(messages.stored(1, b""), b"")],
+        [(messages.ready(2), b"")],
         [part(0, 500)],
         [GO_ON, GO_ON],
-        [GO_ON, (bulk.Done(1, 1), bytes(3))],
-        [GO_ON, (bulk.Done(2, 0), b"")],
+        [GO_ON, (messages.done(1, 0), b"")],
+        [GO_ON, (messages.stored(1, bytes(1)), b"")],
+        [GO_ON, (messages.stored(2, b""), b"")],
     ],
 )
 def test_what_is_no_answer_to_a_put_is_refused(words: Words) -> None:
@@ -451,10 +451,7 @@ def test_what_is_no_answer_to_a_put_is_refused(words: Words) -> None:
 
 
 def test_a_put_ends_by_the_server_s_error_by_its_end_or_by_the_deadline() -> None:
-    refused: tuple[bulk.Word, bytes | None] = (
-        bulk.Failed(1),
-        bulk.pack_failure("QuotaExceededError", "chunks=9: too many"),
-    )
+    refused = (messages.failed(1, "QuotaExceededError", "chunks=9: too many"), b"")
     for words in ([refused], [GO_ON, refused]):
         with pytest.raises(QuotaExceededError, match="too many"):
             put_to(words)
@@ -466,8 +463,15 @@ def test_a_put_ends_by_the_server_s_error_by_its_end_or_by_the_deadline() -> Non
 
 
 def test_a_frame_comes_in_parts_of_any_size() -> None:
-    done: tuple[bulk.Word, bytes | None] = (bulk.Done(1, 1), b"")
+    done = (messages.done(1, 1), b"")
     assert answered([part(0, 1), part(1, 700), part(701, 299), done]) == 1
+
+
+def test_what_is_of_an_earlier_request_is_skipped_and_the_server_s_error_is_raised() -> None:
+    earlier = [(messages.failed(9, "KVStoreError", "no"), b""), (messages.done(9, 5), b"")]
+    assert answered([*earlier, (messages.done(1, 0), b"")]) == 0
+    with pytest.raises(QuotaExceededError, match="too many"):
+        answered([*earlier, (messages.failed(1, "QuotaExceededError", "too many"), b"")])
 
 
 @pytest.mark.parametrize(
@@ -477,11 +481,11 @@ def test_a_frame_comes_in_parts_of_any_size() -> None:
         [part(0, 500), part(400, 500)],
         [part(0, 1001)],
         [part(0, 0)],
-        [part(0, 500, request=2)],
+        [(messages.part(2, FRAME_BYTES, 0), bytes(500))],
         [part(0, 500, frame_bytes=1 << 40)],
         [part(0, 500), part(500, 500, frame_bytes=999)],
-        [part(0, 500), (bulk.Done(1, 1), b"")],
-        [(bulk.Find(1, 1, 1), b"")],
+        [part(0, 500), (messages.done(1, 1), b"")],
+        [(messages.ready(1), b"")],
     ],
 )
 def test_parts_that_do_not_follow_each_other_are_refused(words: Words) -> None:
@@ -533,7 +537,7 @@ def late_tls() -> Iterator[Entrance]:
         thread = threading.Thread(target=run)
         thread.start()
         where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        yield Entrance(where, tls.certificate, bulk.Attach(0, 7, bytes(16)))
+        yield Entrance(where, tls.certificate, messages.attach(7, bytes(16)).attach)
         ended.set()
         thread.join()
 
@@ -560,7 +564,7 @@ def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.Monke
             link.connect_ex(place)
         found = socket.getaddrinfo(place[0], place[1], type=socket.SOCK_STREAM)
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 3)
-        entrance = Entrance(f"tcp://store:{place[1]}", b"", bulk.Attach(0, 7, bytes(16)))
+        entrance = Entrance(f"tcp://store:{place[1]}", b"", messages.attach(7, bytes(16)).attach)
         began = time.monotonic()
         with pytest.raises(DeadlineError):
             FrameStream(entrance, lambda: False, 0.6)

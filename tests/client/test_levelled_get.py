@@ -24,7 +24,6 @@ from kvstore.client.session import SessionTerms
 from kvstore.client.transport import FramePiece
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.bulk import Range
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import EXACT, ChunkKey, Fidelity, KVLayout, PutOutcome, Stated
 
@@ -293,13 +292,14 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     """Whatever the transport: in place where the reader has the file, else over its channel."""
     transport = client._connected()
     digests = [client._digest(key) for key in keys]
-    asked = [Range(0, 0, 192), Range(1, 64, 640), Range(1, 640, 1000), Range(3, 1 << 30, 1 << 31)]
+    spans = [(0, 0, 192), (1, 64, 640), (1, 640, 1000), (3, 1 << 30, 1 << 31)]
+    asked = [pb.FrameRange(index=i, start=a, stop=b) for i, a, b in spans]
     before = server.counter("get_bytes")
     with transport.get_ranges(digests, asked, 0, DEADLINE_MS, Fidelity.bounded) as pieces:
         found = [(p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces]
     disk = server.node.store.tiers.slots["disk"].tier
-    spans = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]
-    assert spans == [(0, 0, 192), (1, 64, 640), (1, 640, 1000)]
+    came = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]
+    assert came == spans[:3]
     for index, tier, offset, data, frame_bytes in found:
         info = server.node.store.catalog.copies(keys[index])["disk"]
         whole = np.empty(info.size_bytes, np.uint8)

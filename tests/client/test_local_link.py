@@ -645,7 +645,7 @@ def test_threads_that_call_through_one_client_get_their_own_answers(server: Loca
 
 
 def attached_sessions(server: LocalServer) -> list[int]:
-    sessions = list(server.node.sessions._sessions.values())
+    sessions = list(server.node.sessions.by_id.values())
     return [session.session_id for session in sessions if session.is_attached]
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from local_server import DEADLINE_MS, eventually, open_session
+from stream_messages import attach
 from trust_world import Audited, chunks_for
 
 from kvstore.client import Access
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.options import TransportName
-from kvstore.proto import bulk, unix_socket
+from kvstore.proto import unix_socket
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.server.api import unix_server
 
@@ -60,7 +61,7 @@ def test_a_refused_put_is_written_down(transport: TransportName, world: Audited)
 
 def test_a_stranger_at_the_bulk_channel_is_written_down(world: Audited) -> None:
     terms = open_session(world.dial(Access(ca=world.ca.path, token=world.acme)))
-    entrance = Entrance(terms.bulk_address, b"", bulk.Attach(0, terms.session_id, bytes(16)))
+    entrance = Entrance(terms.bulk_address, b"", attach(terms.session_id, bytes(16)).attach)
     with pytest.raises(UnauthenticatedError):
         FrameStream(entrance, lambda: False, DEADLINE_MS / 1000)
     wanted = {"rpc": "Attach", "outcome": "UnauthenticatedError", "peer": "stream:127.0.0.1"}

@@ -25,7 +25,6 @@ from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto import bulk, unix_socket
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import as_bytes, checksum
-from kvstore.proto.bulk import pack_found, pack_wanted, unpack_found, unpack_wanted
 from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
 from kvstore.proto.messages import representation_to_message, unpack_info
@@ -94,11 +93,10 @@ def frame(data: bytes) -> None:
 
 
 def bulk_word(data: bytes) -> None:
-    """A message of the bulk channel, and the payloads of those that have one."""
-    bulk.unpack(data[:64], len(data[64:]) if len(data) > 64 else None)
-    for parse in (bulk.unpack_ranges, bulk.unpack_skipped, bulk.unpack_failure):
-        parse(data[64:])
-    bulk.unpack_outcomes(3, data[64:])
+    """A message of the bulk channel, and what servers read out of it."""
+    _, payload_bytes = bulk.unpack_lengths(data[: bulk.LENGTHS.size].ljust(bulk.LENGTHS.size))
+    message = bulk.parse(data[bulk.LENGTHS.size :], payload_bytes)
+    bulk.error_of(message.failed)
 
 
 def shm_request(data: bytes) -> None:
@@ -142,12 +140,12 @@ def lmdb_owner(data: bytes) -> None:
 
 def peer_wanted(data: bytes) -> None:
     """The chunks that another server asks about."""
-    unpack_wanted(data, 64)
+    bulk.keys_of(pb.FindRequest(key_namespace=data[:16], digests=data[16:]), 64)
 
 
 def peer_found(data: bytes) -> None:
     """What another server answers of them."""
-    unpack_found([_INFO.key, _INFO.key], data)
+    bulk.found_infos([_INFO.key, _INFO.key], pb.FindResponse(rows=[data]))
 
 
 def saved_state(data: bytes) -> None:
@@ -296,7 +294,9 @@ SEEDS: dict[str, list[bytes]] = {
         for number, one in enumerate(_GOLDEN)
     ],
     "rpc": [bytes([number]) + _LOOKUP.SerializeToString() for number in range(64)],
-    "bulk_word": [bulk.pack(bulk.Cancel(1))],
+    "bulk_word": [
+        bulk.pack(pb.StreamMessage(request=1, failed=pb.StreamError(name="DeadlineError")))
+    ],
     "shm_request": [unix_socket.pack_call("Lookup", _LOOKUP)],
     "shm_answer": [*unix_socket.pack_answer(pb.ReleaseResponse(released=1))],
     "shm_reply": [unix_socket.pack_reply(unix_socket.Reply.ok, 7)],
@@ -306,8 +306,8 @@ SEEDS: dict[str, list[bytes]] = {
     "lmdb_owner": [pack_owner(1, "default")[1]],
     "chunk_info": [],
     "config": [b"cpu_size: 8GiB\ntiers: cpu,disk\n"],
-    "peer_wanted": [pack_wanted([_INFO.key] * 3)],
-    "peer_found": [pack_found([_INFO, None])],
+    "peer_wanted": [_INFO.key * 2],
+    "peer_found": [bulk.found_rows([_INFO]).rows[0]],
     "saved_state": [
         packed(),
         *(bytes([number]) + sections()[name] for number, (name, _) in enumerate(_SECTIONS)),

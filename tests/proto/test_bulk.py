@@ -1,160 +1,196 @@
-"""The words of the bulk channel: every one there and back, and lies."""
+"""The messages of the bulk channel: every one there and back, and lies."""
 
 from __future__ import annotations
 
 import struct
-from typing import get_args
 
+import numpy as np
 import pytest
+import stream_messages as messages
+from contracts.chunks import make_representation
 from golden.samples import vectors
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto import bulk
-from kvstore.proto.bulk import Word, guest_token, pack, unpack
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierFullError
-
-U64 = st.integers(0, (1 << 64) - 1)
-U32 = st.integers(0, (1 << 32) - 1)
-WORDS: st.SearchStrategy[Word] = st.one_of(
-    st.builds(bulk.Attach, U64, U64, st.binary(min_size=16, max_size=16)),
-    st.builds(bulk.Attached, U64),
-    st.builds(
-        bulk.Guest,
-        U64,
-        U64,
-        st.binary(min_size=16, max_size=16),
-        U32,
-        st.binary(min_size=16, max_size=16),
-    ),
-    st.builds(bulk.Get, U64, U64, U64, U32, U32),
-    st.builds(bulk.Put, U64, U64, U32, U32),
-    st.builds(bulk.Part, U64, U64, U64, U32, st.binary(min_size=8, max_size=8)),
-    st.builds(bulk.Ready, U64),
-    st.builds(bulk.Cancel, U64),
-    st.builds(bulk.Finish, U64, U32),
-    st.builds(bulk.Done, U64, U32),
-    st.builds(bulk.Failed, U64),
-    st.builds(bulk.Hint, U64),
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.bulk import (
+    LENGTHS,
+    MAGIC,
+    MAX_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    found_infos,
+    found_rows,
+    guest_token,
+    keys_of,
+    pack,
+    parse,
+    unpack_lengths,
 )
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStoreError, TierFullError
+from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout
+
+LAYOUT = KVLayout.of(make_representation(), 16)
+SPACE = bytes(range(16))
+TOKEN = bytes(range(16))
+SESSION = 0x1122334455667788
 
 
-def payload_limit(word: Word) -> int | None:
-    return next(s.max_payload_bytes for s in bulk.SHAPES.values() if s.kind is type(word))
+def unpack(data: bytes) -> tuple[pb.StreamMessage, int]:
+    header_bytes, payload_bytes = unpack_lengths(data)
+    assert len(data) == LENGTHS.size + header_bytes
+    return parse(data[LENGTHS.size :], payload_bytes), payload_bytes
 
 
-def test_every_kind_has_a_word_and_every_word_a_kind() -> None:
-    assert {shape.kind for shape in bulk.SHAPES.values()} == set(get_args(Word))
-    assert sorted(bulk.SHAPES) == [*range(1, 6), *range(7, 15)]
-
-
-@given(WORDS)
-def test_what_is_packed_is_unpacked(word: Word) -> None:
-    limit = payload_limit(word)
-    assert unpack(pack(word), limit) == word
-
-
-@given(WORDS, st.data())
-def test_header_of_another_length_is_refused(word: Word, data: st.DataObject) -> None:
-    header = pack(word)
-    cut = data.draw(st.integers(0, len(header) - 1))
-    for wrong in (header[:cut], header + b"\0"):
-        with pytest.raises(InvalidRequestError, match=r"^header="):
-            unpack(wrong, payload_limit(word))
-
-
-@given(WORDS)
-def test_payload_where_none_belongs_and_none_where_one_does_are_refused(word: Word) -> None:
-    limit = payload_limit(word)
-    with pytest.raises(InvalidRequestError, match=r"^payload="):
-        unpack(pack(word), 0 if limit is None else None)
-    if limit is not None:
-        with pytest.raises(InvalidRequestError, match=r"^payload=.*at most"):
-            unpack(pack(word), limit + 1)
-
-
-@given(st.binary(max_size=80), st.none() | st.integers(0, 1 << 63))
-def test_rubbish_is_refused_cleanly(header: bytes, payload_bytes: int | None) -> None:
-    with pytest.raises(InvalidRequestError):
-        unpack(header, payload_bytes)
+def test_a_header_is_the_message_and_the_payload_s_length_is_before_it() -> None:
+    part = messages.part(7, 1 << 40, 1 << 20, 3, "disk")
+    assert unpack(pack(part, 500)) == (part, 500)
+    done = messages.done(7, 0)
+    assert unpack(pack(done)) == (done, 0)
 
 
 @pytest.mark.parametrize(
-    ("version", "kind"), [(1, 7), (0, 7), (2, 0), (2, 6), (2, 15), (65535, 65535)]
+    ("begun", "named"),
+    [
+        (LENGTHS.pack(b"KVS\x02", 1, 0), "speak version 3"),
+        (LENGTHS.pack(b"GET ", 1, 0), "speak version 3"),
+        (LENGTHS.pack(MAGIC, MAX_HEADER_BYTES + 1, 0), "header=1048577: at most"),
+        (LENGTHS.pack(MAGIC, 0xFFFFFFFF, 0), "header=4294967295: at most"),
+        (LENGTHS.pack(MAGIC, 1, MAX_PAYLOAD_BYTES + 1), "payload=1048577: at most"),
+    ],
 )
-def test_unknown_versions_and_kinds_are_refused(version: int, kind: int) -> None:
-    header = struct.pack("<4sHHQ", bulk.MAGIC, version, kind, 1)
-    with pytest.raises(InvalidRequestError, match="speak version 2"):
-        unpack(header)
+def test_what_is_no_message_or_too_long_is_refused_by_its_lengths(begun: bytes, named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        unpack_lengths(begun)
+
+
+def test_a_first_header_may_be_held_to_less() -> None:
+    with pytest.raises(InvalidRequestError, match="header=257: at most 256 bytes"):
+        unpack_lengths(LENGTHS.pack(MAGIC, 257, 0), 256)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [messages.ready(), messages.get(1, 1), messages.put(1, 1), messages.done(1, 0)],
+    ids=messages.kind,
+)
+def test_a_payload_where_none_belongs_is_refused(message: pb.StreamMessage) -> None:
+    header = message.SerializeToString()
+    assert parse(header, 0) == message
+    with pytest.raises(InvalidRequestError, match=r"payload=1: .* has none"):
+        parse(header, 1)
+
+
+@given(st.binary(max_size=80), st.integers(0, 1 << 20))
+def test_rubbish_is_refused_cleanly(header: bytes, payload_bytes: int) -> None:
+    try:
+        message = parse(header, payload_bytes)
+    except InvalidRequestError:
+        return
+    assert message.WhichOneof("body") is not None
+
+
+@pytest.mark.parametrize("header", [b"", b"\x08\x01", b"\xfa\x7f\x00"])
+def test_kinds_that_are_not_known_are_refused(header: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="speak version 3"):
+        parse(header, 0)
 
 
 def test_the_vectors_of_the_bulk_channel_are_what_the_code_sends() -> None:
     v = vectors()
-    token = bytes(range(16))
-    session = 0x1122334455667788
-    space = bytes(range(16, 32))
-    words: dict[str, Word] = {
-        "bulk_attach": bulk.Attach(0, session, token),
-        "bulk_attached": bulk.Attached(0),
-        "bulk_guest": bulk.Guest(0, session, space, 300, guest_token(token, session, space, 300)),
-        "bulk_get": bulk.Get(1, session, 0, 2000, 0),
-        "bulk_part": bulk.Part(1, 2368, 0, 0, bulk.tier_bytes("cpu")),
-        "bulk_cancel": bulk.Cancel(1),
-        "bulk_done": bulk.Done(1, 1),
-        "bulk_put": bulk.Put(2, session, 2000, bulk.DURABLE),
-        "bulk_ready": bulk.Ready(2),
-        "bulk_hint": bulk.Hint(2),
-        "bulk_finish": bulk.Finish(2, 2),
-        "bulk_failed": bulk.Failed(2),
+    token = guest_token(TOKEN, SESSION, bytes(range(16, 32)), 300)
+    guest = messages.attach(SESSION, token)
+    guest.attach.key_namespace, guest.attach.until_s = bytes(range(16, 32)), 300
+    get, put = messages.get(1, SESSION, bytes(range(16))), messages.put(2, SESSION)
+    get.get.deadline_ms = put.put.deadline_ms = 2000
+    put.put.durable = True
+    put.put.hints.category = "code"
+    stored = pb.PutResponse(outcomes=bytes([0, 2]), reasons=["", "full"])
+    sent: dict[str, bytes] = {
+        "bulk_attach": pack(messages.attach(SESSION, TOKEN)),
+        "bulk_guest": pack(guest),
+        "bulk_attached": pack(messages.ready()),
+        "bulk_get": pack(get),
+        "bulk_part": pack(messages.part(1, 2368, 0, 0, "cpu"), 2368),
+        "bulk_cancel": pack(messages.cancel(1)),
+        "bulk_done": pack(messages.done(1, 1)),
+        "bulk_put": pack(put),
+        "bulk_ready": pack(messages.ready(2)),
+        "bulk_finish": pack(messages.finish(2, 2)),
+        "bulk_stored": pack(pb.StreamMessage(request=2, stored=stored)),
+        "bulk_failed": pack(messages.failed(2, "DeadlineError", "late")),
     }
-    assert {name: pack(word).hex() for name, word in words.items()} == {
-        name: v[name] for name in words
-    }
-    assert bulk.pack_outcomes(bytes([0, 2]), ["", "full"]).hex() == v["bulk_outcomes"]
-    assert bulk.pack_failure("DeadlineError", "late").hex() == v["bulk_failure"]
-
-
-# --- payloads
-
-
-@given(st.lists(st.tuples(st.integers(0, 255), st.text(max_size=50)), max_size=20))
-def test_outcomes_come_back(rows: list[tuple[int, str]]) -> None:
-    packed = bulk.pack_outcomes(bytes(o for o, _ in rows), [text for _, text in rows])
-    outcomes, reasons = bulk.unpack_outcomes(len(rows), packed)
-    assert list(zip(outcomes, reasons, strict=True)) == rows
-
-
-@given(st.integers(0, 50), st.binary(max_size=100))
-def test_outcomes_that_lie_are_refused_cleanly(count: int, payload: bytes) -> None:
-    try:
-        outcomes, reasons = bulk.unpack_outcomes(count, payload)
-    except InvalidRequestError:
-        return
-    assert len(outcomes) == len(reasons) == count
-    assert len(payload) >= 3 * count
+    assert {name: data.hex() for name, data in sent.items()} == {name: v[name] for name in sent}
 
 
 def test_an_error_comes_back_as_its_class() -> None:
-    error = bulk.unpack_failure(bulk.pack_failure("TierFullError", "tier 'cpu' needs 5"))
-    assert (type(error), str(error)) == (TierFullError, "tier 'cpu' needs 5")
-    assert type(bulk.unpack_failure(b"\xff\xfe")) is KVStoreError
+    full = TierFullError("cpu", 5, 4)
+    sent = bulk.failure(5, full)
+    error = bulk.error_of(sent.failed)
+    assert (sent.request, type(error), str(error)) == (5, TierFullError, str(full))
+    assert type(bulk.error_of(pb.StreamError(name="exit", text="no"))) is KVStoreError
+    assert len(pack(bulk.failure(5, KVStoreError("x" * 9999)))) < 1100
 
 
-@given(
-    st.binary(max_size=64),
-    st.lists(
-        st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
-    ),
-)
-def test_ranges_come_back(digests: bytes, rows: list[tuple[int, int, int]]) -> None:
-    asked = [bulk.Range(*row) for row in rows]
-    assert bulk.unpack_ranges(bulk.pack_ranges(digests, asked)) == (digests, asked)
+# --- what servers send each other
 
 
-@given(st.binary(max_size=100))
-def test_ranges_that_lie_are_refused_cleanly(payload: bytes) -> None:
-    try:
-        digests, ranges = bulk.unpack_ranges(payload)
-    except InvalidRequestError:
-        return
-    assert len(payload) == 4 + 20 * len(ranges) + len(digests)
+def key(number: int) -> ChunkKey:
+    return ChunkKey(SPACE + number.to_bytes(16, "little"))
+
+
+def info(number: int) -> ChunkInfo:
+    return ChunkInfo(key(number), ChainDigest(bytes(16)), LAYOUT, 0, 4096 + number)
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_what_is_found_is_read_back_for_each_key(here: list[bool]) -> None:
+    keys = [key(number) for number in range(len(here))]
+    infos = [info(number) if is_here else None for number, is_here in enumerate(here)]
+    assert found_infos(keys, found_rows(infos)) == infos
+
+
+def test_requested_keys_are_of_their_namespace_up_to_the_limit() -> None:
+    keys = [key(number) for number in range(5)]
+    digests = b"".join(one[16:] for one in keys)
+    for kind in (pb.FindRequest, pb.GetRequest):
+        assert keys_of(kind(key_namespace=SPACE, digests=digests), 5) == keys
+        with pytest.raises(InvalidRequestError, match="at most 4"):
+            keys_of(kind(key_namespace=SPACE, digests=digests), 4)
+        for space, cut in ((SPACE[:-1], digests), (b"", digests), (SPACE, digests[:-1])):
+            with pytest.raises(InvalidRequestError):
+                keys_of(kind(key_namespace=space, digests=cut), 5)
+
+
+def test_what_does_not_fit_a_message_is_left_out() -> None:
+    keys = [key(number) for number in range(20_000)]
+    found = found_rows(info(number) for number in range(20_000))
+    answer = pb.StreamMessage(request=(1 << 64) - 1, found=found)
+    assert MAX_HEADER_BYTES * 0.9 < answer.ByteSize() <= MAX_HEADER_BYTES
+    infos = found_infos(keys, found)
+    count = infos.index(None)
+    assert 1000 < count < 20_000
+    assert infos[count:] == [None] * (20_000 - count)
+
+
+def test_an_answer_about_another_chunk_or_too_many_is_refused() -> None:
+    with pytest.raises(InvalidFrameError, match="asked for"):
+        found_infos([key(1)], found_rows([info(2)]))
+    with pytest.raises(InvalidFrameError, match="answers for 1"):
+        found_infos([key(1)], found_rows([info(1), info(2)]))
+
+
+@given(st.binary(max_size=200), st.integers(0, 3))
+def test_rubbish_rows_are_refused_and_nothing_else_happens(rubbish: bytes, seed: int) -> None:
+    row = found_rows([info(1)]).rows[0]
+    at = int(np.random.default_rng(seed).integers(0, len(row)))
+    for damaged in (rubbish, row[:at] + rubbish + row[at:]):
+        try:
+            (found,) = found_infos([key(1)], pb.FindResponse(rows=[damaged]))
+        except InvalidFrameError:
+            continue
+        assert found is None or found.key == key(1)
+
+
+def test_lengths_are_what_docs_format_says() -> None:
+    assert (LENGTHS.format, LENGTHS.size) == ("<4sII", struct.calcsize("<4sII"))

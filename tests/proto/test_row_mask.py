@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto import bulk
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.row_mask import MAX_RUNS, RUN, SkippedRows
 
@@ -83,13 +82,3 @@ def test_of_too_many_runs_the_longest_are_kept() -> None:
 def test_what_are_no_runs_is_refused_by_name(data: bytes, chunks: int) -> None:
     with pytest.raises(InvalidRequestError, match="skip_rows="):
         SkippedRows.unpack(data, chunks)
-
-
-@given(st.binary(max_size=40))
-def test_a_payload_with_rows_that_is_cut_short_is_refused(data: bytes) -> None:
-    try:
-        digests, rows = bulk.unpack_skipped(data)
-    except InvalidRequestError:
-        assert len(data) < 4 or int.from_bytes(data[:4], "little") > len(data) - 4
-    else:
-        assert bulk.pack_skipped(rows, digests) == data

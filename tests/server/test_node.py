@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from local_server import LocalServer, eventually
 from prompts import chunks_of, is_right, keys_of
-from simulation.clock import FakeClock
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -212,7 +211,7 @@ def test_health_fails_once_a_thread_of_the_node_died(
         raise SystemExit
 
     if worker == "maintenance":
-        monkeypatch.setattr(node._maintenance, "run_due", end)
+        monkeypatch.setattr(node._maintenance, "run_jobs", end)
     else:
         monkeypatch.setattr(node._content_reader, "step", end)
     assert eventually(lambda: not node.is_alive())
@@ -274,7 +273,7 @@ def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
     keys = keys_of(client, 1, 20)
     client.put(chunks_of(client, keys))
     replies = server.dial().stream(
-        "List", pb.ListRequest(session_id=next(iter(server.node.sessions._sessions))), 20_000
+        "List", pb.ListRequest(session_id=next(iter(server.node.sessions.by_id))), 20_000
     )
     next(replies)
     assert server.stop()
@@ -285,20 +284,15 @@ def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
 
 
 def test_a_job_that_fails_stops_neither_itself_nor_others() -> None:
-    clock, runs = FakeClock(), Counter[str]()
-    maintenance = Maintenance(clock)
+    maintenance, runs = Maintenance(), Counter[str]()
 
     def fail() -> None:
         runs["failing"] += 1
         raise OSError("no disk")
 
-    maintenance.every(1.0, fail, lambda: runs.update(["other"]))
-    for _ in range(3):
-        clock.now += 0.6
-        maintenance.run_due()
-    assert runs == {"failing": 1, "other": 1}
-    clock.now += 0.6
-    maintenance.run_due()
+    maintenance.jobs += [fail, lambda: runs.update(["other"])]
+    for _ in range(2):
+        maintenance.run_jobs()
     assert runs == {"failing": 2, "other": 2}
 
 

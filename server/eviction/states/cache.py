@@ -102,10 +102,7 @@ class Ghosts:
             self._queue.push(number)
 
     def trim(self, forgot: Callable[[Node], None]) -> None:
-        """Forget the oldest until the limits hold, or nothing more can be forgotten.
-
-        *forgot* is called with each just before.
-        """
+        """Forget the oldest within the limits; *forgot* is called with each just before."""
         tree, queue = self._tree, self._queue
         while len(queue) and self._is_over():
             number = queue.first()
@@ -180,11 +177,7 @@ class StateCache:
     """
 
     def __init__(
-        self,
-        model: HybridModel,
-        capacity_bytes: int,
-        ghosts: GhostLimits,
-        make_rank: MakeRank,
+        self, model: HybridModel, capacity_bytes: int, ghosts: GhostLimits, make_rank: MakeRank
     ) -> None:
         if capacity_bytes < 0:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "at least 0")

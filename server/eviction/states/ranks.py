@@ -44,10 +44,7 @@ class CheckpointRank(ABC):
         """The request is done."""
 
     def victim(self, spared: Collection[int], now_s: float) -> Node | None:
-        """Return whose state goes next; None if none may. Slots in *spared* stay.
-
-        Of equal scores that goes which was used longest ago.
-        """
+        """Return whose state goes next, of equal scores the oldest; None if none may."""
         held = self.tree.held
         slots = held.evictable()
         if spared:
@@ -158,10 +155,7 @@ _HITS = 3
 
 
 def read_prior() -> NDArray[np.float64]:
-    """Return states asked for again, by class and age then, and those that were not.
-
-    Shape: (2, STATE_CLASSES, AGE_BINS).
-    """
+    """Return states asked for again and not: (2, STATE_CLASSES, AGE_BINS)."""
     counts = np.array(PRIOR.read_text().split(), np.float64)
     return counts.reshape(2, STATE_CLASSES, AGE_BINS)
 

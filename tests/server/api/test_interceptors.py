@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from typing import Any
 
 import grpc
@@ -27,7 +26,9 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
     UnknownCodecError,
 )
-from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS, CallInterceptor
+from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS, CallWrapper
+from kvstore.server.api.load_shedding import LoadShedder
+from kvstore.server.telemetry.metrics import Counters
 
 ERRORS: list[KVStoreError] = [
     KVStoreError("something else"),
@@ -82,8 +83,8 @@ class _Faulty:
 def faulty(no_leaks: None) -> Iterator[tuple[_Faulty, Call]]:
     """A server of such methods, and how to call one: the replies before the error."""
     service = _Faulty()
-    workers = futures.ThreadPoolExecutor(4)
-    server = grpc.server(workers, interceptors=[CallInterceptor()])
+    shedder = LoadShedder(4, Counters(), CallWrapper())
+    server = grpc.server(shedder.reads, interceptors=[shedder])
     server.add_generic_rpc_handlers((service.handlers(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -104,7 +105,7 @@ def faulty(no_leaks: None) -> Iterator[tuple[_Faulty, Call]]:
     yield service, call
     channel.close()
     server.stop(None).wait()
-    workers.shutdown()
+    shedder.close()
 
 
 def failure(service: _Faulty) -> grpc.RpcError:

@@ -147,24 +147,27 @@ def test_session_that_ends_during_a_put_takes_the_put_with_it(
         wire.connection.upload("Put", close_midway(), DEADLINE_MS, pb.PutResponse)
 
 
-def test_durable_stream_without_a_disk_is_refused_before_anything_is_stored(
+def test_durable_stream_without_a_disk_is_refused_before_its_session_is_noted(
     make_server: Callable[..., LocalServer],
 ) -> None:
     server = make_server("--tiers", "cpu")
     wire = wire_to(server)
     message = first(frame_of(wire.key(), SMALL).tobytes())
     message.durable = True
+    session = server.node.sessions.by_id[wire.terms.session_id]
+    heard_at = session.heard_at
     with (
         server.unchanged(),
         pytest.raises(InvalidRequestError, match="durable=True: start the server with a disk tier"),
     ):
         wire.put(message)
+    assert session.heard_at == heard_at
 
 
 def test_frame_larger_than_a_message_is_put_together_right(server: LocalServer) -> None:
     client = server.connect("grpc", MEDIUM)
     wire = Wire(server.dial(), pb.OpenSessionResponse(key_namespace=client.namespace))
-    session = next(iter(server.node.sessions._sessions.values()))
+    session = next(iter(server.node.sessions.by_id.values()))
     wire.terms.session_id = session.session_id
     frame = frame_of(wire.key(), MEDIUM, 512)
     assert len(frame) > 2 << 20

@@ -108,7 +108,7 @@ def attached(server: LocalServer) -> tuple[Wire, Client]:
     """A client with staging memory, and its session on the bare wire."""
     client = server.connect("shm")
     assert client.transport_name == "shm"
-    session = next(iter(server.node.sessions._sessions.values()))
+    session = next(iter(server.node.sessions.by_id.values()))
     terms = pb.OpenSessionResponse(session_id=session.session_id, key_namespace=session.namespace)
     return Wire(server.dial(), terms), client
 

@@ -33,7 +33,7 @@ from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_server import SlabFile, UnixLimits, UnixServer
 from kvstore.server.api.written_pages import WrittenPages
-from kvstore.server.security.authorization import SessionAuth
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import SessionTable
 
 ServerMaker = Callable[..., LocalServer]
@@ -360,7 +360,7 @@ def test_attached_session_does_not_expire_and_a_silent_one_does(
         assert peer.attach(attached, descriptor) is Reply.ok
     server.skip(server.config.limits.session_ttl_ms / 1000 + 1)
     assert eventually(lambda: server.counter("expired_sessions") == 1)
-    ids = set(server.node.sessions._sessions)
+    ids = set(server.node.sessions.by_id)
     assert silent.session_id not in ids
     assert attached.session_id in ids
     peer.close()
@@ -396,11 +396,11 @@ def open_plane_of(
     table: SessionTable,
     slab_file: SlabFile,
     clock: Clock,
-    auth: SessionAuth = OPEN,
+    authorizer: Authorizer = OPEN,
     descriptors: int = 64,
 ) -> UnixServer:
     limits = UnixLimits(2, 1 << 20, 4, descriptors)
-    return UnixServer(path, table, {Op.slab: slab_file}, clock, limits, auth)
+    return UnixServer(path, table, {Op.slab: slab_file}, clock, limits, authorizer)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -447,12 +447,12 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
 
 
 def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
-    tmp_path: Path, no_leaks: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
     clock = Clock()
     table, notes = sessions(clock), list[tuple[object, ...]]()
-    auth = SessionAuth(lambda session, method: None, lambda *event: notes.append(event))
-    plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock, auth)
+    monkeypatch.setattr(OPEN, "note_on", lambda *event: notes.append(event))
+    plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock)
     plane.take_ring = lambda session, request, exported: None
     session = table.open(SMALL, "test")
     ring = Request(Op.ring, STAGING_BYTES).pack()

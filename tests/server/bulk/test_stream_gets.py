@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from typing import Any
 
 import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, SMALL, assert_reads, frame_of, keys_of, store
-from stream_caller import StreamCaller
+from stream_caller import SOON_S, StreamCaller
+from stream_messages import cancel, done, failed, finish, kind, part, ready
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.stream import StreamTransport
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
-from kvstore.server.bulk import tcp_server
+from kvstore.server.bulk import tcp_server, tcp_transfers
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
 
 ServerMaker = Callable[..., LocalServer]
@@ -43,8 +48,13 @@ def client(server: LocalServer) -> Client:
     return server.connect("tcp")
 
 
-def get_word(terms: pb.OpenSessionResponse, **other: int) -> bulk.Get:
-    return bulk.Get(1, terms.session_id, 0, DEADLINE_MS, 0)._replace(**other)
+def get_of(
+    terms: pb.OpenSessionResponse, digests: bytes, request: int = 1, **other: Any
+) -> pb.StreamMessage:
+    asked = pb.GetRequest(
+        **{"session_id": terms.session_id, "digests": digests, "deadline_ms": DEADLINE_MS, **other}
+    )
+    return pb.StreamMessage(request=request, get=asked)
 
 
 def digests_of(client: Client, seed: int, count: int) -> bytes:
@@ -55,45 +65,47 @@ def test_frames_come_in_order_and_end_with_their_number(
     client: Client, reader: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
     keys = store(client, 1, 2)
-    reader.say(get_word(terms), digests_of(client, 1, 2) + bytes(16))
+    reader.say(get_of(terms, digests_of(client, 1, 2) + bytes(16)))
     for number, key in enumerate(keys):
         frame = frame_of(key, SMALL).tobytes()
-        word, payload = reader.hear()
-        assert word == bulk.Part(1, len(frame), 0, number, bulk.tier_bytes("cpu"))
+        message, payload = reader.hear()
+        assert message == part(1, len(frame), 0, number, "cpu")
         # All but the chain of the chunk, which frame_of does not know, is the same.
         assert len(payload) == len(frame)
         assert payload[-1000:] == frame[-1000:]
-    assert reader.hear() == (bulk.Done(1, 2), b"")
+    assert reader.hear() == (done(1, 2), b"")
 
 
 @pytest.mark.parametrize(
     ("changes", "digests", "message"),
     [
-        ({"deadline_ms": 1 << 31}, bytes(16), "InvalidRequestError\0deadline_ms"),
+        ({"deadline_ms": 1 << 31}, bytes(16), "InvalidRequestError: deadline_ms"),
         ({"lease_id": 5}, bytes(16), "LeaseExpiredError"),
-        ({"flags": 64}, bytes(16), "InvalidRequestError\0flags=64: this server knows 15"),
-        ({}, bytes(15), "InvalidRequestError\0digests=15"),
-        ({}, bytes(16 * 4097), "InvalidRequestError\0digests=4097: at most 4096"),
-        ({"flags": bulk.RANGES}, b"\xff" * 16, "InvalidRequestError\0ranges"),
+        ({"min_fidelity": 4}, bytes(16), "InvalidRequestError: min_fidelity=4: use 0 to 3"),
+        ({"skip_rows": bytes(12)}, bytes(16), "InvalidRequestError: skip_rows"),
+        ({}, bytes(15), "InvalidRequestError: digests=15"),
+        ({}, bytes(16 * 4097), "InvalidRequestError: digests=4097: at most 4096"),
+        ({"ranges": [pb.FrameRange(index=1, stop=9)]}, bytes(16), "InvalidRequestError: ranges"),
+        ({"ranges": [pb.FrameRange(stop=9)] * 4097}, bytes(16), "ranges=4097: at most 4096"),
     ],
 )
 def test_a_get_that_makes_no_sense_is_refused_and_leaves_nothing(
     server: LocalServer,
     reader: StreamCaller,
     terms: pb.OpenSessionResponse,
-    changes: dict[str, int],
+    changes: dict[str, Any],
     digests: bytes,
     message: str,
 ) -> None:
     with server.unchanged():
-        reader.say(get_word(terms, **changes), digests)
+        reader.say(get_of(terms, digests, **changes))
         assert reader.is_refused(message)
-        reader.say(get_word(terms), bytes(16))
-        assert reader.hear() == (bulk.Done(1, 0), b"")
+        reader.say(get_of(terms, bytes(16)))
+        assert reader.hear() == (done(1, 0), b"")
 
 
 def test_a_reader_cannot_ask_for_another_session(server: LocalServer, reader: StreamCaller) -> None:
-    reader.say(get_word(open_session(server.dial())), bytes(16))
+    reader.say(get_of(open_session(server.dial()), bytes(16)))
     assert reader.is_refused("UnauthenticatedError")
 
 
@@ -116,31 +128,30 @@ def test_a_get_that_is_cancelled_ends_soon_and_the_stream_goes_on(
 ) -> None:
     terms, digests = wide
     with closing(StreamCaller(terms)) as reader:
-        reader.say(get_word(terms), digests)
-        reader.say(bulk.Cancel(1))
-        parts = 0
-        while isinstance((said := reader.hear()[0]), bulk.Part):
-            parts += 1
-        assert isinstance(said, bulk.Done)
-        assert said.frames < 24
-        reader.say(bulk.Cancel(1))  # of a get that has ended: it was on its way
-        reader.say(get_word(terms, request=2), digests[:16])
-        while isinstance((said := reader.hear()[0]), bulk.Part):
+        reader.say(get_of(terms, digests))
+        reader.say(cancel(1))
+        while (said := reader.hear()[0]).HasField("part"):
+            continue
+        assert kind(said) == "done"
+        assert said.done < 24
+        reader.say(cancel(1))  # of a get that has ended: it was on its way
+        reader.say(get_of(terms, digests[:16], request=2))
+        while (said := reader.hear()[0]).HasField("part"):
             assert said.request == 2
-        assert said == bulk.Done(2, 1)
+        assert said == done(2, 1)
     assert server.settled().leases == 0
 
 
-@pytest.mark.parametrize("word", [bulk.Cancel(2), bulk.Attached(1), bulk.Finish(1, 1)])
+@pytest.mark.parametrize("word", [cancel(2), ready(1), finish(1, 1)], ids=kind)
 def test_who_says_anything_else_while_frames_come_is_hung_up_on(
-    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes], word: bulk.Word
+    server: LocalServer, wide: tuple[pb.OpenSessionResponse, bytes], word: pb.StreamMessage
 ) -> None:
     terms, digests = wide
     with closing(StreamCaller(terms)) as reader:
-        reader.say(get_word(terms), digests)
+        reader.say(get_of(terms, digests))
         reader.say(word)
         with suppress(TierUnavailableError):  # what the sockets hold comes before
-            while isinstance((said := reader.hear()[0]), bulk.Part):
+            while (said := reader.hear()[0]).HasField("part"):
                 continue
             pytest.fail(f"it was answered: {said}")
     assert server.settled().leases == 0
@@ -155,7 +166,7 @@ def test_a_reader_that_takes_nothing_is_hung_up_on_and_others_are_served(
     monkeypatch.setattr(bulk, "SILENCE_S", 0.5)
     terms, digests = wide
     with closing(StreamCaller(terms)) as mute:
-        mute.say(get_word(terms), digests)
+        mute.say(get_of(terms, digests))
         assert eventually(lambda: server.usage().leases == 1)
         assert_reads(client, store(client, 1, 2))
         assert server.settled().leases == 0
@@ -164,6 +175,24 @@ def test_a_reader_that_takes_nothing_is_hung_up_on_and_others_are_served(
         assert eventually(
             lambda: all(one.session.session_id != terms.session_id for one in streams)
         )
+
+
+def stall(reader: StreamCaller, server: LocalServer, ask: pb.StreamMessage) -> None:
+    """Have *reader* begin a get, and wait until that holds a lease more and no thread."""
+    streams, leases = server.node.bulk, server.usage().leases
+    assert streams is not None
+    reader.say(ask)
+    assert eventually(lambda: server.usage().leases == leases + 1)
+    assert eventually(lambda: streams._clients_served == 0)
+
+
+def read_all(reader: StreamCaller) -> None:
+    """Take the whole answer to a get of all that is ``wide``."""
+    size_bytes = 0
+    while (said := reader.hear())[0].HasField("part"):
+        size_bytes += len(said[1])
+    assert said[0] == done(1, 24)
+    assert size_bytes == 24 * len(frame_of(ChunkKey(bytes(32)), MEDIUM, 512))
 
 
 def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
@@ -176,21 +205,75 @@ def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
     assert streams is not None
     with ExitStack() as stack:
         readers = [stack.enter_context(closing(StreamCaller(terms))) for _ in range(5)]
-        begun: list[StreamCaller] = []
         for reader in readers:
-            reader.say(get_word(terms, deadline_ms=60_000), digests)
-            begun.append(reader)
-            assert eventually(lambda: server.usage().leases == len(begun))
-            assert eventually(lambda: streams._clients_served == 0)
+            stall(reader, server, get_of(terms, digests, deadline_ms=60_000))
         assert [one.sending is not None for one in streams._streams] == [True] * 5
         for reader in readers[:2]:
-            sizes = []
-            while isinstance((said := reader.hear())[0], bulk.Part):
-                sizes.append(len(said[1]))
-            assert said[0] == bulk.Done(1, 24)
-            assert sum(sizes) == 24 * len(frame_of(ChunkKey(bytes(32)), MEDIUM, 512))
+            read_all(reader)
         assert server.usage().leases == 3
     assert eventually(lambda: server.usage().leases == 0)
+    assert server.settled().leases == 0
+
+
+def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_their_streams(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_transfers, "TAKES_S", 0.005)
+    monkeypatch.setattr(bulk, "SILENCE_S", 20.0)
+    own = ("--workers", "2", "--cpu", "64MiB", "--limits", "session_ttl_ms=600000")
+    server = make_server("--bulk", "127.0.0.1:0", *own)
+    terms, digests = wide_of(server)
+    monkeypatch.setattr(StreamTransport, "get_layers_of", None)
+    monkeypatch.setattr(StreamTransport, "get", None)
+    monkeypatch.setattr(StreamTransport, "put", None)
+    ours = [terms, *(open_session(server.dial(), MEDIUM) for _ in range(3))]
+    other = server.connect("tcp")
+    streams = server.node.bulk
+    assert streams is not None
+    with ExitStack() as stack:
+        readers = []
+        for reads in ours * 16:
+            readers.append(stack.enter_context(closing(StreamCaller(reads))))
+            stall(readers[-1], server, get_of(reads, digests, deadline_ms=60_000))
+        for seed in range(20):
+            began = time.monotonic()
+            assert_reads(other, store(other, seed, 2))
+            assert time.monotonic() - began < DEADLINE_MS / 1000
+        assert server.usage().leases == 64
+        assert streams._clients_served == 0
+        server.skip(bulk.SILENCE_S + 1)
+        assert eventually(lambda: len(streams._streams) == 1)
+        assert server.usage().leases == 0
+        for reader in readers:
+            with pytest.raises(TierUnavailableError):
+                read_all(reader)
+    assert server.settled().leases == 0
+    assert_reads(other, store(other, 30, 2))
+
+
+def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "SILENCE_S", 60.0)
+    server = make_server("--bulk", "127.0.0.1:0", "--workers", "1", "--cpu", "64MiB")
+    terms, digests = wide_of(server)
+    streams = server.node.bulk
+    assert streams is not None
+    go_on = threading.Event()
+    with ExitStack() as stack:
+        slow, late, busy = (stack.enter_context(closing(StreamCaller(terms))) for _ in range(3))
+        stack.callback(go_on.set)
+        stall(slow, server, get_of(terms, digests, deadline_ms=60_000))
+        stall(late, server, get_of(terms, digests, deadline_ms=10_000))
+        monkeypatch.setattr(streams.service, "get", lambda *_: go_on.wait(SOON_S) and None)
+        busy.say(get_of(terms, digests))
+        assert eventually(lambda: streams._clients_served == 1)
+        read_all(slow)
+        assert eventually(lambda: server.usage().leases == 1)
+        server.skip(11)
+        assert eventually(lambda: len(streams._streams) == 2)
+        assert server.usage().leases == 0
+        assert streams._clients_served == 1
     assert server.settled().leases == 0
 
 
@@ -204,7 +287,7 @@ def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
     with ExitStack() as stack:
         for count in (1, 2, 2):
             reader = stack.enter_context(closing(StreamCaller(terms)))
-            reader.say(get_word(terms, deadline_ms=60_000), digests)
+            reader.say(get_of(terms, digests, deadline_ms=60_000))
             assert eventually(lambda: bulk_server._clients_served == 0)
             # Each is seen before the next one comes.
             assert eventually(lambda: len(bulk_server._streams) == count)  # noqa: B023
@@ -219,15 +302,33 @@ def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_dead
     assert server.node.bulk is not None
     streams = server.node.bulk._streams
     with closing(StreamCaller(terms)) as mute:
-        mute.say(get_word(terms, deadline_ms=500), digests)
+        mute.say(get_of(terms, digests, deadline_ms=500))
         assert eventually(lambda: server.usage().leases == 1)
         assert eventually(lambda: not streams)
         assert server.settled().leases == 0
 
 
-@pytest.mark.parametrize("word", [bulk.Attached(1), bulk.Done(1, 1), bulk.Failed(1)])
-def test_the_server_s_own_words_are_hung_up_on(reader: StreamCaller, word: bulk.Word) -> None:
-    reader.say(word, None if isinstance(word, bulk.Attached) else b"")
+@pytest.mark.parametrize("word", [ready(1), done(1, 1), failed(1, "", "")], ids=kind)
+def test_the_server_s_own_words_are_hung_up_on(
+    reader: StreamCaller, word: pb.StreamMessage
+) -> None:
+    reader.say(word)
+    assert reader.is_hung_up_on()
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (bulk.MAGIC, bulk.MAX_HEADER_BYTES + 1, 0),
+        (bulk.MAGIC, 0xFFFFFFFF, 0xFFFFFFFF),
+        (bulk.MAGIC, 4, bulk.MAX_PAYLOAD_BYTES + 1),
+        (b"KVS\x02", 4, 0),
+    ],
+)
+def test_lengths_over_the_limit_are_hung_up_on_before_anything_more_comes(
+    reader: StreamCaller, lengths: tuple[bytes, int, int]
+) -> None:
+    reader.wire._link.sendall(bulk.LENGTHS.pack(*lengths))
     assert reader.is_hung_up_on()
 
 

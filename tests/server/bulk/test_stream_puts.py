@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contracts.bad_puts import BAD_PUTS, parts_of
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, SMALL, assert_reads, frame_of, store
 from stream_caller import StreamCaller
+from stream_messages import Sent, finish, get, part, ready, stored
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
@@ -22,7 +24,7 @@ from kvstore.server.security.audit_log import audit_files, read_chain
 
 ServerMaker = Callable[..., LocalServer]
 SOON_S = 20.0
-GO_ON = bulk.Ready(1)
+GO_ON = ready(1)
 
 
 @pytest.fixture
@@ -41,8 +43,9 @@ def writer(terms: pb.OpenSessionResponse) -> Iterator[StreamCaller]:
         yield one
 
 
-def put_word(terms: pb.OpenSessionResponse, **other: int) -> bulk.Put:
-    return bulk.Put(1, terms.session_id, DEADLINE_MS, 0)._replace(**other)
+def put_of(terms: pb.OpenSessionResponse, **other: Any) -> pb.StreamMessage:
+    asked = {"session_id": terms.session_id, "deadline_ms": DEADLINE_MS, **other}
+    return pb.StreamMessage(request=1, put=pb.PutRequest(**asked))
 
 
 def key_of(terms: pb.OpenSessionResponse, seed: int = 1) -> ChunkKey:
@@ -63,15 +66,15 @@ def test_the_audit_log_says_that_a_put_was_one_however_it_ended(
     terms = open_session(server.dial())
     parts = parts_of(frame_of(key_of(terms), SMALL))
     with closing(StreamCaller(terms)) as writer:
-        writer.say(put_word(terms))
+        writer.say(put_of(terms))
         writer.hear()
         for word, data in parts:
             writer.say(word, data)
-        writer.say(bulk.Finish(1, 1))
-        assert writer.hear()[0] == bulk.Done(1, 1)
-        writer.say(put_word(terms, flags=2))
-        assert writer.is_refused("flags")
-        writer.say(put_word(terms))
+        writer.say(finish(1, 1))
+        assert writer.hear()[0] == stored(1, bytes([PutOutcome.stored]))
+        writer.say(put_of(terms, layer_major=True))
+        assert writer.is_refused("layer_major")
+        writer.say(put_of(terms))
         writer.hear()
         writer.say(*parts[1])
         assert writer.is_refused("offset")
@@ -88,7 +91,7 @@ def told(log: Path) -> list[tuple[object, ...]]:
 
 def begin(writer: StreamCaller, terms: pb.OpenSessionResponse, steps: int) -> None:
     """Begin a put, and send the first *steps* parts of its frame."""
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     writer.hear()
     for word, data in parts_of(frame_of(key_of(terms), SMALL))[:steps]:
         writer.say(word, data)
@@ -117,17 +120,15 @@ def test_frames_are_stored_and_answered_for_one_by_one(
     server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse, cut: int
 ) -> None:
     frames = [frame_of(key_of(terms, seed), SMALL) for seed in (1, 2, 1)]
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     assert writer.hear() == (GO_ON, b"")
     for chunk, frame in enumerate(frames):
         for word, data in parts_of(frame, chunk=chunk, cut=cut):
             writer.say(word, data)
-    writer.say(bulk.Finish(1, 3))
-    answer, payload = writer.hear()
-    assert answer == bulk.Done(1, 3)
-    found, _ = bulk.unpack_outcomes(3, payload)
-    stored, exists = PutOutcome.stored, PutOutcome.exists
-    assert list(map(PutOutcome, found)) == [stored, stored, exists]
+    writer.say(finish(1, 3))
+    answer = writer.hear()[0].stored
+    assert list(answer.outcomes) == [PutOutcome.stored, PutOutcome.stored, PutOutcome.exists]
+    assert len(answer.reasons) == 3
     cpu = server.node.store.tiers.cpu_tier
     for frame, seed in zip(frames[:2], (1, 2), strict=True):
         out = frame * 0
@@ -141,11 +142,11 @@ def test_a_bad_put_is_refused_leaves_nothing_and_ends_its_stream_alone(
 ) -> None:
     other = server.connect("tcp")
     change, frames, message = BAD_PUTS[what]
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     writer.hear()
     for word, data in change(parts_of(frame_of(key_of(terms), SMALL))):
         writer.say(word, data)
-    writer.say(bulk.Finish(1, frames))
+    writer.say(finish(1, frames))
     assert writer.is_refused(message)
     writer.wire.hang_up()
     if what == "fewer frames than it says":
@@ -158,57 +159,22 @@ def test_a_bad_put_is_refused_leaves_nothing_and_ends_its_stream_alone(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([(bulk.Finish(2, 0), None)], "request=2"),
-        ([(bulk.Get(1, 1, 0, 1, 0), bytes(16))], "kind='Get'"),
-        ([(bulk.Part(1, 1000, 0, 0, bytes(8)), b"")], "InvalidFrameError"),
+        ([(finish(2, 0), b"")], "request=2"),
+        ([(get(1, 1, bytes(16)), b"")], "kind='get'"),
+        ([(part(1, 1000, 0), b"")], "InvalidFrameError"),
     ],
 )
 def test_what_is_no_part_of_a_put_ends_it(
     server: LocalServer,
     writer: StreamCaller,
     terms: pb.OpenSessionResponse,
-    words: list[tuple[bulk.Word, bytes | None]],
+    words: list[Sent],
     message: str,
 ) -> None:
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     writer.hear()
     for word, payload in words:
         writer.say(word, payload)
-    assert writer.is_refused(message)
-    writer.wire.hang_up()
-    assert leaves_nothing(server)
-
-
-def test_hints_come_before_the_frames_or_not_at_all(
-    server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
-) -> None:
-    said = pb.Hints(category="code", ttl_ms=60_000).SerializeToString()
-    parts = parts_of(frame_of(key_of(terms), SMALL))
-    writer.say(put_word(terms))
-    writer.hear()
-    writer.say(bulk.Hint(1), said)
-    for word, data in parts:
-        writer.say(word, data)
-    writer.say(bulk.Hint(1), said)
-    assert writer.is_refused("hints=1: say them before the first frame")
-    writer.wire.hang_up()
-    assert server.settled().tiers[0][1].chunks == 1
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [(b"\xff" * 9, "hints="), (pb.Hints(reuse=7).SerializeToString(), "hints.reuse")],  # type: ignore[arg-type]
-)
-def test_hints_that_make_no_sense_end_the_put(
-    server: LocalServer,
-    writer: StreamCaller,
-    terms: pb.OpenSessionResponse,
-    said: bytes,
-    message: str,
-) -> None:
-    writer.say(put_word(terms))
-    writer.hear()
-    writer.say(bulk.Hint(1), said)
     assert writer.is_refused(message)
     writer.wire.hang_up()
     assert leaves_nothing(server)
@@ -218,22 +184,23 @@ def test_hints_that_make_no_sense_end_the_put(
     ("other", "message"),
     [
         ({"session_id": 1}, "UnauthenticatedError"),
-        ({"flags": 2}, "flags"),
+        ({"layer_major": True}, "layer_major"),
+        ({"hints": pb.Hints(reuse=7)}, "hints.reuse"),  # type: ignore[arg-type]
     ],
 )
 def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
     server: LocalServer,
     writer: StreamCaller,
     terms: pb.OpenSessionResponse,
-    other: dict[str, int],
+    other: dict[str, Any],
     message: str,
 ) -> None:
-    writer.say(put_word(terms, **other))
+    writer.say(put_of(terms, **other))
     assert writer.is_refused(message)
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     assert writer.hear() == (GO_ON, b"")
-    writer.say(bulk.Finish(1, 0))
-    assert writer.hear() == (bulk.Done(1, 0), b"")
+    writer.say(finish(1, 0))
+    assert writer.hear() == (stored(1, b""), b"")
     assert leaves_nothing(server)
 
 
@@ -241,7 +208,7 @@ def test_a_drained_server_refuses_puts(
     server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
     server.node.store.writes.is_draining = True
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     writer.hear()
     writer.say(*parts_of(frame_of(key_of(terms), SMALL))[0])
     assert writer.is_refused("ShuttingDownError")
@@ -271,7 +238,7 @@ def test_a_writer_that_falls_silent_is_hung_up_on(
 ) -> None:
     monkeypatch.setattr(bulk, "SILENCE_S", 0.2)
     monkeypatch.setattr(service, "REFUSED_S", 0.1)
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     writer.hear()
     writer.say(*parts_of(frame_of(key_of(terms), SMALL))[0])
     assert writer.is_refused("DeadlineError")
@@ -286,23 +253,23 @@ def test_a_writer_that_goes_on_after_it_was_refused_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(service, "REFUSED_BYTES", 1 << 20)
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     writer.hear()
     with pytest.raises(KVStoreError):
-        say_for_ever(writer, bulk.Part(1, 1 << 30, 5, 0, bytes(8)))
+        say_for_ever(writer, part(1, 1 << 30, 5))
     assert leaves_nothing(server)
 
 
-def say_for_ever(writer: StreamCaller, part: bulk.Part) -> None:
+def say_for_ever(writer: StreamCaller, message: pb.StreamMessage) -> None:
     for _ in range(10_000):
-        writer.say(part, bytes(bulk.MAX_PAYLOAD_BYTES))
+        writer.say(message, bytes(bulk.MAX_PAYLOAD_BYTES))
 
 
 def test_the_end_of_a_session_ends_its_put_and_is_said(
     server: LocalServer, writer: StreamCaller, terms: pb.OpenSessionResponse
 ) -> None:
     first, *rest = parts_of(frame_of(key_of(terms), SMALL))
-    writer.say(put_word(terms))
+    writer.say(put_of(terms))
     writer.hear()
     writer.say(*first)
     assert eventually(lambda: server.usage().pending_puts == 1)
@@ -318,11 +285,9 @@ def test_a_large_frame_that_is_there_is_skipped(server: LocalServer) -> None:
     frame = frame_of(key_of(terms), MEDIUM, 64)
     with closing(StreamCaller(terms)) as writer:
         for outcome in (PutOutcome.stored, PutOutcome.exists):
-            writer.say(put_word(terms))
+            writer.say(put_of(terms))
             writer.hear()
             for word, data in parts_of(frame, cut=200_000):
                 writer.say(word, data)
-            writer.say(bulk.Finish(1, 1))
-            answer, payload = writer.hear()
-            assert answer == bulk.Done(1, 1)
-            assert payload[0] == outcome
+            writer.say(finish(1, 1))
+            assert writer.hear() == (stored(1, bytes([outcome])), b"")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, store
+from stream_messages import attach, get, part, put, ready
 from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
@@ -33,19 +33,19 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.frame import check_frame
-from kvstore.proto.framing import MAX_HEADER_BYTES, FramedSocket, make_tls
+from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.service import BulkService
-from kvstore.server.bulk.tcp_server import MAX_STRANGERS, STREAMS_PER_SESSION
+from kvstore.server.bulk.tcp_server import ATTACH_BYTES, MAX_STRANGERS, STREAMS_PER_SESSION
 from kvstore.server.cluster.peer_connections import PeerSession, StreamLink, dial_peer
 from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import PeerChunk, Peers
 from kvstore.server.security.audit_log import audit_files, read_chain
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import Limits
+from kvstore.server.settings.values import GET_BYTES, Limits
 from kvstore.server.telemetry.metrics import Counters
 
 ServerMaker = Callable[..., LocalServer]
@@ -213,7 +213,7 @@ def test_more_than_the_most_requests_of_peers_are_refused_at_once(
 ) -> None:
     assert server.node.bulk is not None
     peer_server = server.node.bulk.service.peer_server
-    with peer_server.admitted(bulk.Find(1, 1, 1)):
+    with peer_server.admitted():
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
             read(link, infos[0])
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
@@ -234,7 +234,7 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     assert server.node.bulk is not None
     peer_server = server.node.bulk.service.peer_server
     with closing(reached(dial_peer(Settings(), server.address, "other", SILENCE_S))) as link:
-        with peer_server.admitted(bulk.Get(1, 1, 0, 1000, 0)):
+        with peer_server.admitted(GET_BYTES):
             (info,) = find(link, keys)
             assert info is not None
             with pytest.raises(QuotaExceededError, match="peer_bytes=16777216"):
@@ -292,7 +292,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
         read(link, info)
     assert eventually(lambda: came(rpc="Get", outcome="OK", chunks=1, peer="stream:127.0.0.1"))
     with closing(reached(terms)) as link:
-        wire_of(link).send(bulk.Put(1, terms.session_id, 1000, 0))
+        wire_of(link).send(put(1, terms.session_id))
         with pytest.raises(TierUnavailableError):
             wire_of(link).receive()
     assert eventually(lambda: came(rpc="Put", outcome="PermissionDeniedError"))
@@ -366,12 +366,10 @@ def test_a_session_that_ends_ends_its_streams(
 def test_what_is_no_get_of_a_peer_is_hung_up_on(
     infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
 ) -> None:
-    for word, payload in (
-        (bulk.Get(1, terms.session_id, 0, 1000, 0), infos[0].key[16:]),
-        (bulk.Put(1, terms.session_id, 1000, 0), None),
-    ):
+    session_id = terms.session_id
+    for message in (get(1, session_id, infos[0].key[16:]), put(1, session_id)):
         with closing(reached(terms)) as link:
-            wire_of(link).send(word, payload)
+            wire_of(link).send(message)
             with pytest.raises(TierUnavailableError):
                 wire_of(link).receive()
     assert server.settled().held == 0
@@ -382,8 +380,10 @@ def test_what_is_no_get_of_a_peer_is_hung_up_on(
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 400,
-        (MAX_HEADER_BYTES + 1).to_bytes(2, "little") + bytes(4),
-        bytes(6),
+        bulk.LENGTHS.pack(bulk.MAGIC, ATTACH_BYTES + 1, 0),
+        bulk.LENGTHS.pack(bulk.MAGIC, 0, 0),
+        bulk.LENGTHS.pack(bulk.MAGIC, 3, 0) + b"\xff" * 3,
+        bulk.pack(part(1, 1000, 0), 1000),
     ],
 )
 def test_strangers_who_say_anything_else_are_hung_up_on(
@@ -413,7 +413,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(
 def test_strangers_who_only_begin_keep_nobody_out(
     infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
 ) -> None:
-    begun = b"\x16\x03\x01" if terms.certificate else b"\x20"
+    begun = b"\x16\x03\x01" if terms.certificate else bulk.MAGIC
     for _ in range(3):
         strangers = [connected(terms) for _ in range(MAX_STRANGERS)]
         try:
@@ -434,14 +434,15 @@ def test_strangers_who_only_begin_keep_nobody_out(
 def test_a_first_word_may_come_in_pieces(terms: PeerSession, server: LocalServer) -> None:
     if terms.certificate:
         pytest.skip("TLS cuts it as it likes")
-    word = bulk.pack(bulk.Attach(1, terms.session_id, terms.token))
-    message = struct.pack("<HI", len(word), 0xFFFFFFFF) + word
+    first = attach(terms.session_id, terms.token)
+    first.request = 1
+    message = bulk.pack(first)
     with connected(terms) as link:
         for at in range(len(message)):
             link.sendall(message[at : at + 1])
             time.sleep(0.002)
         attached = FramedSocket(link, "server", time.monotonic, is_encrypted=False).receive()
-    assert attached == (bulk.Attached(1), 0)
+    assert attached == (ready(1), 0)
 
 
 def connected(terms: PeerSession) -> socket.socket:

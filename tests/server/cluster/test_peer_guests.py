@@ -8,21 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, assert_reads, keys_of, store
+from stream_messages import attach, get
 
 from kvstore.client import Client, ClientOptions, peer_reads
+from kvstore.client.frame_parts import FrameAssembler
 from kvstore.client.frame_stream import Entrance, FrameStream
 from kvstore.client.options import TransportName
 from kvstore.client.peer_reads import AGAIN_S, SILENCE_S, PeerReads
 from kvstore.client.shm import ShmTransport
-from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.bulk import GUEST_S, FrameAssembler, guest_token, pack_wanted
+from kvstore.proto.bulk import GUEST_S, guest_token
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -355,25 +356,25 @@ def lent_to(pair: Pair, space: Namespace) -> DirectReadGrant:
     return lent
 
 
-def enter(lent: DirectReadGrant, guest: bulk.Guest | bulk.Attach | None = None) -> FrameStream:
+def enter(lent: DirectReadGrant, guest: pb.StreamAttach | None = None) -> FrameStream:
     where, certificate = lent.address, lent.certificate
     return FrameStream(Entrance(where, certificate, guest or lent.guest), lambda: False, SOON_S)
 
 
 def frames_of(
-    stream: FrameStream, lent: DirectReadGrant, keys: list[ChunkKey], flags: int = bulk.PEER
+    stream: FrameStream, lent: DirectReadGrant, keys: list[ChunkKey], **other: Any
 ) -> list[bytes]:
     """Return what is sent of *keys*. Raises the server's errors."""
     deadline = time.monotonic() + SOON_S
-    reading = FrameAssembler(
-        stream.next_request(), 1 << 30, lambda _, size, __: np.empty(size, np.uint8)
-    )
-    ask = bulk.Get(reading.request, lent.guest.session_id, 0, 20_000, flags)
-    stream.send(ask, deadline, pack_wanted(keys))
+    reading = FrameAssembler(1 << 30, lambda _, size, __: np.empty(size, np.uint8))
+    ask = get(stream.next_request(), lent.guest.session_id, b"".join(key[16:] for key in keys))
+    ask.get.key_namespace = keys[0][:16]
+    ask.get.deadline_ms = 20_000
+    ask.get.MergeFrom(pb.GetRequest(**other))
+    stream.send(ask, deadline)
     frames = []
-    while not reading.is_over:
-        word, payload = stream.receive(deadline)
-        landed = reading.take(word, payload)
+    for part, payload in stream.parts(deadline):
+        landed = reading.take(part, payload)
         if landed is not None:
             assert isinstance(landed.frame, np.ndarray)
             frames.append(landed.frame.tobytes())
@@ -389,13 +390,21 @@ def test_a_guest_reads_its_namespace_and_no_other(pair: Pair) -> None:
         frames = frames_of(stream, lent, keys)
         for key, frame in zip(keys, frames, strict=True):
             assert check_frame(np.frombuffer(frame, np.uint8), key).key == key
-        for flags in (bulk.PEER | bulk.RANGES, bulk.PEER | bulk.LAYER_MAJOR):
+        for form in ({"ranges": [pb.FrameRange(stop=100)]}, {"layer_major": True}):
             with pytest.raises(PermissionDeniedError):
-                frames_of(stream, lent, keys, flags)
+                frames_of(stream, lent, keys, **form)
         others = [ChunkKey(bytes(16) + key[16:]) for key in keys]
         with pytest.raises(PermissionDeniedError, match="own namespace"):
             frames_of(stream, lent, others)
         assert frames_of(stream, lent, keys) == frames, "a refusal ends no connection"
+
+
+def changed(guest: pb.StreamAttach, **fields: Any) -> pb.StreamAttach:
+    found = pb.StreamAttach(**fields)
+    for field, value in guest.ListFields():
+        if field.name not in fields:
+            setattr(found, field.name, value)
+    return found
 
 
 def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
@@ -403,21 +412,25 @@ def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
     lent = lent_to(pair, space)
     guest = lent.guest
     own = pair.writer._connected().session.terms  # has a token only where it may attach
-    of_client = bulk.Guest(
-        0, own.session_id, space, 100, guest_token(own.attach_token, own.session_id, space, 100)
+    of_client = pb.StreamAttach(
+        session_id=own.session_id,
+        key_namespace=space,
+        until_s=100,
+        token=guest_token(own.attach_token, own.session_id, space, 100),
     )
     forged = (
-        guest._replace(token=bytes(16)),
-        guest._replace(until_s=guest.until_s + 1),
-        guest._replace(namespace=bytes(16)),
-        bulk.Attach(0, guest.session_id, guest.token),
+        changed(guest, token=bytes(16)),
+        changed(guest, until_s=guest.until_s + 1),
+        changed(guest, key_namespace=bytes(16)),
+        changed(guest, key_namespace=space + b"x"),
+        attach(guest.session_id, guest.token).attach,
         of_client,
     )
-    for word in forged:
+    for one in forged:
         with pytest.raises(UnauthenticatedError):
-            enter(lent, word)
+            enter(lent, one)
     with pytest.raises(KVStoreError):
-        enter(lent, guest._replace(session_id=guest.session_id ^ 1))
+        enter(lent, changed(guest, session_id=guest.session_id ^ 1))
     enter(lent).close()
 
 
@@ -451,15 +464,16 @@ def test_a_guest_who_asks_as_an_engine_of_the_server_is_hung_up_on(pair: Pair) -
     keys = store(pair.writer, 1, 1)
     lent = lent_to(pair, Namespace(keys[0][:16]))
     with closing(enter(lent)) as stream:
+        deadline = time.monotonic() + SOON_S
+        stream.send(get(stream.next_request(), lent.guest.session_id, keys[0][16:]), deadline)
         with pytest.raises(KVStoreError):
-            frames_of(stream, lent, keys, flags=0)
+            list(stream.parts(deadline))
         assert eventually(stream.is_broken)
 
 
 def test_the_token_covers_all_that_a_guest_says() -> None:
     secret = bytes(range(16))
-    word = bulk.Guest(0, 5, bytes(16), 300, guest_token(secret, 5, bytes(16), 300))
-    assert word.token.hex() == "d95a743a562c0880b2ae25034b0959e9"
+    assert guest_token(secret, 5, bytes(16), 300).hex() == "d95a743a562c0880b2ae25034b0959e9"
     tokens = {
         guest_token(secret, 5, bytes(16), 300),
         guest_token(secret, 6, bytes(16), 300),

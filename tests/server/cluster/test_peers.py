@@ -12,17 +12,19 @@ from typing import cast
 
 import numpy as np
 import pytest
+from contracts.bad_puts import changed
 from credentials import Authority, KeyRing
 from fake_peer import FakePeer, Message, is_found, is_part, refusal
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
 from redis_process import RedisProcess
+from stream_messages import ready
 
 from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import ChunkTensors
-from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.bulk import pack_found
+from kvstore.proto.bulk import found_rows
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
@@ -354,19 +356,16 @@ def another_frame(message: Message) -> list[Message]:
     word, data = message
     if not is_part(message):
         return [message]
-    assert data is not None
     other = frame_of(ChunkKey(bytes(31) + b"x"), MEDIUM, CHUNK_TOKENS).tobytes()
     return [(word, other[: len(data)])]
 
 
 def huge_frame(message: Message) -> list[Message]:
-    word, data = message
-    return [(word._replace(frame_bytes=1 << 63), data)] if is_part(message) else [message]  # type: ignore[call-arg]
+    return [changed(message, frame_bytes=1 << 63)] if is_part(message) else [message]
 
 
 def far_offset(message: Message) -> list[Message]:
-    word, data = message
-    return [(word._replace(offset=1 << 63), data)] if is_part(message) else [message]  # type: ignore[call-arg]
+    return [changed(message, offset=1 << 63)] if is_part(message) else [message]
 
 
 def too_much(message: Message) -> list[Message]:
@@ -377,46 +376,43 @@ def half(message: Message) -> list[Message]:
     word, data = message
     if not is_part(message):
         return [message]
-    assert data is not None
     return [(word, data[: len(data) // 2])]
 
 
 def half_and_silence(message: Message) -> list[Message]:
-    return half(message) if is_part(message) or word_of(message, bulk.Attached) else finds(message)
+    return half(message) if is_part(message) or message[0].ready else finds(message)
 
 
 def finds(message: Message) -> list[Message]:
-    is_of_find = word_of(message, bulk.Done) and message[1] != b""
-    return [message] if is_of_find else []
-
-
-def word_of(message: Message, kind: type[bulk.Word]) -> bool:
-    return isinstance(message[0], kind)
+    return [message] if message[0].HasField("found") else []
 
 
 def other_key_found(message: Message) -> list[Message]:
-    return (
-        [(message[0], _claim(size=None, key=bytes(31) + b"y"))] if is_found(message) else [message]
-    )
+    return _found(message, _claim(size=None, key=bytes(31) + b"y"))
 
 
 def huge_found(message: Message) -> list[Message]:
-    return [(message[0], _claim(size=1 << 62, key=None))] if is_found(message) else [message]
+    return _found(message, _claim(size=1 << 62, key=None))
 
 
 def rubbish_found(message: Message) -> list[Message]:
-    return [(message[0], b"\xff" * 300)] if is_found(message) else [message]
+    return _found(message, pb.FindResponse(rows=[b"\xff" * 300]))
+
+
+def _found(message: Message, found: pb.FindResponse) -> list[Message]:
+    if not is_found(message):
+        return [message]
+    return [(pb.StreamMessage(request=message[0].request, found=found), b"")]
 
 
 def wrong_word(message: Message) -> list[Message]:
-    word = message[0]
-    return [(bulk.Ready(word.request), None)] if is_part(message) else [message]
+    return [(ready(message[0].request), b"")] if is_part(message) else [message]
 
 
-def _claim(size: int | None, key: bytes | None) -> bytes:
+def _claim(size: int | None, key: bytes | None) -> pb.FindResponse:
     layout = KVLayout.of(MEDIUM, CHUNK_TOKENS)
     name = ChunkKey(key or bytes(32))
-    return pack_found([ChunkInfo(name, ChainDigest(bytes(16)), layout, 0, size or 1)])
+    return found_rows([ChunkInfo(name, ChainDigest(bytes(16)), layout, 0, size or 1)])
 
 
 LIES = (

@@ -13,11 +13,13 @@ from typing import cast
 
 import numpy as np
 import pytest
+import stream_messages as messages
+from contracts.bad_puts import changed
 from local_server import DEADLINE_MS, LocalServer
 from prompts import MEDIUM, store
+from stream_messages import Sent, ready, send
 
 from kvstore.client import ClientOptions
-from kvstore.proto import bulk
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
@@ -38,9 +40,7 @@ def reached(terms: PeerSession) -> StreamLink:
 class Liar:
     """Lets one in, and answers its get with *words*, then with silence or by hanging up."""
 
-    def __init__(
-        self, words: list[tuple[bulk.Word, bytes | None]], *, hangs_up: bool = False
-    ) -> None:
+    def __init__(self, words: list[Sent], *, hangs_up: bool = False) -> None:
         self._words = words
         self._hangs_up = hangs_up
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -55,11 +55,10 @@ class Liar:
         with closing(FramedSocket(link, "reader", time.monotonic, is_encrypted=False)) as wire:
             wire.set_timeout(SILENCE_S)
             wire.receive()
-            wire.send(bulk.Attached(0))
-            _, size_bytes = wire.receive()
-            wire.take(size_bytes)
-            for word, payload in self._words:
-                wire.send(word, payload)
+            wire.send(ready())
+            wire.receive()
+            for message, payload in self._words:
+                send(wire, message, payload)
             if not self._hangs_up:
                 self._ended.wait(SILENCE_S)
 
@@ -71,12 +70,10 @@ class Liar:
 
 
 INFO_BYTES = 1000
-CPU = bulk.tier_bytes("cpu")
 
 
-def part(offset: int, size_bytes: int, **other: int) -> tuple[bulk.Word, bytes | None]:
-    word = bulk.Part(1, INFO_BYTES, offset, 0, CPU)
-    return word._replace(**other), bytes(size_bytes)  # type: ignore[arg-type]
+def part(offset: int, size_bytes: int, **other: int) -> Sent:
+    return changed((messages.part(1, INFO_BYTES, offset, 0, "cpu"), bytes(size_bytes)), **other)
 
 
 @pytest.mark.parametrize(
@@ -87,16 +84,14 @@ def part(offset: int, size_bytes: int, **other: int) -> tuple[bulk.Word, bytes |
         [part(0, 1001)],
         [part(0, 0)],
         [part(0, 500, frame_bytes=999)],
-        [part(0, 500, chunk=1)],
-        [part(0, 500, request=2)],
-        [part(0, 500), (bulk.Done(1, 1), b"")],
-        [(bulk.Done(2, 1), b"")],
-        [(bulk.Finish(1, 1), None)],
+        [part(0, 500, index=1)],
+        [(messages.part(2, INFO_BYTES, 0), bytes(500))],
+        [part(0, 500), (messages.done(1, 1), b"")],
+        [(messages.done(2, 1), b"")],
+        [(messages.finish(1, 1), b"")],
     ],
 )
-def test_parts_that_are_not_of_the_frame_are_refused(
-    words: list[tuple[bulk.Word, bytes | None]], info: ChunkInfo
-) -> None:
+def test_parts_that_are_not_of_the_frame_are_refused(words: list[Sent], info: ChunkInfo) -> None:
     with closing(Liar(words)) as liar, closing(reached(liar.terms)) as link:
         out = np.zeros(INFO_BYTES, np.uint8)
         with pytest.raises(InvalidFrameError):

@@ -13,8 +13,7 @@ from typing_extensions import override
 from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo
-from kvstore.server.eviction.discard_hint import DiscardHintEviction
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.lru import DiscardHintEviction, LruEviction
 
 
 def knowing(discarded: str, kept: str = "") -> DiscardHintEviction:

@@ -12,7 +12,7 @@ from contracts.states import spelt
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Times
+from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Floats
 from kvstore.server.eviction.states.cache import GhostLimits, StateCache
 from kvstore.server.eviction.states.ranks import (
     STATE_CLASSES,
@@ -166,7 +166,7 @@ class Waiting(DensityTable):
         self.now.update((int(kind), now_s) for kind in classes)
 
     @override
-    def asked(self, classes: Classes, since_s: Times, now_s: float) -> None:
+    def asked(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         self.now.subtract(zip(map(int, classes), map(float, since_s), strict=True))
         assert min(self.now.values()) >= 0
         self.gone += len(classes)

@@ -21,8 +21,7 @@ from kvstore.proto.types import (
     Namespace,
 )
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.index.chunk_index import ChunkIndex
-from kvstore.server.index.prefix_ends import MAX_CHECKPOINT_SPACES, ResumeRequirements
+from kvstore.server.index.chunk_index import MAX_CHECKPOINT_SPACES, ChunkIndex, ResumeRequirements
 
 TIERS = ("cpu", "disk")
 CHUNKS = 8

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.types import KVLayout
-from kvstore.server.index.prefix_ends import ResumeRequirements, StateCheckpoints
+from kvstore.server.index.chunk_index import ResumeRequirements, StateCheckpoints
 
 WHOLE = replace(make_representation(), layer_groups=(*HYBRID.layer_groups,))
 

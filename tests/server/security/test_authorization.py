@@ -1,12 +1,19 @@
+"""Roles: who may call what, of its own and of others."""
+
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
+from contracts.chunks import make_representation
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.proto.unix_socket import METHODS as LOCAL_METHODS
-from kvstore.server.security.authorization import ANY, METHODS, check_role, role_for
-from kvstore.server.security.sessions import Principal
+from kvstore.server.security.authorization import ANY, METHODS, Authorizer, role_for
+from kvstore.server.security.rate_limits import TenantLimits
+from kvstore.server.security.sessions import Principal, SessionTable
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 SEES = {"Lookup", "Plan", "Get", "Release", "LendPeer", "Resolve", "Stat", "List", "Explain"}
@@ -34,37 +41,54 @@ def test_every_rpc_has_a_row_and_every_row_an_rpc() -> None:
     assert {method.name for method in LOCAL_METHODS.values()} <= set(METHODS)
 
 
+TABLE = SessionTable(1000, 1000, lambda _: b"", lambda: 0.0, os.urandom)
+AUTHORIZER = Authorizer(TABLE, TenantLimits({}, lambda: 0.0), None, clock=lambda: 0.0)
+
+
+def caller(*roles: str) -> Principal:
+    return Principal("key:1", "acme", frozenset(roles))
+
+
+def may(role: str, method: str, request: Any = None) -> bool:
+    """Whether who has *role* alone may call *method*."""
+    try:
+        AUTHORIZER.admit(caller(role), method, request)
+    except PermissionDeniedError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", sorted(METHODS))
 @pytest.mark.parametrize("role", ["read", "write", "admin"])
 def test_each_role_may_do_what_is_its_own_and_nothing_else(name: str, role: str) -> None:
-    caller = Principal("key:1", "acme", frozenset({role}))
-    may = {"read": SEES, "write": CHANGES, "admin": RULES}[role]
-    of_a_session = {"Explain": pb.ExplainRequest, "Events": pb.EventsRequest}.get(name)
-    request = of_a_session and of_a_session(session_id=1)
-    if name in may or METHODS[name] == ANY:
-        check_role(caller, f"/kvstore.v1.KVStore/{name}", request)
-    else:
-        with pytest.raises(PermissionDeniedError, match=name):
-            check_role(caller, f"/kvstore.v1.KVStore/{name}", request)
+    own = {"read": SEES, "write": CHANGES, "admin": RULES}[role]
+    session = TABLE.open(make_representation(), "engine", "acme", caller(role), frozenset({role}))
+    kind = {"Explain": pb.ExplainRequest, "Events": pb.EventsRequest}.get(name)
+    request = kind and kind(session_id=session.session_id)
+    expected = name in own or METHODS[name] == ANY
+    assert may(role, f"/kvstore.v1.KVStore/{name}", request) is expected
 
 
 def test_a_method_without_a_row_is_for_nobody() -> None:
-    caller = Principal("key:1", "acme", frozenset({"read", "write", "admin"}))
     for method in ("/kvstore.v1.KVStore/Dump", "/other.v1.Thing/Do"):
         with pytest.raises(PermissionDeniedError):
-            check_role(caller, method)
+            AUTHORIZER.admit(caller("read", "write", "admin"), method)
 
 
 def test_clearing_and_listing_what_is_others_is_for_admins() -> None:
     for name, kind in (("Clear", pb.ClearRequest), ("Spaces", pb.SpacesRequest)):
         own = {"Clear": "write", "Spaces": "read"}[name]
         for tenant, role in (("", own), ("acme", own), ("zeta", "admin"), ("*", "admin")):
-            assert role_for(name, kind(tenant=tenant), "acme") == role
-    assert role_for("Spaces", pb.SpacesRequest(tenant="pool:library"), "acme") == "read"
-    assert role_for("Clear", pb.ClearRequest(tenant="pool:library"), "acme") == "admin"
+            request = kind(tenant=tenant)
+            assert [one for one in ("read", "write", "admin") if may(one, name, request)] == [role]
+    assert may("read", "Spaces", pb.SpacesRequest(tenant="pool:library"))
+    assert not may("write", "Clear", pb.ClearRequest(tenant="pool:library"))
+    assert may("admin", "Clear", pb.ClearRequest(tenant="pool:library"))
 
 
 def test_explain_of_the_whole_server_and_reflection_are_for_admins() -> None:
-    assert role_for("/kvstore.v1.KVStore/Explain", pb.ExplainRequest()) == "admin"
+    explain = "/kvstore.v1.KVStore/Explain"
+    assert not may("read", explain, pb.ExplainRequest())
+    assert may("admin", explain, pb.ExplainRequest())
     reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     assert role_for(reflection) == "admin"

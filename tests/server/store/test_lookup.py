@@ -25,7 +25,7 @@ from kvstore.proto.types import (
     Match,
     Namespace,
 )
-from kvstore.server.index.prefix_ends import ResumeRequirements
+from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.lookup import MAX_NEGATIVE_KEYS, NEGATIVE_TTL_S, NegativeCache
 

@@ -18,7 +18,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
-from kvstore.server.telemetry.events import Event, EventLog, EventRing, Page
+from kvstore.server.telemetry.events import Event, EventLog, Page
 
 TIERS = ("cpu", "disk", "redis")
 LOCAL = TIERS[:2]
@@ -202,39 +202,39 @@ def test_a_cursor_that_nobody_was_given_begins_anew() -> None:
 SIZE = 8
 
 
-def event(number: int) -> Event:
-    """Return the event of *number*: every third is of a copy that left."""
-    info = make_info(number, 1)
-    if number % 3 == 0:
-        return Event(info.key, "disk", number=number, own=number // 2)
-    return Event(info.key, "cpu", 16, info.parent, Fidelity.exact, number, number // 2)
+def note(log: EventLog, seed: int) -> Event:
+    """Have *log* note something of chunk *seed*, of every third that it left. Return it."""
+    info, number = make_info(seed, 1), log.last + 1
+    own = log.count(Namespace(info.key[:DIGEST_BYTES])) + 1
+    if seed % 3 == 0:
+        log.removed("disk", info.key, is_last=True)
+        return Event(info.key, "disk", number=number, own=own)
+    log.stored("cpu", [info])
+    return Event(info.key, "cpu", info.layout.tokens, info.parent, info.fidelity, number, own)
 
 
 def test_an_event_is_kept_whole_until_as_many_came_as_there_is_room_for() -> None:
-    ring = EventRing(("disk", "cpu"), SIZE)
-    assert [ring.get(number) for number in range(1, SIZE + 1)] == [None] * SIZE
-    for number in range(1, 3 * SIZE):
-        ring.put(event(number))
-        least = max(1, number - SIZE + 1)
-        assert [ring.get(at) for at in range(least, number + 1)] == [
-            event(at) for at in range(least, number + 1)
-        ]
-        assert ring.get(least - 1) is None
-    left = ring.get(3 * SIZE - 3)
-    assert left is not None
-    assert (left.tokens, left.parent, left.fidelity) == (0, ROOT, Fidelity.none)
+    _, log = world(SIZE)
+    assert [log.get(number) for number in range(1, SIZE + 1)] == [None] * SIZE
+    noted: list[Event] = []
+    for seed in range(1, 3 * SIZE):
+        noted.append(note(log, seed))
+        kept = noted[-SIZE:]
+        assert [log.get(one.number) for one in kept] == kept
+        assert [log.get(one.number) for one in noted[:-SIZE]] == [None] * len(noted[:-SIZE])
+    left = next(one for one in reversed(noted) if not one.tokens)
+    assert (left.parent, left.fidelity) == (ROOT, Fidelity.none)
 
 
-def test_a_ring_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None:
-    events = [event(number) for number in range(1, 1001)]
+def test_a_log_takes_its_memory_at_the_start_and_no_more_when_it_fills() -> None:
+    infos = [make_info(1, 1)] * 1000
     tracemalloc.start()
     try:
-        ring = EventRing(("disk", "cpu"), len(events))
+        _, log = world(len(infos))
         empty, _ = tracemalloc.get_traced_memory()
-        for one in events:
-            ring.put(one)
+        log.stored("cpu", infos)
         full, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert empty > 64 * len(events)
-    assert full - empty < len(events)
+    assert empty > 64 * len(infos)
+    assert full - empty < len(infos)

@@ -6,7 +6,8 @@ import json
 import re
 import threading
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 import grpc
 import pytest
@@ -14,7 +15,14 @@ from conftest import ProcessMaker
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.server.telemetry.request_ids import HEADER, MAX_ID_CHARS, RequestId, add_request_id
+from kvstore.server.telemetry.request_ids import (
+    CURRENT,
+    HEADER,
+    MAX_ID_CHARS,
+    NUMBERS,
+    RequestId,
+    add_request_id,
+)
 from kvstore.server.tiering.work_queue import WorkQueue
 
 MADE_UP = re.compile(r"[0-9a-f]{16}")
@@ -26,31 +34,39 @@ def line() -> dict[str, object]:
     return fields
 
 
+@contextmanager
+def call(metadata: Callable[[], object] = tuple) -> Iterator[None]:
+    """A call that brought *metadata* along is at work."""
+    CURRENT.set(RequestId(next(NUMBERS), metadata))
+    yield
+    CURRENT.set(None)
+
+
 def test_all_lines_of_a_call_have_the_id_that_it_brought_along() -> None:
     assert line() == {}
-    with RequestId(lambda: ((HEADER, "abc-1"), ("other", "x"))):
+    with call(lambda: ((HEADER, "abc-1"), ("other", "x"))):
         assert line() == line() == {"request_id": "abc-1"}
     assert line() == {}
 
 
 def test_a_call_without_one_gets_one_of_its_own() -> None:
-    with RequestId():
+    with call():
         first = line()["request_id"]
         assert line()["request_id"] == first
-    with RequestId():
+    with call():
         assert line()["request_id"] != first
     assert MADE_UP.fullmatch(str(first))
 
 
 @pytest.mark.parametrize("given", ["", "a\nb", "é", "x" * (MAX_ID_CHARS + 1), b"bytes"])
 def test_an_id_that_would_spoil_the_log_is_not_taken(given: str | bytes) -> None:
-    assert MADE_UP.fullmatch(str(RequestId(lambda: ((HEADER, given),))))
+    assert MADE_UP.fullmatch(str(RequestId(1, lambda: ((HEADER, given),))))
 
 
 def test_what_a_call_has_moved_has_its_id_too() -> None:
     seen: list[object] = []
     with closing(WorkQueue({"queue": 1}, 10, time.monotonic)) as work_queue:
-        with RequestId(lambda: ((HEADER, "abc-1"),)):
+        with call(lambda: ((HEADER, "abc-1"),)):
             ticket = work_queue.submit(
                 "queue", b"one", lambda: seen.append(line().get("request_id"))
             )
@@ -85,23 +101,9 @@ def test_every_line_of_a_servers_log_is_json_and_refusals_have_their_ids(
     assert len(set(ids[2:])) == len(ids) - 2 == 3
 
 
-def test_threads_that_ask_at_once_are_told_the_same_id() -> None:
-    told: list[str] = []
-
-    def ask_meanwhile() -> tuple[()]:
-        if threading.current_thread() is threading.main_thread():
-            other = threading.Thread(target=lambda: told.append(str(request_id)))
-            other.start()
-            other.join()
-        return ()
-
-    request_id = RequestId(ask_meanwhile)
-    assert str(request_id) == told[0]
-
-
 def test_a_call_on_another_thread_has_another_id() -> None:
     seen: list[object] = []
-    with RequestId(lambda: ((HEADER, "abc-1"),)):
+    with call(lambda: ((HEADER, "abc-1"),)):
         thread = threading.Thread(target=lambda: seen.append(line().get("request_id")))
         thread.start()
         thread.join()

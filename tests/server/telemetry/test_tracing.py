@@ -30,7 +30,6 @@ from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server import node
-from kvstore.server.api import interceptors
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import tracing as module
 from kvstore.server.telemetry.request_ids import HEADER
@@ -275,7 +274,7 @@ def test_an_untraced_server_asks_nothing_of_tracing(server: LocalServer) -> None
     assert open_tracing(None, 1.0) is None
     assert all(slot.tracing is None for slot in server.node.store.tiers.slots.values())
     assert TierSlot.__dataclass_fields__["tracing"].default is None
-    assert interceptors.CallInterceptor()._tracing is None
+    assert server.node._tracing is None
 
 
 def test_a_collector_that_is_not_there_costs_no_call_and_no_stop(

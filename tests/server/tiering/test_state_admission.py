@@ -178,7 +178,7 @@ def test_what_is_aborted_is_put_anew_as_if_it_had_not_been(
     chunks = [chunk_of(client, keys, at, "ws") for at in range(3)]
     layouts = [KVLayout.of(HYBRID, TOKENS)]
     core = server.node.store
-    (session,) = server.node.sessions._sessions.values()
+    (session,) = server.node.sessions.by_id.values()
     size = raw_frame_bytes(layouts[0])
     infos = [ChunkInfo(c.key, c.parent, layouts[0], 0, size) for c in chunks]
     begun = core.writes.begin_all(session, infos, core.moves.clock() + 5)

@@ -33,8 +33,8 @@ from kvstore.server.web.event_publisher import (
     BlockStored,
     EventBatch,
     EventPublisher,
+    block_events,
     encode,
-    words_of,
 )
 from kvstore.server.web.event_sockets import EventSockets, parse_readers
 
@@ -56,15 +56,9 @@ def stored(number: int, tier: str = "cpu", fidelity: Fidelity = Fidelity.exact) 
 
 
 def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
-    first, second, third, gone = words_of(
-        [
-            stored(1),
-            stored(2),
-            stored(4),
-            stored(5, "disk"),
-            *(Event(key(n), "gpu") for n in (1, 2)),
-        ]
-    )
+    events = [stored(1), stored(2), stored(4), stored(5, "disk")]
+    events += [Event(key(n), "gpu") for n in (1, 2)]
+    first, second, third, gone = block_events(Page(events, 0))
     assert isinstance(first, BlockStored)
     assert first.block_hashes == [key(1), key(2)]
     assert (first.parent_block_hash, first.block_size, first.token_ids) == (None, 256, [])
@@ -76,14 +70,16 @@ def test_chunks_of_a_chain_come_in_one_word_and_others_in_their_own() -> None:
 
 
 def test_a_lossy_copy_counts_as_gone_for_who_asks_for_exact() -> None:
-    assert words_of([stored(1, "disk", Fidelity.bounded)]) == [
+    assert block_events(Page([stored(1, "disk", Fidelity.bounded)], 0)) == [
         BlockRemoved([key(1)], "STORAGE", "LOCAL", "kvstore")
     ]
 
 
 def test_a_batch_is_written_as_it_always_was() -> None:
     """The file is what vLLM's own decoder reads in tests/real_vllm."""
-    words = [AllBlocksCleared(), *words_of([stored(1), stored(2), Event(key(3), "disk")])]
+    events = [stored(1), stored(2), Event(key(3), "disk")]
+    words = block_events(Page(events, 0, cleared=True))
+    assert words[0] == AllBlocksCleared()
     assert encode(1_700_000_000.5, words) == GOLDEN.read_bytes()
     decoder = msgspec.msgpack.Decoder(EventBatch)
     assert decoder.decode(GOLDEN.read_bytes()) == EventBatch(1_700_000_000.5, words)
@@ -339,7 +335,7 @@ def answer_of(reader: Any) -> tuple[list[int], bytes]:
 def test_an_answer_waits_for_who_reads_it_slowly_and_holds_up_nobody(
     context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 300.0)  # the machine is slow too
+    monkeypatch.setattr(module, "MAX_REPLAY_WAIT_S", 300.0)  # the machine is slow too
     with publisher_of_many(tmp_path / "p"):
         slow = asking(context, tmp_path / "p", 0)
         assert slow.poll(DEADLINE_MS)  # its answer has begun, and reads nothing of it
@@ -351,7 +347,7 @@ def test_an_answer_waits_for_who_reads_it_slowly_and_holds_up_nobody(
 def test_who_stops_reading_is_told_that_its_answer_was_cut_short(
     context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 0.0)
+    monkeypatch.setattr(module, "MAX_REPLAY_WAIT_S", 0.0)
     with publisher_of_many(tmp_path / "p") as (_, counters):
         slow = asking(context, tmp_path / "p", 0)
         gone = asking(context, tmp_path / "p", 0)
@@ -361,7 +357,7 @@ def test_who_stops_reading_is_told_that_its_answer_was_cut_short(
         assert end == module.CUT
         assert numbers == list(range(len(numbers)))
         assert 0 < len(numbers) < PAGES
-        monkeypatch.setattr(module, "REPLAY_PATIENCE_S", 60.0)
+        monkeypatch.setattr(module, "MAX_REPLAY_WAIT_S", 60.0)
         slow.send_multipart((b"", len(numbers).to_bytes(8, "big")))
         assert answer_of(slow) == (list(range(len(numbers), PAGES)), module.END)
 

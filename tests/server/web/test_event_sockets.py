@@ -51,7 +51,7 @@ class Router:
     def __init__(self, endpoint: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.linger = self.socket.handshake_ivl = 0
+        self.socket.handshake_ivl = 0
         self.refused = 0
         self.cap = ConnectionCap(self.socket, MOST, self._count)
         self.address = bind_to(self.socket, endpoint)
@@ -64,10 +64,7 @@ class Router:
         return (len(self.cap), self.refused) == (connections, refused)
 
     def close(self) -> None:
-        self.cap.close()
-        self.cap.close()
-        self.socket.close(0)
-        self.context.term()
+        self.context.destroy(linger=0)
 
 
 @pytest.fixture(params=["tcp", "ipc"])

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto import bulk
+from kvstore.client.frame_parts import FrameAssembler, ReceivedFrame
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.bulk import FrameAssembler, ReceivedFrame
-from kvstore.proto.errors import InvalidFrameError, LeaseExpiredError
+from kvstore.proto.errors import InvalidFrameError
 
 LIMIT_BYTES = 100
 
@@ -20,7 +20,7 @@ def room(chunk: int, size_bytes: int, start: Bytes) -> Bytes:
 
 
 def reading() -> FrameAssembler:
-    return FrameAssembler(7, LIMIT_BYTES, room)
+    return FrameAssembler(LIMIT_BYTES, room)
 
 
 def bytes_of(landed: ReceivedFrame) -> bytes:
@@ -28,8 +28,8 @@ def bytes_of(landed: ReceivedFrame) -> bytes:
     return landed.frame.tobytes()
 
 
-def part(chunk: int, frame_bytes: int, offset: int, request: int = 7) -> bulk.Part:
-    return bulk.Part(request, frame_bytes, offset, chunk, bulk.tier_bytes("disk"))
+def part(chunk: int, frame_bytes: int, offset: int) -> pb.StreamPart:
+    return pb.StreamPart(index=chunk, frame_bytes=frame_bytes, offset=offset, tier="disk")
 
 
 @given(
@@ -41,7 +41,6 @@ def test_frames_are_what_their_parts_add_up_to(
     frames: list[bytes], cut: int, passed_by: set[int]
 ) -> None:
     one = FrameAssembler(
-        7,
         LIMIT_BYTES,
         lambda chunk, size, start: None if chunk in passed_by else room(chunk, size, start),
     )
@@ -53,14 +52,13 @@ def test_frames_are_what_their_parts_add_up_to(
             if whole is not None:
                 assert start + cut >= len(frame)
                 landed.append(whole)
-    one.take(bulk.Done(7, len(frames)), as_bytes(b""))
-    assert one.is_over
+    one.end(len(frames))
     assert [(one.chunk, one.tier, bytes_of(one)) for one in landed] == [
         (number, "disk", frame) for number, frame in enumerate(frames) if number not in passed_by
     ]
 
 
-LIES: dict[str, tuple[list[tuple[bulk.Word, bytes]], str]] = {
+LIES: dict[str, tuple[list[tuple[pb.StreamPart, bytes]], str]] = {
     "no size": ([(part(0, 0, 0), b"x")], "frame_bytes=0: over"),
     "over the limit": ([(part(0, 101, 0), b"x")], "frame_bytes=101: over"),
     "2^63 bytes": ([(part(0, 1 << 63, 0), b"x")], "frame_bytes=9223372036854775808: over"),
@@ -76,8 +74,6 @@ LIES: dict[str, tuple[list[tuple[bulk.Word, bytes]], str]] = {
     "the second frame first": ([(part(1, 3, 0), b"ab")], "offset=0: parts must"),
     "a frame twice": ([(part(0, 1, 0), b"a"), (part(0, 1, 0), b"a")], "offset=0: parts must"),
     "another frame inside one": ([(part(0, 2, 0), b"a"), (part(1, 2, 0), b"a")], "offset=0"),
-    "a wrong count": ([(part(0, 1, 0), b"a"), (bulk.Done(7, 2), b"")], "frames=2: 1 came"),
-    "another kind": ([(bulk.Ready(7), b"")], "kind='Ready': not an answer"),
 }  # fmt: skip
 
 
@@ -85,8 +81,8 @@ LIES: dict[str, tuple[list[tuple[bulk.Word, bytes]], str]] = {
 def test_parts_that_lie_are_refused(what: str) -> None:
     messages, match = LIES[what]
     one = reading()
-    for word, data in messages[:-1]:
-        one.take(word, as_bytes(data))
+    for sent, data in messages[:-1]:
+        one.take(sent, as_bytes(data))
     with pytest.raises(InvalidFrameError, match=match.replace("^", r"\^")):
         one.take(messages[-1][0], as_bytes(messages[-1][1]))
 
@@ -95,19 +91,6 @@ def test_a_frame_that_was_begun_when_the_time_was_up_is_no_frame_and_no_error() 
     one = reading()
     assert one.take(part(0, 1, 0), as_bytes(b"a")) is not None
     assert one.take(part(1, 2, 0), as_bytes(b"a")) is None
-    assert one.take(bulk.Done(7, 1), as_bytes(b"")) is None
-    assert one.is_over
-
-
-def test_what_belongs_to_an_earlier_request_is_passed_by() -> None:
-    one = reading()
-    assert one.take(part(0, 1 << 63, 5, request=6), as_bytes(b"x")) is None
-    assert one.take(bulk.Failed(6), as_bytes(b"KVStoreError\0no")) is None
-    assert not one.is_over
-
-
-def test_the_server_s_error_is_raised_as_its_class() -> None:
-    one = reading()
-    with pytest.raises(LeaseExpiredError, match="look it up"):
-        one.take(bulk.Failed(7), as_bytes(b"LeaseExpiredError\0look it up"))
-    assert one.is_over
+    one.end(1)
+    with pytest.raises(InvalidFrameError, match="frames=2: 1 came"):
+        one.end(2)

@@ -1,0 +1,86 @@
+"""Messages of TCP streams as tests send and expect them, with their payloads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.buffers import as_bytes
+from kvstore.proto.framing import FramedSocket
+
+Sent = tuple[pb.StreamMessage, bytes]
+"""A message and its payload, which only a part has."""
+
+
+def send(wire: FramedSocket, message: pb.StreamMessage, payload: bytes = b"") -> None:
+    """Send a message, with a payload whether it may have one or not."""
+    wire.send(message, [as_bytes(payload)])
+
+
+def receive(wire: FramedSocket) -> Sent:
+    """Return the next message, whole."""
+    message, size_bytes = wire.receive()
+    payload = np.empty(size_bytes, np.uint8)
+    wire.fill(payload)
+    return message, payload.tobytes()
+
+
+def kind(message: pb.StreamMessage) -> str:
+    """Return which of them *message* is."""
+    return str(message.WhichOneof("body"))
+
+
+def attach(session_id: int, token: bytes) -> pb.StreamMessage:
+    """Return what a session's own end says first."""
+    return pb.StreamMessage(attach=pb.StreamAttach(session_id=session_id, token=token))
+
+
+def ready(request: int = 0) -> pb.StreamMessage:
+    """Return the answer to that, or to a put."""
+    return pb.StreamMessage(request=request, ready=True)
+
+
+def get(request: int, session_id: int, digests: bytes = b"") -> pb.StreamMessage:
+    """Return a get, to be changed."""
+    asked = pb.GetRequest(session_id=session_id, digests=digests, deadline_ms=1000)
+    return pb.StreamMessage(request=request, get=asked)
+
+
+def put(request: int, session_id: int) -> pb.StreamMessage:
+    """Return the begin of a put, to be changed."""
+    asked = pb.PutRequest(session_id=session_id, deadline_ms=1000)
+    return pb.StreamMessage(request=request, put=asked)
+
+
+def part(
+    request: int, frame_bytes: int, offset: int, index: int = 0, tier: str = ""
+) -> pb.StreamMessage:
+    """Return the header of bytes of a frame."""
+    of = pb.StreamPart(index=index, frame_bytes=frame_bytes, offset=offset, tier=tier)
+    return pb.StreamMessage(request=request, part=of)
+
+
+def cancel(request: int) -> pb.StreamMessage:
+    """Return what ends a get sooner."""
+    return pb.StreamMessage(request=request, cancel=True)
+
+
+def finish(request: int, frames: int) -> pb.StreamMessage:
+    """Return the last of a put."""
+    return pb.StreamMessage(request=request, finish=frames)
+
+
+def done(request: int, frames: int) -> pb.StreamMessage:
+    """Return the end of a get."""
+    return pb.StreamMessage(request=request, done=frames)
+
+
+def stored(request: int, outcomes: bytes) -> pb.StreamMessage:
+    """Return the end of a put of frames with these *outcomes*."""
+    answer = pb.PutResponse(outcomes=outcomes, reasons=[""] * len(outcomes))
+    return pb.StreamMessage(request=request, stored=answer)
+
+
+def failed(request: int, name: str, text: str) -> pb.StreamMessage:
+    """Return the end of a request by an error."""
+    return pb.StreamMessage(request=request, failed=pb.StreamError(name=name, text=text))
