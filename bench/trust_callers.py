@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 from kvstore.client import Access, Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto.types import Representation
-from kvstore.server.security.api_keys import make_key, write_keys
+from kvstore.server.security.key_files import make_key, write_keys
 
 
 def own_certificate(folder: Path) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from bench.workload import MODEL, check, chunk_bytes, make_chunks, serving
 from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.types import KVLayout
-from kvstore.server.security.encryption_keys import next_key, write_encryption_keys
+from kvstore.server.security.key_files import next_key, write_keys
 
 CHUNKS = 16
 ROUNDS = 15
@@ -30,7 +30,7 @@ ROUNDS = 15
 def measure(report: Report, folder: Path) -> None:
     """Add ``encryption_cost_on_disk_gets``: the share of a get's time that encryption adds."""
     keys_file = folder / "keys"
-    write_encryption_keys(keys_file, [next_key([], np.random.bytes, time())])
+    write_keys(keys_file, [next_key([], np.random.bytes, time())])
     for transport, name in (("grpc", "encryption_cost_on_disk_gets"), ("shm", "")):
         with ExitStack() as stack:
             plain = stack.enter_context(_DiskGets(folder / f"plain-{transport}", transport))

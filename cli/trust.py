@@ -14,8 +14,7 @@ from kvstore.cli.server_address import DEFAULT_ADDRESS, Address
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
-    from kvstore.server.security.api_keys import ApiKey
-    from kvstore.server.security.encryption_keys import EncryptionKey
+    from kvstore.server.security.key_files import ApiKey, EncryptionKey
 
 token_app = typer.Typer(
     cls=Manual,
@@ -54,7 +53,7 @@ def token_make(
     import os
     import time
 
-    from kvstore.server.security.api_keys import make_key, write_keys
+    from kvstore.server.security.key_files import make_key, write_keys
 
     try:
         rows = _tokens(file)
@@ -89,7 +88,7 @@ def token_revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, or how it begins.")],
 ) -> None:
     """Take a key out of a file: its sessions end within a second."""
-    from kvstore.server.security.api_keys import write_keys
+    from kvstore.server.security.key_files import write_keys
 
     try:
         rows = _tokens(file)
@@ -111,7 +110,7 @@ def _one_of(ids: Sequence[str], begun: str) -> str:
 
 
 def _tokens(file: Path) -> list[ApiKey]:
-    from kvstore.server.security.api_keys import parse_keys
+    from kvstore.server.security.key_files import parse_keys
     from kvstore.server.security.watched_file import read_guarded
 
     return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
@@ -126,12 +125,12 @@ def keys_new(file: KeyFile) -> None:
     import os
     import time
 
-    from kvstore.server.security.encryption_keys import next_key, write_encryption_keys
+    from kvstore.server.security.key_files import next_key, write_keys
 
     try:
         rows = _encryption_keys(file)
         row = next_key(rows, os.urandom, time.time())
-        write_encryption_keys(file, [*rows, row])
+        write_keys(file, [*rows, row])
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
     print(f"epoch {row.epoch} is written with from now on")
@@ -162,7 +161,7 @@ def keys_retire(
     file: KeyFile, epoch: Annotated[int, typer.Argument(metavar="EPOCH", help="As list shows it.")]
 ) -> None:
     """Forget a key for good: what was encrypted with it is missing from now on."""
-    from kvstore.server.security.encryption_keys import write_encryption_keys
+    from kvstore.server.security.key_files import write_keys
 
     try:
         rows = _encryption_keys(file)
@@ -171,14 +170,14 @@ def keys_retire(
             raise InvalidRequestError("epoch", epoch, "is not in the file; kvstore keys list")
         if not left or epoch == max(row.epoch for row in rows):
             raise InvalidRequestError("epoch", epoch, "is written with; kvstore keys new first")
-        write_encryption_keys(file, left)
+        write_keys(file, left)
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
     print(f"epoch {epoch} is gone")
 
 
 def _encryption_keys(file: Path) -> list[EncryptionKey]:
-    from kvstore.server.security.encryption_keys import parse_encryption_keys
+    from kvstore.server.security.key_files import parse_encryption_keys
     from kvstore.server.security.watched_file import read_guarded
 
     return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []

@@ -30,8 +30,8 @@ from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, 
 from kvstore.server.api.validation import Checks, ServiceLimits
 from kvstore.server.blending.content_reader import ContentReader
 from kvstore.server.index.known_models import KnownModels
+from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.security.setup import Trust
 from kvstore.server.settings.process_limits import (
     BULK_SHARE,
     SOCKET_SHARE,
@@ -151,7 +151,7 @@ class Node:
         self.sessions.on_close.append(store.end_session)
         self.trust = Trust(config, self.sessions, clock)
         self._closers.append(self.trust.close)
-        self.trust.authorizer.times = self.counters.times
+        self.trust.authorizer.counters = self.counters
         store.catalog.limit_leases(self.trust.authorizer.lease_terms)
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:

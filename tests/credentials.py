@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvstore.server.security.api_keys import ApiKey, make_key, parse_keys, write_keys
+from kvstore.server.security.key_files import ApiKey, make_key, parse_keys, write_keys
 
 _DAY = datetime.timedelta(days=1)
 

@@ -13,12 +13,11 @@ import structlog
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import ERROR_NAME
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer
+from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, Trust
 from kvstore.server.security.sessions import ANYBODY, Principal, Session
 from kvstore.server.telemetry.request_ids import CURRENT, NUMBERS, RequestId
 
 if TYPE_CHECKING:
-    from kvstore.server.security.setup import Trust
     from kvstore.server.telemetry.tracing import Tracing
 
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -101,7 +100,8 @@ class CallWrapper:
                     _abort(context, error, method)
                 finally:
                     if trust is not None:
-                        trust.authorizer.times.note(method, trust.authorizer.clock() - started)
+                        took_s = trust.authorizer.clock() - started
+                        trust.authorizer.counters.note_call(method, took_s)
                     if trust is not None and trust.audit is not None:
                         trust.authorizer.note(
                             call.principal,

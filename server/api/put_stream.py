@@ -51,7 +51,7 @@ class PutStream:
         hints: Hints = NO_HINTS,
     ) -> None:
         if durable:
-            checks.durable(durable, is_possible=store.can_be_durable)
+            checks.durable(store)
         self.deadline = checks.deadline(deadline_ms)
         self.hints = hints
         self._store = store

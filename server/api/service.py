@@ -28,9 +28,8 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
-from kvstore.server.security.authorization import access_to
+from kvstore.server.security.authorization import Trust, access_to
 from kvstore.server.security.sessions import Session, SessionTable
-from kvstore.server.security.setup import Trust
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
 from kvstore.server.store.reservations import PutResult
@@ -47,6 +46,8 @@ if TYPE_CHECKING:  # their files load redis or torch
 
 MAX_CLIENT_CHARS = 128
 MAX_NODE_ID_CHARS = 128
+MAX_PLAN_TTL_MS = 3600 * 1000
+"""How long announced chunks are kept; 0 keeps nothing."""
 MAX_LISTED_PEERS = 16
 """Of those that are there; clients learn of further ones as they read what these have."""
 MAX_READ_PEERS = 64
@@ -202,11 +203,12 @@ class DataCalls:
     def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:
         """Order the prompts of a batch, and keep the chunks that they share."""
         session = self._sessions.get(request.session_id)
-        ttl_ms = self._checks.plan_ttl_ms(request.ttl_ms)
+        if request.ttl_ms > MAX_PLAN_TTL_MS:
+            raise InvalidRequestError("ttl_ms", request.ttl_ms, f"at most {MAX_PLAN_TTL_MS}")
         self._checks.batch("lengths", len(request.lengths))
         keys = self._checks.keys(session, request.chains)
         chains = messages.chains_of(keys, request.lengths)
-        plan, kept = self._store.plan(session, chains, ttl_ms / 1000)
+        plan, kept = self._store.plan(session, chains, request.ttl_ms / 1000)
         return pb.PlanResponse(
             server=self._stamp,
             order=plan.order,
@@ -296,7 +298,8 @@ class DataCalls:
     def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         """Set CPU memory aside for chunks that come by shared memory."""
         session = self._sessions.get(request.session_id)
-        self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
+        if request.durable:
+            self._checks.durable(self._store)
         wanted = self._checks.reserved(session, request)
         infos, parts = [info for info, _ in wanted], [part for _, part in wanted]
         deadline = self._checks.deadline(request.deadline_ms)
@@ -320,7 +323,8 @@ class DataCalls:
                 "offsets", len(request.offsets), "give one for each reservation"
             )
         self._checks.batch("reservation_ids", len(request.reservation_ids))
-        self._checks.durable(request.durable, is_possible=self._store.can_be_durable)
+        if request.durable:
+            self._checks.durable(self._store)
         unix_server, writes = self._unix_server, self._store.writes
         if unix_server is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")

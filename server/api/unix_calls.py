@@ -81,7 +81,7 @@ class UnixCalls:
             outcome = type(error).__name__
             raise
         finally:
-            authorizer.times.note(method, authorizer.clock() - started)
+            authorizer.counters.note_call(method, authorizer.clock() - started)
             authorizer.note(session.owner, method, outcome, session, request, lambda: "unix")
 
     def _traced(self, method: str, request: Message) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -41,15 +41,15 @@ from kvstore.proto.types import (
     Namespace,
     Shard,
 )
-from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, AskedChunk, Measured
-from kvstore.server.blending.resolver import AskedSegment, Question, Report
+from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, Measured, PromptChunk
+from kvstore.server.blending.resolver import PromptSegment, Question, Report
 from kvstore.server.blending.scores import Context, Scores
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart
 from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.store import Store
 
 MAX_DEADLINE_MS = 600_000
-MAX_PLAN_TTL_MS = 3600 * 1000
 MAX_REPORTED_MS = 3600e3
 _SUM_SLACK = 1.01
 """Attention weights of a row sum up to 1, in sixteen bits or so."""
@@ -62,13 +62,6 @@ class ServiceLimits:
     max_batch_chunks: int
     max_frame_bytes: int
     default_deadline_ms: int
-
-
-class Outcomes(TypedDict):
-    """The fields of replies with what became of each chunk."""
-
-    outcomes: bytes
-    reasons: list[str]
 
 
 class Checks:
@@ -84,21 +77,15 @@ class Checks:
             raise InvalidRequestError("deadline_ms", deadline_ms, f"at most {MAX_DEADLINE_MS}")
         return self.clock() + (deadline_ms or self.limits.default_deadline_ms) / 1000
 
-    def durable(self, wanted: bool, *, is_possible: bool) -> None:
+    def durable(self, store: Store) -> None:
         """Refuse a durable put where nothing survives a restart."""
-        if wanted and not is_possible:
+        if not store.can_be_durable:
             fix = "start the server with a disk tier whose codec loses nothing"
             raise InvalidRequestError("durable", True, fix)
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
         return keys_of_digests(digests, session.namespace, self.limits.max_batch_chunks)
-
-    def plan_ttl_ms(self, ttl_ms: int) -> int:
-        """Refuse to keep announced chunks for too long; 0 keeps nothing."""
-        if ttl_ms > MAX_PLAN_TTL_MS:
-            raise InvalidRequestError("ttl_ms", ttl_ms, f"at most {MAX_PLAN_TTL_MS}")
-        return ttl_ms
 
     def batch(self, field: str, count: int) -> None:
         """Refuse a batch over the limit."""
@@ -223,7 +210,7 @@ class BlendChecks:
             engine.prefill if engine is not None else None,
         )
 
-    def _segment(self, space: Namespace, message: pb.PromptSegment) -> AskedSegment:
+    def _segment(self, space: Namespace, message: pb.PromptSegment) -> PromptSegment:
         tokens = message.tokens
         contents = split_digests(message.contents, self._limit)
         chains = split_digests(message.chains, self._limit)
@@ -241,8 +228,8 @@ class BlendChecks:
             fix = f"its chunks cover it, up to {MIN_CHUNK_TOKENS - 1} tokens at its end"
             raise InvalidRequestError("segments.stop", wrong, fix)
         keys = [ChunkKey(space + digest) for digest in chains] or [ChunkKey(b"")] * len(tokens)
-        chunks = tuple(map(AskedChunk, keys, contents, tokens))
-        return AskedSegment(message.start, message.stop, chunks, message.approximate)
+        chunks = tuple(map(PromptChunk, keys, contents, tokens))
+        return PromptSegment(message.start, message.stop, chunks, message.approximate)
 
     # --- reports
 
@@ -296,7 +283,7 @@ def fidelity(value: int) -> Fidelity:
     return found
 
 
-def outcomes(results: Sequence[PutResult]) -> Outcomes:
+def outcomes(results: Sequence[PutResult]) -> dict[str, Any]:
     """Return the reply fields for *results*."""
     return {
         "outcomes": bytes(map(attrgetter("outcome"), results)),

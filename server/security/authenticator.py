@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 
 from kvstore.proto.errors import UnauthenticatedError
-from kvstore.server.security.api_keys import ApiKeys
-from kvstore.server.security.certificates import Revocations, principal_of_certificate
+from kvstore.server.security.certificates import (
+    Revocations,
+    principal_of_certificate,
+    proof_of_certificate,
+)
 from kvstore.server.security.jwt_tokens import MAX_LIFE_S, JwtVerifier
+from kvstore.server.security.key_files import ApiKeys
 from kvstore.server.security.sessions import ANYBODY, Principal
 from kvstore.server.security.watched_file import WatchedFile
 
@@ -56,7 +60,8 @@ class Authenticator:
         if self.is_open:
             return ANYBODY
         pem = next(iter(auth_context.get(CERTIFICATE, ())), None)
-        if self._revocations is not None and pem and self._revocations.value.revokes(pem):
+        revoked = self._revocations.value if self._revocations is not None else None
+        if revoked is not None and pem and revoked.has(proof_of_certificate(pem)):
             raise UnauthenticatedError("the certificate was revoked; get another")
         values = [value for name, value in metadata if name == HEADER]
         if len(values) > 1:

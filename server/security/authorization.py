@@ -1,18 +1,25 @@
-"""The Authorizer: may this caller do this, on this session, now? The same for every transport."""
+"""May this caller do this, on this session, now? The same for every transport."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.security.audit_log import AuditLog, Event
-from kvstore.server.security.rate_limits import RateLimit, TenantLimits
+from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.security.certificates import Revocations, parse_revocations
+from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
+from kvstore.server.security.key_files import ApiKeys, parse_keys
+from kvstore.server.security.rate_limits import Limits, RateLimit, TenantLimits
 from kvstore.server.security.sessions import Principal, Session, SessionTable
+from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.rules import Pool
-from kvstore.server.telemetry.metrics import CallTimes
+from kvstore.server.settings.settings import Settings
+from kvstore.server.telemetry.metrics import Counters
 
 ANY = "any"
 OPEN = "open"
@@ -111,8 +118,8 @@ class Authorizer:
         self._notes_reads = notes_reads
         self._refusals = RateLimit(REFUSALS_PER_S, clock)
         self.clock = clock
-        self.times = CallTimes()
-        """How long calls took, as the transports note."""
+        self.counters = Counters()
+        """Of how long calls took, which the transports note."""
 
     def admit(self, principal: Principal, method: str, request: Any = None) -> Session | None:
         """Return the session that *request* is about, if any; without one check the role alone.
@@ -195,3 +202,56 @@ class Authorizer:
 def _chunks_in(request: Any) -> int:
     digests = getattr(request, "digests", b"")
     return len(digests) // DIGEST_BYTES if isinstance(digests, bytes) else 0
+
+
+class Trust:
+    """What decides about callers, by a server's settings. ``tick`` is called now and then.
+
+    Raises InvalidRequestError for files that cannot be used.
+    """
+
+    def __init__(
+        self, config: Settings, sessions: SessionTable, clock: Callable[[], float]
+    ) -> None:
+        keys = verifier = revocations = None
+        if config.auth_keys is not None:
+            keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
+        if config.jwt_key is not None:
+            audience, issuer = config.jwt_audience or "", config.jwt_issuer or ""
+            verify = partial(JwtVerifier, terms=JwtTerms(config.jwt_algorithm, audience, issuer))
+            verifier = WatchedFile((config.jwt_key,), verify, partial(verify, None))
+        if config.tls_crl is not None and config.tls_client_ca is not None:
+            parse: Callable[..., Revocations] = partial(parse_revocations, wall_clock=time.time)
+            revocations = WatchedFile((config.tls_crl, config.tls_client_ca), parse)
+        self.authenticator = Authenticator(
+            keys,
+            verifier,
+            takes_certificates=config.tls_client_ca is not None,
+            wall_clock=time.time,
+            revocations=revocations,
+        )
+        limits = {
+            rule.tenant: Limits(rule.chunks, rule.requests_per_s, rule.leases)
+            for rule in config.tenant_limits
+        }
+        self.limits = TenantLimits(limits, clock)
+        self.pools = config.shared_pools
+        self.audit = None
+        if config.audit_log is not None:
+            self.audit = AuditLog(config.audit_log, config.limits.audit_bytes, time.time)
+        self.authorizer = Authorizer(
+            sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
+        )
+        self._sessions = sessions
+
+    def tick(self) -> int:
+        """Read replaced files; end the sessions of callers that are none now. Return how many."""
+        if self.authenticator.is_open:
+            return 0
+        self.authenticator.refresh()
+        return self._sessions.close_unless(self.authenticator.holds)
+
+    def close(self) -> None:
+        """Write what waits. Idempotent."""
+        if self.audit is not None:
+            self.audit.close()

@@ -34,10 +34,6 @@ class Revocations:
         self._proofs = frozenset(map(_proof, revoked))
         self.until_s = until_s
 
-    def revokes(self, pem: bytes) -> bool:
-        """Whether the certificate of *pem*, which TLS has verified, is revoked."""
-        return proof_of_certificate(pem) in self._proofs
-
     def has(self, proof: bytes) -> bool:
         """Whether the certificate of ``proof_of_certificate`` *proof* is revoked."""
         return proof in self._proofs

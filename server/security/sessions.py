@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.proto.errors import (
@@ -152,7 +153,8 @@ class SessionTable:
         self._random_bytes = random_bytes
         self.by_id: dict[int, Session] = {}
         """Others may look a session up, without the lock."""
-        self._draining = False
+        self.is_draining = False
+        """Whether new sessions are refused."""
         self.on_open: list[Callable[[Session], None]] = []
         self.on_close: list[Callable[[Session], None]] = []
         # Guards the table; held for dictionary operations only.
@@ -217,7 +219,7 @@ class SessionTable:
 
     def _admit(self, session: Session) -> None:
         with self._lock:
-            if self._draining:
+            if self.is_draining:
                 raise ShuttingDownError("the server drains; no new sessions")
             if len(self.by_id) >= self._limit:
                 raise QuotaExceededError("max_sessions", self._limit, "this server")
@@ -281,11 +283,9 @@ class SessionTable:
 
     def close_owned(self, session_id: int, owner: Principal) -> bool:
         """``close``, unless the session is somebody else's."""
-        try:
-            self.get(session_id, owner)
-        except LeaseExpiredError:
-            return False
-        return self.close(session_id)
+        with suppress(LeaseExpiredError):
+            return self.close(self.get(session_id, owner).session_id)
+        return False
 
     def expire(self) -> int:
         """End the sessions that were silent for longer than the time to live. Return how many."""
@@ -297,12 +297,7 @@ class SessionTable:
     def drain(self) -> None:
         """Refuse new sessions from now on."""
         with self._lock:
-            self._draining = True
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether new sessions are refused."""
-        return self._draining
+            self.is_draining = True
 
     def __len__(self) -> int:
         return len(self.by_id)

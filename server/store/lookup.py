@@ -135,7 +135,7 @@ class Lookup:
         self._counters.add("lookups")
         self._counters.add("lookup_chunks", len(keys))
         self._counters.add("lookup_ready_chunks", ready)
-        self._counters.finds.note(session.tenant, len(keys), found.sources[:ready], self._names)
+        self._counters.note_lookup(session.tenant, len(keys), found.sources[:ready], self._names)
         if found.shared and self._states is not None:
             self._states.parted(keys[found.shared - 1])
         if found.evicted:
@@ -171,7 +171,7 @@ class Lookup:
     def _after(self, keys: Sequence[ChunkKey]) -> None:
         """Copy what is looked up again to tiers whose admission waits for that."""
         for slot in self._watching:
-            for key in self._catalog.queries.asked_again(keys, slot.name):
+            for key in self._catalog.queries.looked_up_again(keys, slot.name):
                 placement = self._moves.placement
                 if not placement.admits(slot, key, Trigger.asked):
                     continue

@@ -93,8 +93,9 @@ class EventLog:
     ) -> None:
         self.held = held
         self.on_restart = on_restart
-        self._tiers = sorted(tiers)
-        self._numbers = {tier: number for number, tier in enumerate(self._tiers)}
+        self.tiers = {tier: number for number, tier in enumerate(sorted(tiers))}
+        """Their numbers in rows."""
+        self._names = list(self.tiers)
         self._size = size
         # Multiplied, not made empty: then the pages are there now, rather than one by one.
         self._rows = bytearray(b"\0") * (size * _ROW.size)
@@ -118,7 +119,7 @@ class EventLog:
     def _note(
         self, tier: str, key: ChunkKey, tokens: int, parent: ChainDigest, fidelity: Fidelity
     ) -> None:
-        where = self._numbers.get(tier)
+        where = self.tiers.get(tier)
         if where is None:
             return
         number, space = self.last + 1, key[:DIGEST_BYTES]
@@ -137,15 +138,11 @@ class EventLog:
         key, parent, found, own, tokens, tier, fidelity = row
         if found != number or not found:  # a row that was never written has number 0
             return None
-        return Event(key, self._tiers[tier], tokens, parent, _FIDELITIES[fidelity], number, own)
+        return Event(key, self._names[tier], tokens, parent, _FIDELITIES[fidelity], number, own)
 
     def reader(self, space: Namespace | None = None) -> EventReader:
         """Return a reader of the events of *space*, or of all."""
         return EventReader(self, space)
-
-    def covers(self, tier: str) -> bool:
-        """Whether there are events of *tier*."""
-        return tier in self._numbers
 
     def since(self, number: int) -> list[Event] | None:
         """Return the events behind *number*, PAGE_EVENTS at most; None if some are overwritten."""
@@ -220,7 +217,7 @@ class EventReader:
         while row and not events:
             sleep(0)  # lets go of the interpreter: this may go through all there is
             found, row = self._log.held(row, self._space)
-            events = [one for one in found if self._log.covers(one.tier)]
+            events = [one for one in found if one.tier in self._log.tiers]
         self._row = row
         return Page(events, 0 if row else self.cursor, cleared)
 

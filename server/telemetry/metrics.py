@@ -25,59 +25,12 @@ BOUNDS_S = (
 """Times up to so many seconds are counted together; the last count is of all longer ones."""
 
 
-class Flows:
-    """What was copied from one tier to another, in chunks and bytes. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._moved: dict[tuple[str, str], tuple[int, int]] = {}
-        self._lock = threading.Lock()
-
-    def note(self, source: str, target: str, size_bytes: int) -> None:
-        """A chunk of so many bytes was copied."""
-        with self._lock:
-            chunks, moved_bytes = self._moved.get((source, target), (0, 0))
-            self._moved[source, target] = chunks + 1, moved_bytes + size_bytes
-
-    def snapshot(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return chunks and bytes by source and target."""
-        with self._lock:
-            return dict(self._moved)
-
-
 class Finds(NamedTuple):
     """Chunks of lookups: found first on each tier, and by tenant those looked up and found."""
 
     tiers: dict[str, int]
     asked: dict[str, int]
     ready: dict[str, int]
-
-
-class FindTally:
-    """Counts what lookups asked for and found. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts = Finds(Counter(), Counter(), Counter())
-        self._lock = threading.Lock()
-
-    def note(
-        self, tenant: str, asked: int, sources: NDArray[np.uint8], names: Sequence[str]
-    ) -> None:
-        """A lookup of *asked* chunks found some, of which *sources* index *names*, the tiers."""
-        by_tier = np.bincount(sources).tolist()
-        counts = self._counts
-        with self._lock:
-            if tenant not in counts.asked and len(counts.asked) >= MAX_TENANTS:
-                tenant = OTHERS
-            counts.asked[tenant] += asked
-            counts.ready[tenant] += len(sources)
-            for name, count in zip(names, by_tier, strict=False):
-                if count:
-                    counts.tiers[name] += count
-
-    def snapshot(self) -> Finds:
-        """Return all counts at one instant."""
-        with self._lock:
-            return Finds(*map(dict, self._counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,33 +64,6 @@ class Times:
                 return below + (bound - below) * left / count
             left, below = left - count, bound
         return BOUNDS_S[-1]
-
-
-class CallTimes:
-    """How long calls took in the server, by method of TIMED. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts = {name: [0] * (len(BOUNDS_S) + 1) for name in TIMED}
-        self._totals_s = dict.fromkeys(TIMED, 0.0)
-        self._lock = threading.Lock()
-
-    def note(self, method: str, took_s: float) -> None:
-        """A call of *method* ended after *took_s* seconds."""
-        name = method.rpartition("/")[2]
-        counts = self._counts.get(name)
-        if counts is not None:
-            at = bisect_left(BOUNDS_S, took_s)
-            with self._lock:
-                counts[at] += 1
-                self._totals_s[name] += took_s
-
-    def snapshot(self) -> dict[str, Times]:
-        """Return the times of each method."""
-        with self._lock:
-            totals = self._totals_s
-            return {
-                name: Times(tuple(counts), totals[name]) for name, counts in self._counts.items()
-            }
 
 
 COUNTERS: Mapping[str, str] = {
@@ -237,30 +163,80 @@ COUNTERS: Mapping[str, str] = {
 
 
 class Counters:
-    """Named, thread-safe integers. Counting an unknown name is a KeyError.
+    """Named integers, and counts with labels. Counting an unknown name is a KeyError.
 
-    ``flows``, ``finds`` and ``times`` count what has labels.
+    Thread-safe; each of what it returns is of one instant.
     """
 
     def __init__(self) -> None:
-        self.flows = Flows()
-        self.finds = FindTally()
-        self.times = CallTimes()
         self._values = dict.fromkeys(COUNTERS, 0)
-        self._lock = threading.Lock()
+        self._moved: dict[tuple[str, str], tuple[int, int]] = {}
+        self._finds = Finds(Counter(), Counter(), Counter())
+        self._calls = {name: [0] * (len(BOUNDS_S) + 1) for name in TIMED}
+        self._calls_s = dict.fromkeys(TIMED, 0.0)
+        self._lock = threading.Lock()  # guards all of them
 
     def add(self, name: str, step: int = 1) -> None:
         """Count *step* more of *name*."""
         with self._lock:
             self._values[name] += step
 
+    def note_move(self, source: str, target: str, size_bytes: int) -> None:
+        """A chunk of so many bytes was copied from one tier to another."""
+        with self._lock:
+            chunks, moved_bytes = self._moved.get((source, target), (0, 0))
+            self._moved[source, target] = chunks + 1, moved_bytes + size_bytes
+
+    def note_lookup(
+        self, tenant: str, asked: int, sources: NDArray[np.uint8], names: Sequence[str]
+    ) -> None:
+        """A lookup of *asked* chunks found some, of which *sources* index *names*, the tiers."""
+        by_tier = np.bincount(sources).tolist()
+        counts = self._finds
+        with self._lock:
+            if tenant not in counts.asked and len(counts.asked) >= MAX_TENANTS:
+                tenant = OTHERS
+            counts.asked[tenant] += asked
+            counts.ready[tenant] += len(sources)
+            for name, count in zip(names, by_tier, strict=False):
+                if count:
+                    counts.tiers[name] += count
+
+    def note_call(self, method: str, took_s: float) -> None:
+        """A call of *method* ended after *took_s* seconds."""
+        name = method.rpartition("/")[2]
+        counts = self._calls.get(name)
+        if counts is not None:
+            at = bisect_left(BOUNDS_S, took_s)
+            with self._lock:
+                counts[at] += 1
+                self._calls_s[name] += took_s
+
     def __getitem__(self, name: str) -> int:
         return self._values[name]
 
     def snapshot(self) -> dict[str, int]:
-        """Return all counts at one instant."""
+        """Return the named counts."""
         with self._lock:
             return dict(self._values)
+
+    def moves(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return chunks and bytes that were copied, by source and target."""
+        with self._lock:
+            return dict(self._moved)
+
+    def finds(self) -> Finds:
+        """Return what lookups found."""
+        with self._lock:
+            return Finds(*map(dict, self._finds))
+
+    def times(self) -> dict[str, Times]:
+        """Return the times of each method of TIMED."""
+        with self._lock:
+            return {
+                name: Times(tuple(counts), self._calls_s[name])
+                for name, counts in self._calls.items()
+            }
 
 
 Gauge = tuple[str, str, str | Mapping[str, str], float]

@@ -179,7 +179,7 @@ class Moves:
         self.catalog.note_sealed(target.name, info)
         is_up = target is self._gpu or (target is self._cpu and source is not self._gpu)
         self.counters.add("promoted_chunks" if is_up else "copied_chunks")
-        self.counters.flows.note(source.name, target.name, info.size_bytes)
+        self.counters.note_move(source.name, target.name, info.size_bytes)
 
     def _owner(self, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> str:
         """Return whose chunk it is, by the nearest of its *copies*."""

@@ -101,8 +101,8 @@ class Dashboard:
     def _look(self) -> Look:
         counters = self._counters
         return Look(
-            self._clock(), counters.snapshot(), counters.flows.snapshot(),
-            counters.finds.snapshot(), counters.times.snapshot(),
+            self._clock(), counters.snapshot(), counters.moves(),
+            counters.finds(), counters.times(),
         )  # fmt: skip
 
     def tick(self) -> None:

@@ -112,7 +112,7 @@ class MetricsText(Collector):
         """Yield every family; called by the library."""
         for name, value in self._counters.snapshot().items():
             yield CounterMetricFamily(f"kvstore_{name}", COUNTERS[name], value=value)
-        finds, tiers = self._counters.finds.snapshot(), self._tiers
+        finds, tiers = self._counters.finds(), self._tiers
         found = dict.fromkeys(tiers, 0) | finds.tiers
         asked, ready = (by or {OTHERS: 0} for by in (finds.asked, finds.ready))
         yield _counter("tier_found_chunks", "chunks that lookups found there first", "tier", found)
@@ -130,7 +130,7 @@ class MetricsText(Collector):
 
     def _flows(self) -> Iterable[Metric]:
         ways = [(one, other) for one in self._tiers for other in self._tiers if one != other]
-        moved = dict.fromkeys(ways, (0, 0)) | self._counters.flows.snapshot()
+        moved = dict.fromkeys(ways, (0, 0)) | self._counters.moves()
         labels = ["source", "target"]
         chunks = CounterMetricFamily("kvstore_flow_chunks", "chunks copied", labels=labels)
         sizes = CounterMetricFamily("kvstore_flow_bytes", "bytes of them there", labels=labels)
@@ -143,7 +143,7 @@ class MetricsText(Collector):
         text = "time of calls in the server, of those over gRPC and the socket"
         family = HistogramMetricFamily("kvstore_call_seconds", text, labels=["method"])
         bounds = [*map(str, BOUNDS_S), "+Inf"]
-        for method, times in self._counters.times.snapshot().items():
+        for method, times in self._counters.times().items():
             buckets = list(zip(bounds, accumulate(times.counts), strict=True))
             family.add_metric([method], buckets, times.total_s)
         return family

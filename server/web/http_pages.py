@@ -16,8 +16,8 @@ from kvstore.proto.errors import KVStoreError, PermissionDeniedError, Unauthenti
 from kvstore.server.api.service import Backend
 from kvstore.server.security.authenticator import CERTIFICATE as X509
 from kvstore.server.security.authenticator import SCHEME
+from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import Principal
-from kvstore.server.security.setup import Trust
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback
 from kvstore.server.web.dashboard import MEDIA, Dashboard

@@ -9,8 +9,12 @@ import pytest
 from conftest import ServerMaker
 
 from kvstore.cli.main import main
-from kvstore.server.security.api_keys import make_key, parse_keys, write_keys
-from kvstore.server.security.encryption_keys import parse_encryption_keys
+from kvstore.server.security.key_files import (
+    make_key,
+    parse_encryption_keys,
+    parse_keys,
+    write_keys,
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object, status: int = 0) -> str:

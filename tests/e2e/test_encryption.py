@@ -16,18 +16,18 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto.types import ChunkKey, PutOutcome
-from kvstore.server.security.encryption_keys import (
+from kvstore.server.security.key_files import (
     EncryptionKey,
     next_key,
     parse_encryption_keys,
-    write_encryption_keys,
+    write_keys,
 )
 
 CHUNK_TOKENS = 64
 
 
 def key_file(path: Path) -> Path:
-    write_encryption_keys(path, [next_key([], os.urandom, time.time())])
+    write_keys(path, [next_key([], os.urandom, time.time())])
     return path
 
 
@@ -85,11 +85,11 @@ def test_after_a_rotation_both_epochs_are_read_and_a_retired_one_is_missing(
     client = client_of(server, "grpc")
     first, second = keys_of(client, 1, 12), keys_of(client, 2, 12)
     client.put(chunks_of(client, first), durable=True)
-    write_encryption_keys(path, [*rows(path), next_key(rows(path), os.urandom, time.time())])
+    write_keys(path, [*rows(path), next_key(rows(path), os.urandom, time.time())])
     client.put(chunks_of(client, second), durable=True)
     assert_comes(client, first)
     assert_comes(client, second)
-    write_encryption_keys(path, rows(path)[1:])
+    write_keys(path, rows(path)[1:])
     server.stop()
     again = make_server("--encryption-keys", str(path), "--cpu", "4MiB")
     client = client_of(again, "grpc")

@@ -19,7 +19,7 @@ from kvstore.client import Access, Client, ClientOptions
 from kvstore.proto.errors import PermissionDeniedError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.node import tenant_salts
-from kvstore.server.security.encryption_keys import next_key, write_encryption_keys
+from kvstore.server.security.key_files import next_key, write_keys
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,7 @@ def test_no_log_has_a_token_a_prompt_or_a_salt(
     token, bad_token = (jwt.encode(claims | {"aud": aud}, signer, "EdDSA") for aud in ("kv", "no"))
     key = ring.make("acme")
     at_rest = next_key([], os.urandom, time.time())
-    write_encryption_keys(tmp_path / "at-rest", [at_rest])
+    write_keys(tmp_path / "at-rest", [at_rest])
     server = server_process(
         *("--auth-keys", str(ring.path), "--secret-file", str(secret_file)),
         *("--encryption-keys", str(tmp_path / "at-rest")),

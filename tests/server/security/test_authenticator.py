@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
-from kvstore.server.security.api_keys import ApiKeys, parse_keys
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.certificates import ServerTls, principal_of_certificate
 from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
+from kvstore.server.security.key_files import ApiKeys, parse_keys
 from kvstore.server.security.sessions import ANYBODY, Principal
 from kvstore.server.security.watched_file import WatchedFile
 

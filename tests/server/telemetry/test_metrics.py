@@ -66,8 +66,8 @@ def test_every_series_is_served_from_the_start(counters: Counters) -> None:
 
 def test_counters_and_gauges_are_served_as_they_stand(counters: Counters) -> None:
     counters.add("get_bytes", 7)
-    counters.flows.note("disk", "cpu", 40)
-    counters.times.note("Get", 0.003)
+    counters.note_move("disk", "cpu", 40)
+    counters.note_call("Get", 0.003)
     lines = scrape(counters)
     assert "kvstore_get_bytes_total 7.0" in lines
     assert "kvstore_sessions 3.0" in lines

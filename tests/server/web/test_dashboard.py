@@ -30,10 +30,7 @@ from kvstore.server.telemetry.metrics import (
     BOUNDS_S,
     MAX_TENANTS,
     OTHERS,
-    CallTimes,
     Counters,
-    FindTally,
-    Flows,
 )
 from kvstore.server.web import http_server
 from kvstore.server.web.dashboard import (
@@ -88,11 +85,11 @@ def test_the_page_has_what_the_server_did(served: LocalServer) -> None:
     assert data["now"]["hit_ratio"] == 0.75
     assert {tier["policy"] for tier in data["tiers"]} == {"hit_density"}
     assert data["hits"]["tenants"] == [["default", 12, 16]]
-    finds = served.node.counters.finds.snapshot()
+    finds = served.node.counters.finds()
     assert finds.tiers == {"cpu": 12}
     assert (finds.asked, finds.ready) == ({"default": 16}, {"default": 12})
-    assert served.node.counters.flows.snapshot().keys() == {("cpu", "disk")}
-    assert served.node.counters.times.snapshot()["Lookup"].calls == 2
+    assert served.node.counters.moves().keys() == {("cpu", "disk")}
+    assert served.node.counters.times()["Lookup"].calls == 2
 
 
 def test_all_that_the_page_loads_is_its_own_and_small(served: LocalServer) -> None:
@@ -540,32 +537,31 @@ def test_an_address_that_is_taken_is_named() -> None:
 
 
 def test_quantiles_are_those_of_the_calls_within_a_bound_of_theirs() -> None:
-    times = CallTimes()
-    before = times.snapshot()["Lookup"]
+    counters = Counters()
+    before = counters.times()["Lookup"]
     assert before.quantile_s(0.5) is None
     for took_ms in range(1, 1001):
-        times.note("/kvstore.v1.KVStore/Lookup", took_ms / 1000)
-    times.note("Drain", 5.0)
-    found = times.snapshot()["Lookup"].since(before)
+        counters.note_call("/kvstore.v1.KVStore/Lookup", took_ms / 1000)
+    counters.note_call("Drain", 5.0)
+    found = counters.times()["Lookup"].since(before)
     assert found.calls == 1000
     assert found.total_s == pytest.approx(500.5)
     assert found.quantile_s(0.5) == pytest.approx(0.5, rel=0.05)
     assert found.quantile_s(0.99) == pytest.approx(0.99, rel=0.05)
-    times.note("Get", 1e6)
-    assert times.snapshot()["Get"].quantile_s(0.5) == BOUNDS_S[-1]
+    counters.note_call("Get", 1e6)
+    assert counters.times()["Get"].quantile_s(0.5) == BOUNDS_S[-1]
 
 
 def test_tenants_beyond_the_limit_are_counted_together() -> None:
     import numpy as np
 
-    tally = FindTally()
+    counters = Counters()
     for number in range(MAX_TENANTS + 5):
-        tally.note(f"t{number}", 3, np.array([0, 1], np.uint8), ("cpu", "disk"))
-    finds = tally.snapshot()
+        counters.note_lookup(f"t{number}", 3, np.array([0, 1], np.uint8), ("cpu", "disk"))
+    finds = counters.finds()
     assert len(finds.asked) == MAX_TENANTS + 1
     assert (finds.asked[OTHERS], finds.ready[OTHERS]) == (15, 10)
     assert finds.tiers == {"cpu": MAX_TENANTS + 5, "disk": MAX_TENANTS + 5}
-    flows = Flows()
-    flows.note("cpu", "disk", 10)
-    flows.note("cpu", "disk", 5)
-    assert flows.snapshot() == {("cpu", "disk"): (2, 15)}
+    counters.note_move("cpu", "disk", 10)
+    counters.note_move("cpu", "disk", 5)
+    assert counters.moves() == {("cpu", "disk"): (2, 15)}
