@@ -12,18 +12,10 @@ from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
-<<<<<<< HEAD
 from kvstore.proto.types import ChunkKey
-from kvstore.proto.unix_socket import ROW_BYTES, Reach, unpack_places
-from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS, ReadTerms
-from kvstore.tiers.base import FilePlace
-=======
-from kvstore.proto.types import ChunkKey, Fidelity
 from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach, unpack_places
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS
->>>>>>> main
+from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS, ReadTerms
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -289,15 +281,10 @@ def test_only_who_opens_files_is_told_of_one(
     # The catalog knows both copies; the one in memory goes before anybody looks where it is.
     monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
     disk = core.slot("disk").tier
-<<<<<<< HEAD
-    monkeypatch.setattr(disk, "file_place", lambda key: FilePlace(7, 4096, 100))
+    monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
     rows = core.store.reads.in_place(
         keys_of(versions), ReadTerms(session, core.later(), reach=reach)
     )
-=======
-    monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
-    rows = core.store.reads.in_place(keys_of(versions), reach, Fidelity.exact)
->>>>>>> main
     assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
     assert core.counters["get_chunks"] == len(rows)
 
