@@ -23,7 +23,7 @@ from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavaila
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
 from kvstore.proto.unix_socket import Reach, pid_namespace
-from kvstore.server.api.get_stream import REACH, GetStream
+from kvstore.server.api.get_stream import REACH, GetStream, parts_of
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import UnixServer
@@ -233,13 +233,16 @@ class DataCalls:
         skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)
         stream = GetStream(self._store, session, self._stamp, lease_id, deadline, least)
-        if request.ranges:
-            messages = stream.ranges(keys[:known], request.ranges, reach)
-        elif request.layer_major:
-            messages = stream.layers(keys[:known], skipped)
-        else:
+        keys = keys[:known]
+        if not (request.ranges or request.layer_major):
             session.reads_from = frozenset(request.peers[:MAX_READ_PEERS])
-            messages = stream.frames(keys[:known], reach, session.reads_from)
+        if reach is None or (request.layer_major and not request.ranges):
+            parts = parts_of(self._store, session, request, keys, skipped, deadline)
+            messages = stream.pieces(parts)
+        elif request.ranges:
+            messages = stream.ranges(keys, request.ranges, reach)
+        else:
+            messages = stream.frames(keys, reach, session.reads_from)
         release = not request.lease_id
         has_places = False
         try:

@@ -26,16 +26,15 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.messages import hints_from_message
-from kvstore.server.api.get_stream import frame_part, range_parts
+from kvstore.server.api.get_stream import parts_of
 from kvstore.server.api.put_stream import PutStream
-from kvstore.server.api.validation import Checks, fidelity
+from kvstore.server.api.validation import Checks
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Sending, receive_put
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.values import GET_BYTES, Limits
-from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.reads import LayerPart, RangeRead
+from kvstore.server.store.reads import LayerPart
 from kvstore.server.store.store import Store
 
 if TYPE_CHECKING:
@@ -186,22 +185,11 @@ class BulkService:
     ) -> Generator[LayerPart, None, None]:
         """Yield what is requested, under a lease. Each part's memory is lent until the next."""
         keys = self._checks.keys(session, request.digests)
-        least = fidelity(request.min_fidelity)
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)
-        keys, reads = keys[:known], self._store.reads
         try:
-            if request.ranges:
-                reading = RangeRead(reads, session, least, deadline)
-                yield from range_parts(reading, keys, request.ranges)
-            elif request.layer_major:
-                layered = LayerwiseRead(self._store.moves, session, keys, deadline, least)
-                layered.skipped = skipped
-                yield from layered.parts()
-            else:
-                for result in reads.get(session, keys, deadline, least=least):
-                    yield frame_part(result)
+            yield from parts_of(self._store, session, request, keys[:known], skipped, deadline)
         finally:
             if not request.lease_id:
                 self._store.release(session, lease_id)
