@@ -106,7 +106,7 @@ def bytes_per_node(policy: str, chunks: int | None = None) -> float:
             rows = np.arange(start, start + _PROMPT_CHUNKS)
             history.seen_chain(rows, NO_ROW, InsertInfo(flops=1e12), float(start))
             made.insert_chain(rows, NO_ROW, 1 << 20, float(start))
-            history.asked(rows, len(rows), start + 1.0)
+            history.requested(rows, len(rows), start + 1.0)
             made.touch(rows, start + 1.0)
         return (tracemalloc.get_traced_memory()[0] - before) / len(made)
     finally:

@@ -130,8 +130,8 @@ class TierReplay:
             (at for at, row in enumerate(rows.tolist()) if not forecast.history.hits_of(row)),
             len(rows),
         )
-        forecast.asked(rows[:new], len(rows), now_s)
-        history.asked(rows[:new], len(rows), now_s)
+        forecast.requested(rows[:new], len(rows), now_s)
+        history.requested(rows[:new], len(rows), now_s)
         parent = int(rows[new - 1]) if new else NO_ROW
         facts = InsertInfo(is_full, prompt_chunks=len(rows))
         history.seen_chain(rows[new:], parent, facts, now_s)
@@ -199,7 +199,7 @@ class TierReplay:
 
         victim = next(self._slow.policy.victims(keep, now_s), NO_ROW)
         if victim:
-            self._forecast.gave_up(victim, now_s)
+            self._forecast.evicted(victim, now_s)
             self._remove(self._slow, victim)
         return victim != NO_ROW
 

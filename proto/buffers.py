@@ -128,7 +128,7 @@ def copy_by_loop(groups: Sequence[Pieces], native: Loops | None = None) -> list[
     """
     rows = _rows(groups)
     (native or loops()).copy_summed(rows, len(rows), True)
-    return sums_of(rows)
+    return [row.sum for row in rows if row.size]
 
 
 def _rows(groups: Sequence[Sequence[tuple[Bytes, Bytes | int]]]) -> ctypes.Array[PieceRow]:
@@ -156,11 +156,6 @@ def _rows(groups: Sequence[Sequence[tuple[Bytes, Bytes | int]]]) -> ctypes.Array
             raise ValueError("give at least one piece in each group")
         rows[count - 1].size = size
     return rows
-
-
-def sums_of(rows: ctypes.Array[PieceRow]) -> list[int]:
-    """Return the sum of each group of *rows*."""
-    return [row.sum for row in rows if row.size]
 
 
 def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
@@ -214,4 +209,4 @@ def read_by_loop(
     rows = _rows(_placed(groups))
     if (native or loops()).read_summed(rows, len(rows), descriptor) != len(rows):
         return None
-    return sums_of(rows)
+    return [row.sum for row in rows if row.size]

@@ -110,7 +110,10 @@ class CudaDevice(Device):
 
     @override
     def import_memory(self, exported: Bytes, size_bytes: int) -> Imported:
-        handle, runtime = as_handle(exported), self._cupy.cuda.runtime
+        if len(exported) != HANDLE_BYTES:
+            reason = f"a handle has {HANDLE_BYTES} bytes, not {len(exported)}"
+            raise TierUnavailableError("gpu", reason)
+        handle, runtime = bytes(exported), self._cupy.cuda.runtime
         with _device_errors(), self._cupy.cuda.Device(self._index):
             pointer = runtime.ipcOpenMemHandle(handle)
 
@@ -253,13 +256,6 @@ def import_cupy(who: str) -> Any:
             who, f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
         ) from None
     return cupy
-
-
-def as_handle(exported: Bytes) -> bytes:
-    """Return the handle that a memfd holds. Raises TierUnavailableError for anything else."""
-    if len(exported) != HANDLE_BYTES:
-        raise TierUnavailableError("gpu", f"a handle has {HANDLE_BYTES} bytes, not {len(exported)}")
-    return bytes(exported)
 
 
 def allocated_bytes(pointer: int) -> int:

@@ -18,6 +18,7 @@ from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
+from kvstore.proto.unix_socket import Place, Reach
 
 
 class FreeList:
@@ -190,20 +191,6 @@ _slab_ids = count(1)
 """One for the process: a slab_id means one memfd for as long as any client may remember it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlabPlace:
-    """Where a frame lies. ``offset`` is that of its first byte within the slab.
-
-    The eight bytes before ``offset`` hold ``generation`` (uint64, little-endian) for as long
-    as the frame is there: a reader of shared memory compares them before and after it copies.
-    """
-
-    slab_id: int
-    offset: int
-    size_bytes: int
-    generation: int
-
-
 @dataclass(slots=True)
 class Slab:
     """One memfd. ``tenant`` is its owner; of an empty slab, which nobody owns, its last."""
@@ -244,14 +231,10 @@ class Block:
         first = self.start + BLOCK_HEADER_BYTES
         return self.slab.bytes[first : first + self.size_bytes]
 
-    def place(self) -> SlabPlace:
+    def place(self) -> Place:
         """Return where clients find the frame."""
-        return SlabPlace(
-            self.slab.slab_id,
-            self.start + BLOCK_HEADER_BYTES,
-            self.size_bytes,
-            int(self.slab.words[self.word]),
-        )
+        first, generation = self.start + BLOCK_HEADER_BYTES, int(self.slab.words[self.word])
+        return Place(self.slab.slab_id, Reach.memory, 0, first, self.size_bytes, generation)
 
 
 def open_slab(slab_bytes: int, granule_bytes: int, tenant: str) -> Slab:

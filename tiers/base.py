@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.unix_socket import Place
 
 DEFAULT_TENANT = "default"
 
@@ -41,24 +42,6 @@ class TierStats:
     used_bytes: int
     chunks: int
     reservations: int
-
-
-class FilePlace(NamedTuple):
-    """Where a frame lies in a file that processes of its tenant may read.
-
-    ``extent`` names one file for as long as any process may remember it.
-    """
-
-    extent: int
-    offset: int
-    size_bytes: int
-
-
-class PeerPlace(NamedTuple):
-    """A frame in the memory of another server, which the reader knows by ``number``."""
-
-    number: int
-    size_bytes: int
 
 
 class Tier(ABC):
@@ -189,10 +172,11 @@ class Tier(ABC):
         """
         return []
 
-    def file_place(self, key: ChunkKey) -> FilePlace | None:
+    def file_place(self, key: ChunkKey) -> Place | None:
         """Return where *key*'s frame lies in a file that can be shared; None where it does not.
 
-        The bytes there are the frame's while the caller keeps the chunk from being deleted.
+        Its number means one file for as long as any process may remember it. The bytes there are
+        the frame's while the caller keeps the chunk from being deleted.
         """
         return None
 
@@ -215,7 +199,7 @@ class Tier(ABC):
         """
         return None
 
-    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> PeerPlace | None:
+    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> Place | None:
         """Return at which of *peers*, numbers of servers, a reader finds *key* itself."""
         return None
 

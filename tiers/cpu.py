@@ -20,13 +20,12 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.proto.unix_socket import PLACE_ROW, Reach
+from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
 from kvstore.tiers.allocator import (
     BLOCK_HEADER_BYTES,
     PAGE_BYTES,
     Block,
     Slab,
-    SlabPlace,
     open_slab,
 )
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
@@ -259,7 +258,7 @@ class CpuTier(Tier):
         frame.flags.writeable = False
         return frame
 
-    def locate(self, key: ChunkKey) -> SlabPlace | None:
+    def locate(self, key: ChunkKey) -> Place | None:
         """Return where clients find the sealed frame; None when absent."""
         with self._lock:
             block = self._at(self._sealed.find(key))

@@ -17,10 +17,10 @@ from kvstore.proto.buffers import READ_LOOP_FROM_BYTES, Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.unix_socket import Place, Reach
 from kvstore.tiers.allocator import Neighbour, adjacent_run
 from kvstore.tiers.base import (
     DEFAULT_TENANT,
-    FilePlace,
     Reservation,
     Tier,
     TierStats,
@@ -386,12 +386,12 @@ class DiskTier(Tier):
         return DEFAULT_TENANT if owner is None else owner
 
     @override
-    def file_place(self, key: ChunkKey) -> FilePlace | None:
+    def file_place(self, key: ChunkKey) -> Place | None:
         with self._lock:
             found = self._locate(key)
         if found is None or not found.file.is_known:
             return None
-        return FilePlace(found.file.number, found.offset, found.size_bytes)
+        return Place(found.file.number, Reach.file, 0, found.offset, found.size_bytes, 0)
 
     @override
     def extent_file(self, extent: int, tenant: str) -> int:

@@ -167,7 +167,19 @@ class DiskIndex:
         and the child found no damage. Raises TierUnavailableError; a sound index then stays.
         """
         try:
-            rows = self._open(claim)
+            if not self._path.exists():
+                self._path.mkdir(mode=0o700)
+                self._made.append(self._path)
+            rows: list[IndexRow] = []
+            if self._file.exists() and self._file.stat().st_size:
+                rows = self._recover(claim)
+            else:
+                self._made.append(self._file)
+            self._env = _open_environment(self._path, self._index_bytes)
+            # All room now, so that no later commit meets a full disk.
+            size_bytes = max(self._index_bytes, self._file.stat().st_size)
+            allocate_file(self._file, size_bytes, is_new=False)
+            sync_folder(self._path)
         except InvalidFrameError as error:
             raise TierUnavailableError(
                 TIER, f"{self._path}: {error}; nothing was changed: give another folder"
@@ -248,21 +260,6 @@ class DiskIndex:
         if self._env is not None:
             self._env.close()
             self._env = None
-
-    def _open(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
-        if not self._path.exists():
-            self._path.mkdir(mode=0o700)
-            self._made.append(self._path)
-        if self._file.exists() and self._file.stat().st_size:
-            rows = self._recover(claim)
-        else:
-            self._made.append(self._file)
-            rows = []
-        self._env = _open_environment(self._path, self._index_bytes)
-        # All room now, so that no later commit meets a full disk.
-        allocate_file(self._file, max(self._index_bytes, self._file.stat().st_size), is_new=False)
-        sync_folder(self._path)
-        return rows
 
     def _recover(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
         packed: dict[bytes, bytes] = {}
@@ -369,10 +366,6 @@ class Batch:
         return bool(self.rows or self.deletes or self.owners)
 
 
-def _broke_off() -> KVStoreError | None:
-    return TierUnavailableError(TIER, "the commit broke off")
-
-
 @dataclass(slots=True, eq=False)
 class PendingRow:
     """A row on its way to the index; it counts as failed until its batch is committed.
@@ -385,7 +378,9 @@ class PendingRow:
     file: DataFile
     sync_failures: int
     batch: Batch
-    failure: KVStoreError | None = field(default_factory=_broke_off)
+    failure: KVStoreError | None = field(
+        default_factory=lambda: TierUnavailableError(TIER, "the commit broke off")
+    )
 
 
 class GroupCommit:
@@ -576,15 +571,12 @@ class GroupCommit:
         """Commit what nobody waits for once it is old enough."""
         while True:
             with self._lock:
-                while not self._closed and (wait_s := self._wait_s()) != 0:
-                    self._work.wait(wait_s)
+                while not self._closed:
+                    wait_s = self._open.born_s + COMMIT_AGE_S - self._clock()
+                    if self._open and wait_s <= 0:
+                        break
+                    self._work.wait(wait_s if self._open else None)
                 if self._closed:
                     return
                 batch = self._open
             self.commit(batch)
-
-    def _wait_s(self) -> float | None:
-        """Seconds until the open batch is due; None while it is empty."""
-        if not self._open:
-            return None
-        return max(0.0, self._open.born_s + COMMIT_AGE_S - self._clock())

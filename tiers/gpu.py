@@ -18,7 +18,7 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
-from kvstore.tiers.allocator import FreeList, SlabPlace
+from kvstore.tiers.allocator import FreeList
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 
 PIECES_PER_LANE = 2
@@ -119,9 +119,10 @@ class _Block:
         """Offset of the frame."""
         return self.start + BLOCK_HEADER_BYTES
 
-    def place(self) -> SlabPlace:
+    def place(self) -> Place:
         """Return where clients of the device find the frame."""
-        return SlabPlace(ARENA_SLAB, self.first, self.info.size_bytes, self.generation)
+        size_bytes = self.info.size_bytes
+        return Place(ARENA_SLAB, Reach.device, 0, self.first, size_bytes, self.generation)
 
 
 class GpuTier(Tier):
@@ -270,7 +271,7 @@ class GpuTier(Tier):
             verifier.update(len(out))
         return True
 
-    def locate(self, key: ChunkKey) -> SlabPlace | None:
+    def locate(self, key: ChunkKey) -> Place | None:
         """Return where clients of the device find the sealed frame; None when absent."""
         block = self._block(key)
         return None if block is None else block.place()
@@ -281,11 +282,8 @@ class GpuTier(Tier):
         """
         with self._lock:
             blocks = [self._sealed.get(key) for key in keys]
-        return pack_places(
-            Place(ARENA_SLAB, Reach.device, 0, b.first, b.info.size_bytes, b.generation)
-            for b in takewhile(lambda block: block is not None, blocks)
-            if b is not None
-        )
+        here = takewhile(lambda block: block is not None, blocks)
+        return pack_places(block.place() for block in here if block is not None)
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:

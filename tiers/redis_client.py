@@ -20,7 +20,7 @@ from kvstore.tiers.redis_connection import (
     Transfer,
     WrongTypeError,
 )
-from kvstore.tiers.redis_servers import Batch, Clock, Server, Topology, payload_bytes
+from kvstore.tiers.redis_servers import Batch, Clock, Server, Topology
 from kvstore.tiers.redis_url import parse_redis_url, tls_context
 
 DEFAULT_CONNECTIONS = 16
@@ -149,7 +149,8 @@ class RedisClient:
         Like ``run``, but what only a part of the Cluster does not answer is NodeDown. With
         *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
         """
-        deadline = self._deadline(payload_bytes(command for _, command in calls))
+        views = (len(word) for _, words in calls for word in words if type(word) is memoryview)
+        deadline = self._deadline(sum(views))
         if within_s is not None:
             deadline = min(deadline, self._clock() + within_s)
         replies: list[Any] = [None] * len(calls)
@@ -170,7 +171,7 @@ class RedisClient:
         Return which are errors that others may not have, and whether nothing was done of each.
         """
         failed: dict[int, bool] = {}
-        groups: dict[Server, list[tuple[int, Command]]] = {}
+        groups: dict[Server, dict[int, Command]] = {}
         for at, (name, command) in calls.items():
             try:
                 server = (
@@ -179,7 +180,7 @@ class RedisClient:
             except _UNREACHED as error:
                 replies[at], failed[at] = error, True
             else:
-                groups.setdefault(server, []).append((at, command))
+                groups.setdefault(server, {})[at] = command
         batches = [Batch(server, group) for server, group in groups.items()]
         try:
             # in one order for all callers, lest two wait for what the other holds
@@ -198,9 +199,9 @@ class RedisClient:
         failed: dict[int, bool] = {}
         if batch.error is not None:
             self._topology.note_failure(batch.server, batch.error)
-            for at, _ in batch.commands:
+            for at in batch.commands:
                 replies[at], failed[at] = batch.error, batch.is_unsent
-        for at, reply in batch.replies if batch.error is None else ():
+        for at, reply in zip(batch.commands, batch.replies, strict=False):
             replies[at] = None if isinstance(reply, WrongTypeError) else reply
             if isinstance(reply, _ELSEWHERE):
                 failed[at] = True

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import select
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import cycle
 from queue import Empty, LifoQueue
 from typing import Final
 
@@ -31,10 +30,6 @@ from kvstore.tiers.redis_connection import (
 )
 from kvstore.tiers.redis_url import HostPort, RedisUrl
 
-CONNECTIONS_PER_CALL = 4
-"""Connections that one large write uses, as far as they are free."""
-SHARE_BYTES = 8 << 20
-"""Payload that is worth a connection of its own: fewer cost Redis less (see benchmarks.md)."""
 FAR_WINDOW = 16
 """Slices on their way from a server that is far: those are in nobody's cache."""
 FAR_S = 0.001
@@ -87,14 +82,10 @@ class Server:
         is_far = self._options.tls is not None or self.nearest_s > FAR_S
         return FAR_WINDOW if is_far else WINDOW
 
-    def acquire(self, deadline: float, wait_s: float | None = None) -> RedisConnection:
-        """Return a connection that is open and quiet.
-
-        Wait for one up to *deadline*, or for *wait_s*.
-        """
+    def acquire(self, deadline: float) -> RedisConnection:
+        """Return a connection that is open and quiet, waiting for one up to *deadline*."""
         try:
-            left_s = deadline - self.clock() if wait_s is None else wait_s
-            connection = self._free.get(timeout=max(0.0, left_s))
+            connection = self._free.get(timeout=max(0.0, deadline - self.clock()))
         except Empty:
             raise errors.TimeoutError("all connections are in use") from None
         try:
@@ -138,73 +129,59 @@ def _has_events(connection: RedisConnection) -> bool:
 
 
 class Batch:
-    """Numbered commands to one server, over one connection, or a few when they are large.
+    """Numbered commands to one server, over one connection.
 
     ``error`` is why it failed, if it did; ``is_unsent`` says that nothing was sent then.
     """
 
-    def __init__(self, server: Server, commands: Sequence[tuple[int, Command]]) -> None:
+    def __init__(self, server: Server, commands: Mapping[int, Command]) -> None:
         self.server = server
         self.commands = commands
-        self.replies: list[tuple[int, Reply]] = []
+        self.replies: list[Reply] = []
         self.error: Exception | None = None
-        self.is_unsent = True
-        self._connections: list[RedisConnection] = []
+        self._connection: RedisConnection | None = None
         self._sent_at = 0.0
 
+    @property
+    def is_unsent(self) -> bool:
+        """Whether there was no connection to send on."""
+        return self._connection is None
+
     def send(self, deadline: float) -> None:
-        """Take connections and send all. Large commands are dealt to them one by one."""
-        commands = [command for _, command in self.commands]
-        shares = min(CONNECTIONS_PER_CALL, payload_bytes(commands) // SHARE_BYTES)
+        """Take a connection and send all."""
         try:
-            self._connections.append(self.server.acquire(deadline))
-            with suppress(OSError, errors.RedisError):  # the others as far as they are free
-                for _ in range(shares - 1):
-                    self._connections.append(self.server.acquire(deadline, 0.0))
-            self.is_unsent = False
+            self._connection = self.server.acquire(deadline)
             self._sent_at = self.server.clock()
-            is_one = len(self._connections) == 1
-            groups = [commands] if is_one else [[command] for command in commands]
-            for connection, group in zip(cycle(self._connections), groups, strict=False):
-                connection.send(pack(*group))
+            self._connection.send(pack(*self.commands.values()))
         except (OSError, errors.RedisError) as error:
             self.error = error
 
     def receive(self, reply_bytes: int) -> None:
         """Receive the replies, each *reply_bytes* at most in the mean."""
-        count = len(self._connections)
-        try:
-            for at, connection in enumerate(self._connections if self.error is None else ()):
-                numbers = [number for number, _ in self.commands[at::count]]
-                replies = connection.read_replies(len(numbers), reply_bytes * len(numbers))
-                self.replies += zip(numbers, replies, strict=True)
+        if self.error is None and self._connection is not None:
+            count = len(self.commands)
+            try:
+                self.replies = self._connection.read_replies(count, reply_bytes * count)
                 seconds = self.server.clock() - self._sent_at
                 self.server.nearest_s = min(self.server.nearest_s, seconds)
-        except (OSError, errors.RedisError) as error:
-            self.error = error
+            except (OSError, errors.RedisError) as error:
+                self.error = error
 
     def close(self) -> None:
-        """Give the connections back; they are clean when every reply was received."""
-        is_clean = len(self.replies) == len(self.commands) and self.error is None
-        for connection in self._connections:
-            self.server.release(connection, is_clean=is_clean)
-        self._connections.clear()
-
-
-def payload_bytes(commands: Iterable[Command]) -> int:
-    """Return how many bytes of payload are sent with *commands*."""
-    return sum(len(word) for command in commands for word in command if type(word) is memoryview)
+        """Give the connection back, clean when every reply was received. Called once."""
+        if self._connection is not None:
+            self.server.release(self._connection, is_clean=bool(self.replies))
 
 
 def converse(server: Server, command: Command, deadline: float) -> Reply:
     """Send *command* to one server and return the reply; an error is raised."""
-    batch = Batch(server, [(0, command)])
+    batch = Batch(server, {0: command})
     try:
         batch.send(deadline)
         batch.receive(MAX_TOPOLOGY_BYTES)
     finally:
         batch.close()
-    reply = batch.error or batch.replies[0][1]
+    reply = batch.error or batch.replies[0]
     if isinstance(reply, Exception):
         raise reply
     return reply

@@ -83,7 +83,7 @@ class BlockReplay:
         if known < len(names):
             self._name(blocks, names)
         rows = np.array(names, np.intp)
-        history.asked(rows[:known], len(names), now_s)
+        history.requested(rows[:known], len(names), now_s)
         if facts.reuse:
             history.hint(rows[:known], facts.reuse)
         history.seen_chain(rows[known:], names[known - 1] if known else NO_ROW, facts, now_s)

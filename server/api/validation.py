@@ -41,8 +41,8 @@ from kvstore.proto.types import (
     Namespace,
     Shard,
 )
-from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, AskedChunk, Measured
-from kvstore.server.blending.resolver import AskedSegment, Question, Report
+from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, Measured, PromptChunk
+from kvstore.server.blending.resolver import PromptSegment, Question, Report
 from kvstore.server.blending.scores import Context, Scores
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart
@@ -210,7 +210,7 @@ class BlendChecks:
             engine.prefill if engine is not None else None,
         )
 
-    def _segment(self, space: Namespace, message: pb.PromptSegment) -> AskedSegment:
+    def _segment(self, space: Namespace, message: pb.PromptSegment) -> PromptSegment:
         tokens = message.tokens
         contents = split_digests(message.contents, self._limit)
         chains = split_digests(message.chains, self._limit)
@@ -228,8 +228,8 @@ class BlendChecks:
             fix = f"its chunks cover it, up to {MIN_CHUNK_TOKENS - 1} tokens at its end"
             raise InvalidRequestError("segments.stop", wrong, fix)
         keys = [ChunkKey(space + digest) for digest in chains] or [ChunkKey(b"")] * len(tokens)
-        chunks = tuple(map(AskedChunk, keys, contents, tokens))
-        return AskedSegment(message.start, message.stop, chunks, message.approximate)
+        chunks = tuple(map(PromptChunk, keys, contents, tokens))
+        return PromptSegment(message.start, message.stop, chunks, message.approximate)
 
     # --- reports
 

@@ -28,7 +28,7 @@ from kvstore.server.blending.scores import (
     context_impact,
     fix_overhead,
 )
-from kvstore.server.index.access_log import Asked, CatalogState
+from kvstore.server.index.access_log import CatalogState, Lookup
 from kvstore.server.index.hints import UNKNOWN_CONTENT, PutInfo
 from kvstore.server.index.holds import Lease, LeaseTerms
 
@@ -333,7 +333,7 @@ class ContentIndex:
         return self._variants.find(key) != NO_ROW
 
 
-class AskedChunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """A chunk of a prompt. *key* is empty where what is before it is not known."""
 
     key: ChunkKey
@@ -397,7 +397,7 @@ class Contents:
     def matches(
         self,
         space: Namespace,
-        chunks: Sequence[AskedChunk],
+        chunks: Sequence[PromptChunk],
         least: Fidelity,
         tiers: Sequence[str | None],
         *,
@@ -464,7 +464,7 @@ class Contents:
             keys = [key for key, _ in chosen]
             rows = [row for key in keys if (row := self._state.index.row(key))]
             # For the policies, not the history, which counts prompts.
-            event = Asked(np.array(rows, np.intp), keys, self._state.clock(), is_again=True)
+            event = Lookup(np.array(rows, np.intp), keys, self._state.clock(), is_again=True)
             self._state.access_log.note(event)
         self._state.news.set()
 

@@ -32,11 +32,11 @@ from kvstore.proto.types import (
 )
 from kvstore.server.blending.content_index import (
     CONTENT_LIMIT,
-    AskedChunk,
     Candidate,
     Contents,
     Matches,
     Measured,
+    PromptChunk,
 )
 from kvstore.server.blending.gates import Gates, Shadow
 from kvstore.server.blending.scores import NO_IMPACT, Scores, fix_overhead, prefix_overlap
@@ -56,12 +56,12 @@ _PREFIX_ONLY = (LayerKind.state, LayerKind.window)
 
 
 @dataclass(frozen=True, slots=True)
-class AskedSegment:
+class PromptSegment:
     """Tokens *start* to *stop* of a prompt and the chunks that they are cut into."""
 
     start: int
     stop: int
-    chunks: tuple[AskedChunk, ...]
+    chunks: tuple[PromptChunk, ...]
     approximate: bool
 
 
@@ -95,7 +95,7 @@ class VariantChoice:
         self._chunks_before = 0
         self._chosen = ChunkKey(b"")
 
-    def segment(self, asked: AskedSegment, found: Sequence[Matches]) -> ResolvedSegment:
+    def segment(self, asked: PromptSegment, found: Sequence[Matches]) -> ResolvedSegment:
         """Return what to name of one segment: no variants where the engine computes as fast as it
         loads and repairs them, if its speed is known.
         """
@@ -201,7 +201,7 @@ CountReady: TypeAlias = Callable[[Session, Sequence[ChunkKey], float, Fidelity],
 class Question:
     """A Resolve, checked. ``deadline`` is a point on the server's clock."""
 
-    segments: tuple[AskedSegment, ...]
+    segments: tuple[PromptSegment, ...]
     tag: str
     is_trial: bool
     deadline: float
@@ -299,7 +299,7 @@ class Blending:
         return self._count_ready(session, keys, question.deadline, question.least)
 
     def _found(
-        self, session: Session, question: Question, asked: AskedSegment, *, approximate: bool
+        self, session: Session, question: Question, asked: PromptSegment, *, approximate: bool
     ) -> list[Matches]:
         tiers = [None if slot.breaker.is_open else slot.name for slot in self._sources]
         found: list[Matches] = []

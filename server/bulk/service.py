@@ -101,7 +101,7 @@ class BulkService:
         self._store = store
         self._checks = checks
         self._own_gets = 0
-        """Gets of this server's own clients that are answered now."""
+        """Gets of this server's own clients that frames are sent to now: other servers wait."""
         self._lock = threading.Lock()  # guards that
 
     def is_over(self, caller: Caller) -> bool:
@@ -132,9 +132,11 @@ class BulkService:
             else:
                 deadline = self._checks.deadline(request.deadline_ms)
                 first_bytes = FIRST_PART_BYTES if _is_whole(request) else bulk.MAX_PAYLOAD_BYTES
-                with self._own_get():
+                with self._own_gets_changed(1), self._traced("Get"):
                     parts = self._parts(caller.session, request, deadline)
-                    yield from sender.send_all(parts, deadline, first_bytes=first_bytes)
+                    for until in sender.send_all(parts, deadline, first_bytes=first_bytes):
+                        with self._own_gets_changed(-1):  # it waits, and takes nothing
+                            yield until
         except KVStoreError as error:
             if sender.is_broken:
                 raise
@@ -170,15 +172,14 @@ class BulkService:
             time.sleep(YIELD_S)
 
     @contextmanager
-    def _own_get(self) -> Iterator[None]:
+    def _own_gets_changed(self, change: int) -> Iterator[None]:
         with self._lock:
-            self._own_gets += 1
+            self._own_gets += change
         try:
-            with self._traced("Get"):
-                yield
+            yield
         finally:
             with self._lock:
-                self._own_gets -= 1
+                self._own_gets -= change
 
     def _parts(
         self, session: Session, request: pb.GetRequest, deadline: float

@@ -21,10 +21,11 @@ from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
+from kvstore.proto.unix_socket import Place, Reach
 from kvstore.server.cluster.peer import PeerNode
 from kvstore.server.cluster.peers import PeerChunk, Peers
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.tiers.base import DEFAULT_TENANT, PeerPlace, Reservation, Tier, TierStats
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
 
 KNOWN_S = 10.0
 MAX_KNOWN_CHUNKS = 1 << 16
@@ -162,14 +163,14 @@ class PeerTier(Tier):
         return {peer.number for key in keys for peer in self._peers_with(key)}
 
     @override
-    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> PeerPlace | None:
+    def peer_place(self, key: ChunkKey, peers: Collection[int]) -> Place | None:
         chunk = self._chunk(key)
         if chunk is None:
             return None
         size_bytes = chunk.info.size_bytes
         usable = [peer for peer in chunk.peers if peer.number in peers and peer.is_up]
         peer = min(usable, key=lambda one: one.speed.load_s(size_bytes), default=None)
-        return None if peer is None else PeerPlace(peer.number, size_bytes)
+        return None if peer is None else Place(peer.number, Reach.peer, 0, 0, size_bytes, 0)
 
     # --- reading
 

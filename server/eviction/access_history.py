@@ -1,10 +1,11 @@
-"""What is remembered of chunks, on a tier or evicted, and the classes they are in."""
+"""What is remembered of chunks, on a tier or evicted, also over a restart, and their classes."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import spare_rows
+from kvstore.proto.types import KEY_BYTES
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.reuse_statistics import DensityTable
+from kvstore.server.eviction.reuse_statistics import AGE_BINS, DensityTable
 
 MAX_CLASSES = 1024
 """Numbers of classes; a chunk that would need another is of its coarser class."""
@@ -258,7 +260,7 @@ class AccessHistory:
 
     # --- events
 
-    def asked(self, rows: Rows, chunks: int, now_s: float) -> None:
+    def requested(self, rows: Rows, chunks: int, now_s: float) -> None:
         """A prompt of *chunks* chunks is looked up, of which those of *rows* are known.
 
         They are the first of it, in order; rows of which nothing is known are left out. It is
@@ -301,7 +303,7 @@ class AccessHistory:
         turn = min(self.turns[last] + 1, _MOST) if is_next else 0
         seen = self._seen
         since_s = seen.last_s[rows]
-        self.table.asked(seen.classes[rows], since_s, time_s)
+        self.table.requested(seen.classes[rows], since_s, time_s)
         if self.on_refresh:
             self._asked_rows.frombytes(rows.tobytes())
             self._asked_ages_s.frombytes((time_s - since_s).tobytes())
@@ -437,3 +439,98 @@ def _distinct(rows: Rows) -> Rows:
     if len(set(names)) == len(names):
         return rows
     return np.array(list(dict.fromkeys(names)), np.intp)
+
+
+CHUNK = np.dtype(
+    [
+        ("key", f"V{KEY_BYTES}"),
+        ("age_s", "<f8"),
+        ("flops", "<f8"),
+        ("left_s", "<f8"),
+        ("chunks", "<u2"),
+        ("hits", "u1"),
+        ("turns", "u1"),
+        ("own", "u1"),
+        ("priority", "u1"),
+        ("zeros", "V2"),
+    ]
+)
+"""What is kept of a chunk. ``age_s``: since it was asked for; ``left_s``: to live, 0 for ever."""
+
+CLASS = np.dtype([("code", "<u4"), ("asked", "<f4", AGE_BINS), ("forgotten", "<f4", AGE_BINS)])
+"""What is kept of a class: how many of its chunks were asked for, or forgotten, by bin of age."""
+
+COARSER = 1 << 31
+"""Set in the code of a coarser class; the rest is its number."""
+
+MAX_CHUNKS = 1 << 19
+"""Of more, those that left longest ago are not kept. 32 MiB of them."""
+
+_MERGED_AT = 512
+"""Chunks that waited are counted at so many times, not each at its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedHistory:
+    """``names``: tenant and category by group number, from 1; ``groups``: the numbers of those
+    with statistics of their own, in order. ``classes`` are of dtype CLASS, ``chunks`` of CHUNK.
+    """
+
+    names: Sequence[tuple[str, str]]
+    groups: Sequence[int]
+    classes: NDArray[np.void]
+    chunks: NDArray[np.void]
+
+    @classmethod
+    def of(
+        cls, names: Sequence[tuple[str, str]], history: AccessHistory, rows: Rows, now_s: float
+    ) -> SavedHistory:
+        """Return what *history* knows; the chunks are those of *rows*, without their keys."""
+        time_s = history.time_s(now_s)
+        history.table.settle(time_s)
+        seen = history.columns()
+        chunks = np.zeros(len(rows), CHUNK)
+        chunks["age_s"] = np.maximum(time_s - seen.last_s[rows], 0.0)
+        for name in ("flops", "chunks", "hits", "turns", "own"):
+            chunks[name] = getattr(seen, name)[rows]
+        count = history.kinds.count
+        classes = np.zeros(count, CLASS)
+        codes = history.kinds.codes()
+        classes["code"] = np.where(codes < 0, COARSER | np.arange(count), codes)
+        classes["asked"], classes["forgotten"] = history.table.ended(count)
+        return cls(names, history.kinds.groups, classes, chunks)
+
+    def fill(self, history: AccessHistory, rows: Rows, now_s: float) -> None:
+        """Let an empty *history* know it, chunks under *rows*. Raises InvalidRequestError."""
+        time_s = history.time_s(now_s)
+        for group in self.groups:
+            history.kinds.group(group)
+        self._fill_table(history)
+        if not len(rows):
+            return
+        history.reach(int(rows.max()))
+        seen = history.columns()
+        order = np.argsort(-self.chunks["age_s"], kind="stable")
+        for part in np.array_split(order, min(_MERGED_AT, len(order))):
+            mine, last_s = rows[part], time_s - float(self.chunks["age_s"][part[0]])
+            seen.last_s[mine] = last_s
+            for name in ("flops", "chunks", "hits", "turns", "own"):
+                getattr(seen, name)[mine] = self.chunks[name][part]
+            contexts = history.kinds.contexts(seen.turns[mine], seen.chunks[mine])
+            classes = history.kinds.of(seen.own[mine], seen.hits[mine], contexts)
+            seen.classes[mine] = classes
+            history.table.wait(classes, last_s)
+        history.table.refresh(time_s, history.kinds.count)
+
+    def _fill_table(self, history: AccessHistory) -> None:
+        numbers = [
+            code & ~COARSER if code & COARSER else history.kinds.number(code)
+            for code in self.classes["code"].tolist()
+        ]
+        count = len(history.kinds.coarse)
+        asked, forgotten = np.zeros((2, count, AGE_BINS))
+        fits = np.array([number < count for number in numbers], bool)
+        at = np.array(numbers, np.intp)[fits]
+        np.add.at(asked, at, self.classes["asked"][fits])
+        np.add.at(forgotten, at, self.classes["forgotten"][fits])
+        history.table.learned(asked, forgotten)

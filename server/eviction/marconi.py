@@ -114,7 +114,7 @@ class AlphaTuner:
         self.alpha: float | None = None
         """What was found; None until then."""
 
-    def asked(self, chunks: Sequence[tuple[int, int, int]]) -> None:
+    def requested(self, chunks: Sequence[tuple[int, int, int]]) -> None:
         """A request found these chunks, as (row, size in bytes, class): record or replay some."""
         self._requests += 1
         if self._search is None and 0 < self._window < self._requests:
@@ -395,7 +395,7 @@ class MarconiEviction(ScoredEviction):
         if self._tuner is None:
             return
         here = [row for row in rows.tolist() if row < len(self._here) and self._here[row]]
-        self._tuner.asked([(row, self._sizes[row], self._kinds[row]) for row in here])
+        self._tuner.requested([(row, self._sizes[row], self._kinds[row]) for row in here])
         if self._tuner.alpha is not None:
             self.alpha = self._tuner.alpha
             self._tuner = None

@@ -314,7 +314,7 @@ class MissRatioCurve:
         """The share of chunks that is in the sample: 1, or a half, a quarter and so on."""
         return 1.0 / (1 << self._halvings)
 
-    def asked(self, ids: Ids, chunk_bytes: int) -> None:
+    def requested(self, ids: Ids, chunk_bytes: int) -> None:
         """A lookup asked for a chain: (chunks,) of ``identities``, each of about *chunk_bytes*."""
         chunks = self._capacity_bytes / max(1, chunk_bytes)
         while SCALES[-1] * chunks * self.rate > self._limit_nodes:

@@ -41,7 +41,7 @@ class ReuseTable:
         self._askings = np.zeros(kinds)
         self._hits = np.zeros((kinds, AGE_BINS))
 
-    def asked(self, kinds: NDArray[np.uint8]) -> None:
+    def requested(self, kinds: NDArray[np.uint8]) -> None:
         """Chunks of these kinds were asked for, or stored, and wait."""
         self._askings += np.bincount(kinds, minlength=len(self._askings))
 
@@ -79,7 +79,7 @@ class ReuseForecast:
         if count > 0:
             self._kinds.frombytes(bytes(count + spare_rows(row)))
 
-    def asked(self, rows: Rows, chunks: int, now_s: float) -> None:
+    def requested(self, rows: Rows, chunks: int, now_s: float) -> None:
         """A prompt of *chunks* chunks is looked up, whose first *rows* are known."""
         history = self.history
         rows = rows[rows < len(history.hits)]
@@ -95,7 +95,7 @@ class ReuseForecast:
         context = (len(rows) >= FAMILIAR_CHUNKS) * LENGTHS + self._length(chunks)
         fresh = (context * 2 + is_end) * FREQUENCIES + np.minimum(hits, FREQUENCIES - 1)
         kinds[rows] = fresh
-        self._table.asked(kinds[rows])
+        self._table.requested(kinds[rows])
 
     def _length(self, chunks: int) -> int:
         return min(LENGTHS - 1, chunks * self._chunk_tokens // LENGTH_TOKENS)
@@ -108,7 +108,7 @@ class ReuseForecast:
         above = self._kinds[parent] // (FREQUENCIES * 2) if parent else 0
         context = above // LENGTHS * LENGTHS + self._length(self.history.chunks[row])
         self._kinds[row] = (context * 2 + (not facts.tokens_full)) * FREQUENCIES
-        self._table.asked(np.frombuffer(self._kinds, np.uint8)[row : row + 1])
+        self._table.requested(np.frombuffer(self._kinds, np.uint8)[row : row + 1])
 
     def chance(self, row: int, now_s: float) -> float:
         """Return the chance that a chunk is asked for before the slow tier would give it up."""
@@ -118,7 +118,7 @@ class ReuseForecast:
         until_s = age_s + self._stay_s if self._stay_s else math.inf
         return self._table.chance(self._kinds[row], age_s, until_s)
 
-    def gave_up(self, row: int, now_s: float) -> None:
+    def evicted(self, row: int, now_s: float) -> None:
         """The slow tier evicted a chunk, which shows how long it keeps what is not asked for."""
         if not self.history.knows(row):
             return

@@ -261,7 +261,7 @@ class DensityTable:
         self._came.note(classes, _NO_TIMES, now_s)
         self._note(len(classes), now_s)
 
-    def asked(self, classes: Classes, since_s: Floats, now_s: float) -> None:
+    def requested(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         """Chunks were asked for that waited since then, and wait no longer."""
         self._asked_for.note(classes, since_s, now_s)
         self._note(len(classes), now_s)

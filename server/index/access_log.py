@@ -35,7 +35,7 @@ _LATELY = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Lookup:
     """The prompt of *keys* was looked up, of which *known* are here or remembered.
 
     ``is_again`` for a lookup that was counted already.
@@ -62,7 +62,7 @@ class Stored:
     now_s: float
 
 
-_Event: TypeAlias = Asked | Stored
+_Event: TypeAlias = Lookup | Stored
 
 
 class AccessLog:
@@ -94,7 +94,7 @@ class AccessLog:
         """Keep an event until it is applied."""
         if len(self._events) >= MAX_EVENTS:
             self.apply_next()
-        if isinstance(event, Asked):
+        if isinstance(event, Lookup):
             while self._lookups >= MAX_LOOKUPS:
                 self.apply_next()
             self._lookups += 1
@@ -109,7 +109,7 @@ class AccessLog:
         if not self._events:
             return False
         event = self._events.popleft()
-        if isinstance(event, Asked):
+        if isinstance(event, Lookup):
             self._lookups -= 1
             self._ask(event)
         else:
@@ -125,16 +125,16 @@ class AccessLog:
         while self.apply_next():
             pass
 
-    def _ask(self, event: Asked) -> None:
+    def _ask(self, event: Lookup) -> None:
         if not event.is_again:
             if self._forecast is not None:
-                self._forecast.asked(event.known, len(event.keys), event.now_s)
-            self._history.asked(event.known, len(event.keys), event.now_s)
+                self._forecast.requested(event.known, len(event.keys), event.now_s)
+            self._history.requested(event.known, len(event.keys), event.now_s)
             if event.keys and any(self._chunk_bytes):
                 ids = identities(event.keys)
                 for what_if, size in zip(self._what_ifs, self._chunk_bytes, strict=True):
                     if what_if is not None and size:
-                        what_if.asked(ids, int(size))
+                        what_if.requested(ids, int(size))
         for policy in self._policies:
             policy.touch(event.known, event.now_s)
 

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
+from kvstore.server.eviction.access_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.index.access_log import Asked, CatalogListener, CatalogState, Stored
+from kvstore.server.index.access_log import CatalogListener, CatalogState, Lookup, Stored
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Lease, Leases, LeaseTerms, TenantOf
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.queries import CatalogQueries
-from kvstore.server.index.saved_history import MAX_CHUNKS, SavedHistory
 from kvstore.server.telemetry.outcomes import Outcomes
 
 QUIET_S = 0.004
@@ -277,7 +277,7 @@ class Catalog:
             rows = index.readable(rows, min_fidelity)
             if not again:
                 np.frombuffer(index.hits, np.uint32)[rows] += 1
-            self._access_log.note(Asked(known, keys, now_s, again))
+            self._access_log.note(Lookup(known, keys, now_s, again))
             pending = evicted = lease_id = 0
             if self.in_flight.writers or self.in_flight.announced:
                 pending = self._count_pending(keys, len(rows), now_s)
@@ -466,12 +466,12 @@ class Catalog:
             count, self._holds.unkept = self._holds.unkept, 0
             return count
 
-    def gave_up(self, key: ChunkKey) -> None:
+    def evicted_below(self, key: ChunkKey) -> None:
         """A lower tier is about to evict a chunk: that shows how long they stay there."""
         with self._lock:
             forecast, row = self._metadata.forecast, self._index.row(key)
             if forecast is not None and row:
-                forecast.gave_up(row, self._clock())
+                forecast.evicted(row, self._clock())
 
     # --- what policies learn, between requests
 

@@ -135,7 +135,7 @@ class RowHints:
     # --- over a restart
 
     def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
-        """Write what is known of *rows* into *chunks*, of ``saved_history.CHUNK``."""
+        """Write what is known of *rows* into *chunks*, of ``access_history.CHUNK``."""
         chunks["priority"] = np.frombuffer(self._priorities, np.uint8)[rows]
         expiries = np.frombuffer(self._expiries)[rows]
         left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))

@@ -200,7 +200,7 @@ class CatalogQueries:
         with self._lock:
             return len(self._index.keys_starting(space))
 
-    def asked_again(self, keys: Sequence[ChunkKey], tier: str) -> list[ChunkKey]:
+    def looked_up_again(self, keys: Sequence[ChunkKey], tier: str) -> list[ChunkKey]:
         """Return those of a chain that were asked for before and that *tier* does not have."""
         with self._lock:
             self._state.access_log.apply_all()

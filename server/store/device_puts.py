@@ -33,10 +33,10 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FrameHeader, pack_header
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, LayerKind, PutOutcome
+from kvstore.proto.unix_socket import Place
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
 from kvstore.server.store.store import Store
-from kvstore.tiers.allocator import SlabPlace
 
 MAX_RING_BYTES = 1 << 30
 PUTS_AT_ONCE = 4
@@ -70,7 +70,7 @@ class _Placed:
     @property
     def at(self) -> FrameAt:
         """Where in the arena it goes."""
-        return FrameAt(cast("SlabPlace", self.ticket.reservation.place).offset, self.header, 0)
+        return FrameAt(cast("Place", self.ticket.reservation.place).offset, self.header, 0)
 
 
 class DevicePuts:

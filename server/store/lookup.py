@@ -171,7 +171,7 @@ class Lookup:
     def _after(self, keys: Sequence[ChunkKey]) -> None:
         """Copy what is looked up again to tiers whose admission waits for that."""
         for slot in self._watching:
-            for key in self._catalog.queries.asked_again(keys, slot.name):
+            for key in self._catalog.queries.looked_up_again(keys, slot.name):
                 placement = self._moves.placement
                 if not placement.admits(slot, key, Trigger.asked):
                     continue

@@ -297,18 +297,11 @@ class Reads:
         """Return where a reader finds the copy on *slot* itself; None where it does not."""
         tiers = self._tiers
         if slot is tiers.remote:
-            lent = slot.tier.peer_place(key, peers)
-            return Place(lent.number, Reach.peer, 0, 0, lent.size_bytes, 0) if lent else None
-        if slot is not tiers.cpu and slot is not tiers.gpu:
-            file = slot.tier.file_place(key)
-            reach = Reach.file
-            return Place(file.extent, reach, 0, file.offset, file.size_bytes, 0) if file else None
+            return slot.tier.peer_place(key, peers)
+        if slot is tiers.cpu:
+            return tiers.cpu_tier.locate(key)
         gpu = tiers.gpu_tier if slot is tiers.gpu else None
-        held = tiers.cpu_tier.locate(key) if gpu is None else gpu.locate(key)
-        if held is None:
-            return None
-        reach = Reach.memory if gpu is None else Reach.device
-        return Place(held.slab_id, reach, 0, held.offset, held.size_bytes, held.generation)
+        return slot.tier.file_place(key) if gpu is None else gpu.locate(key)
 
     def _lent(self, key: ChunkKey, holders: Sequence[str], peers: Collection[int]) -> Place | None:
         """Return where the reader finds *key* on one of *peers*, if that is the nearest copy."""

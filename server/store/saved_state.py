@@ -27,10 +27,9 @@ from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Namespace
 from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_LEARNED, Learned
 from kvstore.server.blending.gates import MAX_GATES, UNKNOWN, GateName, GateState
 from kvstore.server.blending.scores import Context
-from kvstore.server.eviction.access_history import OWNS
+from kvstore.server.eviction.access_history import CHUNK, CLASS, OWNS, SavedHistory
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace
-from kvstore.server.index.saved_history import CHUNK, CLASS, SavedHistory
 from kvstore.server.settings.values import MAX_RATIO
 from kvstore.server.store.store import Store
 from kvstore.tiers.disk_io import write_durably

@@ -242,7 +242,7 @@ class Eviction:
         if slot.name not in holders:
             return
         if slot not in (self._tiers.cpu, self._tiers.gpu):
-            self._catalog.gave_up(key)
+            self._catalog.evicted_below(key)
         if self._catalog.cast_out(slot.name, key, even_if_held=False):
             why = why if len(holders) == 1 else ""
             self._catalog.outcomes.note(key, Fate.evicted, slot.name, why)

@@ -273,7 +273,7 @@ def test_a_row_that_is_another_chunks_now_is_no_ghost() -> None:
             history.forget_all(np.array([1]))
             history.seen_chain(np.array([1]), NO_ROW, NO_INFO, 0.0)
         else:
-            history.asked(np.array([1]), 1, 0.0)
+            history.requested(np.array([1]), 1, 0.0)
         play(policy, "1 4")
         orders.append(everyone(policy))
     assert orders == [[2, 3, 4, 1], [2, 3, 1, 4]]

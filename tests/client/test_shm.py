@@ -58,7 +58,7 @@ class TestShmTransport(TransportContract):
             taken = cpu.locate(other[0])
             assert place is not None
             assert taken is not None
-            assert (taken.slab_id, taken.offset) == (place.slab_id, place.offset)
+            assert (taken.number, taken.offset) == (place.number, place.offset)
             with pytest.raises(LeaseExpiredError):
                 held.confirm()
         assert_reads(client, other)

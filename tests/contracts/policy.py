@@ -153,7 +153,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(st.integers(0, _TREE - 1), max_size=4))
     def touch(self, numbers: list[int]) -> None:
-        self.history.asked(rows(numbers), len(numbers) + 1, self.now_s)
+        self.history.requested(rows(numbers), len(numbers) + 1, self.now_s)
         self.policy.touch(rows(numbers), self.now_s)
 
     @rule(numbers=st.lists(st.integers(0, _TREE - 1), max_size=4), reuse=st.sampled_from(_HINTS))
@@ -365,7 +365,7 @@ class PolicyContract(ABC):
                 chain = np.arange(start, start + 40)
                 history.seen_chain(chain, NO_ROW, InsertInfo(flops=1e9 * start), start)
                 policy.insert_chain(chain, NO_ROW, 100, start)
-                history.asked(chain, 40, start + 1.0)
+                history.requested(chain, 40, start + 1.0)
                 policy.touch(chain, start + 1.0)
             list(islice(policy.victims(keep_none, 0.0), 1_000))
 

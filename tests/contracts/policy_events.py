@@ -36,7 +36,7 @@ def evicted_by(
         chain = list(range(start, start + draw.randrange(17)))
         known = next((at for at, one in enumerate(chain) if one not in here), len(chain))
         found = np.array(chain[:known], np.intp)
-        history.asked(found, len(chain), now_s)
+        history.requested(found, len(chain), now_s)
         policy.touch(found, now_s)
         history.hint(found, draw.choice(hints))
         for at in range(known, len(chain)):
@@ -75,7 +75,7 @@ def fuzz(policy: EvictionPolicy, history: AccessHistory, seed: int, events: int)
                 policy.insert_chain(chain, parent, draw.choice(_SIZES), now_s)
                 here.update(chain.tolist())
             case 3 | 4:
-                history.asked(chain, len(chain) + draw.randrange(3), now_s)
+                history.requested(chain, len(chain) + draw.randrange(3), now_s)
                 policy.touch(chain, now_s)
             case 5:
                 history.hint(chain, draw.randrange(3))

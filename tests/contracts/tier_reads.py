@@ -159,8 +159,8 @@ class TierReads:
                 tier.extent_file(0, "a tenant")
             return
         with pytest.raises(PermissionDeniedError):
-            tier.extent_file(place.extent, "another")
-        descriptor = tier.extent_file(place.extent, "a tenant")
+            tier.extent_file(place.number, "another")
+        descriptor = tier.extent_file(place.number, "a tenant")
         assert os.pread(descriptor, place.size_bytes, place.offset) == bytes_of(info).tobytes()
         os.close(descriptor)
 

@@ -186,7 +186,7 @@ def test_memory_that_a_client_was_given_to_read_can_not_be_written(server: Local
     cpu = server.node.store.tiers.cpu_tier
     place = cpu.locate(keys[0])
     assert place is not None
-    slab, size = cpu.slab_file(place.slab_id, "default"), cpu.slab_bytes
+    slab, size = cpu.slab_file(place.number, "default"), cpu.slab_bytes
     try:
         with pytest.raises(PermissionError):
             mmap.mmap(slab, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -12,8 +12,8 @@ from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.blending.content_index import Learned
 from kvstore.server.blending.gates import GateState
 from kvstore.server.blending.scores import Context
+from kvstore.server.eviction.access_history import CHUNK, CLASS, COARSER, SavedHistory
 from kvstore.server.index.known_models import ModelNamespace
-from kvstore.server.index.saved_history import CHUNK, CLASS, COARSER, SavedHistory
 from kvstore.server.store.saved_state import (
     SavedGate,
     pack_gates,

@@ -18,8 +18,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.proto.unix_socket import NOWHERE, Reach, unpack_places
-from kvstore.tiers.allocator import SlabPlace
+from kvstore.proto.unix_socket import NOWHERE, Place, Reach, unpack_places
 from kvstore.tiers.base import Reservation
 from kvstore.tiers.cpu import CpuTier
 
@@ -46,7 +45,7 @@ def tier() -> Iterator[CpuTier]:
     tier.close()
 
 
-def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> SlabPlace:
+def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> Place:
     reservation = tier.reserve(info, tenant)
     tier.write(reservation, 0, bytes_of(info))
     assert tier.seal(reservation)
@@ -58,7 +57,7 @@ def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> SlabPlace:
 def test_rows_of_places_say_what_locate_says(tier: CpuTier) -> None:
     infos = [make_info(seed, 30_000 + seed) for seed in range(6)]
     places = [_put(tier, info) for info in infos]
-    assert len({place.slab_id for place in places}) > 1
+    assert len({place.number for place in places}) > 1
     keys = [infos[4].key, ChunkKey(bytes(32)), infos[0].key, infos[5].key]
     rows = unpack_places(tier.place_rows(keys))
     assert rows[1] == NOWHERE
@@ -66,7 +65,7 @@ def test_rows_of_places_say_what_locate_says(tier: CpuTier) -> None:
         (rows[0], rows[2], rows[3]), (places[4], places[0], places[5]), strict=True
     ):
         assert (row.number, row.offset, row.size_bytes, row.generation) == (
-            place.slab_id, place.offset, place.size_bytes, place.generation,
+            place.number, place.offset, place.size_bytes, place.generation,
         )  # fmt: skip
         assert (row.reach, row.tier) == (Reach.memory, 0)
     assert tier.place_rows([]) == b""
@@ -98,7 +97,7 @@ def test_capacity_is_whole_slabs_and_slabs_appear_when_needed() -> None:
     assert open_files() == before
     first = _put(tier, make_info(1, tier.max_frame_bytes()))
     second = _put(tier, make_info(2, tier.max_frame_bytes()))
-    assert first.slab_id != second.slab_id
+    assert first.number != second.number
     assert tier.stats().used_bytes == tier.capacity_bytes
     with pytest.raises(TierFullError):
         tier.reserve(make_info(3, 1))

@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkInfo
-from kvstore.tiers.allocator import SlabPlace
+from kvstore.proto.unix_socket import Place
 from kvstore.tiers.cpu import CpuTier
 
 SLAB_BYTES = 64 << 10
@@ -40,7 +40,7 @@ def tier() -> Iterator[CpuTier]:
     tier.close()
 
 
-def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> SlabPlace:
+def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> Place:
     reservation = tier.reserve(info, tenant)
     tier.write(reservation, 0, bytes_of(info))
     assert tier.seal(reservation)
@@ -52,8 +52,8 @@ def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> SlabPlace:
 class Client:
     """A process of *tenant* that maps a slab read-only, as the Unix socket lets it."""
 
-    def __init__(self, tier: CpuTier, place: SlabPlace, tenant: str = "default") -> None:
-        fd = tier.slab_file(place.slab_id, tenant)
+    def __init__(self, tier: CpuTier, place: Place, tenant: str = "default") -> None:
+        fd = tier.slab_file(place.number, tenant)
         try:
             self._map = mmap.mmap(fd, tier.slab_bytes, prot=mmap.PROT_READ)
         finally:
@@ -62,13 +62,13 @@ class Client:
     def slab(self) -> bytes:
         return self._map[:]
 
-    def word(self, place: SlabPlace) -> int:
+    def word(self, place: Place) -> int:
         return int.from_bytes(self._map[place.offset - 8 : place.offset], "little")
 
-    def frame(self, place: SlabPlace) -> bytes:
+    def frame(self, place: Place) -> bytes:
         return self._map[place.offset : place.offset + place.size_bytes]
 
-    def read(self, place: SlabPlace) -> bytes | None:
+    def read(self, place: Place) -> bytes | None:
         before = self.word(place)
         copy = self.frame(place)
         return copy if before == self.word(place) == place.generation else None
@@ -121,7 +121,7 @@ private[64:68] = b"mine"
 def test_a_client_can_neither_write_nor_resize_a_slab(tier: CpuTier) -> None:
     info = make_info(1, 1000)
     place = _put(tier, info)
-    fd = tier.slab_file(place.slab_id, "default")
+    fd = tier.slab_file(place.number, "default")
     child = [sys.executable, "-c", _INTRUDER, str(fd), str(SLAB_BYTES)]
     done = subprocess.run(child, pass_fds=[fd], capture_output=True, text=True, check=True)
     os.close(fd)
@@ -134,7 +134,7 @@ def test_a_client_can_neither_write_nor_resize_a_slab(tier: CpuTier) -> None:
 
 def test_slab_is_closed_to_children_that_were_not_given_it(tier: CpuTier) -> None:
     place = _put(tier, make_info(1, 1000))
-    fd = tier.slab_file(place.slab_id, "default")
+    fd = tier.slab_file(place.number, "default")
     flags = fcntl.fcntl(fd, fcntl.F_GETFD)
     os.close(fd)
     assert flags & fcntl.FD_CLOEXEC
@@ -158,7 +158,7 @@ def test_generation_changes_when_a_reservation_ends_without_a_chunk(tier: CpuTie
     tier.abort(aborted)
     assert not tier.seal(refused)
     for place in places:
-        assert isinstance(place, SlabPlace)
+        assert isinstance(place, Place)
         assert client.word(place) == place.generation + 1
     client.close()
 
@@ -168,7 +168,7 @@ def test_place_taken_again_has_a_generation_of_its_own(tier: CpuTier) -> None:
     client = Client(tier, first)
     tier.delete(make_info(1, 1000).key)
     second = _put(tier, make_info(2, 1000))
-    assert (second.slab_id, second.offset) == (first.slab_id, first.offset)
+    assert (second.number, second.offset) == (first.number, first.offset)
     assert second.generation > first.generation
     assert client.read(first) is None
     assert client.read(second) == bytes(bytes_of(make_info(2, 1000)))
@@ -179,7 +179,7 @@ def test_readers_of_shared_memory_never_take_reused_room_for_their_chunk() -> No
     tier = CpuTier(SLAB_BYTES, SLAB_BYTES)
     keeper = make_info(0, 64)
     client = Client(tier, _put(tier, keeper))
-    known: list[tuple[SlabPlace, ChunkInfo]] = []
+    known: list[tuple[Place, ChunkInfo]] = []
     done = Event()
 
     def read() -> int:
@@ -208,7 +208,7 @@ def test_readers_of_shared_memory_never_take_reused_room_for_their_chunk() -> No
 
 def test_tenants_never_share_a_slab(tier: CpuTier) -> None:
     places = {
-        tenant: {_put(tier, make_info(seed, 500), tenant).slab_id for seed in range(at, 40, 2)}
+        tenant: {_put(tier, make_info(seed, 500), tenant).number for seed in range(at, 40, 2)}
         for at, tenant in enumerate(("a", "b"))
     }
     assert len(places["a"]) == len(places["b"]) == 1
@@ -237,7 +237,7 @@ def test_slab_that_changes_hands_is_a_new_file_and_the_old_one_shows_nothing_of_
     tier.delete(mine.key)
     left_behind = spy.slab()
     new = _put(tier, theirs, "b")
-    assert new.slab_id != old.slab_id
+    assert new.number != old.number
     assert spy.slab() == left_behind
     assert spy.read(old) is None
     owner = Client(tier, new, "b")
@@ -245,7 +245,7 @@ def test_slab_that_changes_hands_is_a_new_file_and_the_old_one_shows_nothing_of_
     assert not any(owner.slab()[new.offset + new.size_bytes :])
     assert not any(owner.slab()[: new.offset - 8])
     with pytest.raises(InvalidRequestError):
-        tier.slab_file(old.slab_id, "a")
+        tier.slab_file(old.number, "a")
     spy.close()
     owner.close()
     tier.close()
@@ -255,7 +255,7 @@ def test_emptied_slab_stays_with_its_tenant_until_another_needs_it() -> None:
     tier = CpuTier(SLAB_BYTES, SLAB_BYTES)
     first = _put(tier, make_info(1, 1000), "a")
     tier.delete(make_info(1, 1000).key)
-    assert _put(tier, make_info(2, 1000), "a").slab_id == first.slab_id
+    assert _put(tier, make_info(2, 1000), "a").number == first.number
     tier.close()
 
 
@@ -273,18 +273,18 @@ def test_many_hand_overs_keep_the_number_of_files_flat() -> None:
 
 def test_slab_of_another_tenant_is_denied(tier: CpuTier) -> None:
     place = _put(tier, make_info(1, 100), "a")
-    os.close(tier.slab_file(place.slab_id, "a"))
+    os.close(tier.slab_file(place.number, "a"))
     with pytest.raises(PermissionDeniedError):
-        tier.slab_file(place.slab_id, "b")
+        tier.slab_file(place.number, "b")
     with pytest.raises(InvalidRequestError):
-        tier.slab_file(place.slab_id + 1_000_000, "a")
+        tier.slab_file(place.number + 1_000_000, "a")
 
 
 def test_slab_ids_never_repeat_within_a_process() -> None:
     seen = []
     for _ in range(3):
         tier = CpuTier(SLAB_BYTES, SLAB_BYTES)
-        seen.append(_put(tier, make_info(1, 100)).slab_id)
+        seen.append(_put(tier, make_info(1, 100)).number)
         tier.close()
     assert len(set(seen)) == 3
 
@@ -297,7 +297,7 @@ def test_residents_are_the_sealed_chunks_of_one_slab_in_order_of_sealing(tier: C
         together = [
             other.key
             for other, there in zip(infos, places, strict=True)
-            if there.slab_id == place.slab_id
+            if there.number == place.number
         ]
         assert tier.chunks_sharing_block(info.key) == together
     gone = tier.chunks_sharing_block(infos[1].key)

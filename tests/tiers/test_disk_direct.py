@@ -127,7 +127,7 @@ def test_a_descriptor_of_an_extent_reads_what_was_written_past_the_cache(tmp_pat
         put(tier, info, bytes_of(info))
         place = tier.file_place(info.key)
         assert place is not None
-        descriptor = tier.extent_file(place.extent, "default")
+        descriptor = tier.extent_file(place.number, "default")
         assert os.pread(descriptor, place.size_bytes, place.offset) == bytes_of(info).tobytes()
         os.close(descriptor)
     tier.close()
@@ -236,7 +236,7 @@ def test_a_checked_read_of_a_file_that_was_cut_says_so(tmp_path: Path, kept_byte
     put(tier, info, frame)
     place = tier.file_place(info.key)
     assert place is not None
-    os.truncate(tmp_path / "a" / "extents" / f"{place.extent:04}.kv", place.offset + kept_bytes)
+    os.truncate(tmp_path / "a" / "extents" / f"{place.number:04}.kv", place.offset + kept_bytes)
     out = np.empty_like(frame)
     check = FrameVerifier(out, info.key, header_bytes(info.layout))
     with pytest.raises(TierUnavailableError, match="ends early"):

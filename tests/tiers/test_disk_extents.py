@@ -23,7 +23,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkInfo
-from kvstore.tiers.base import FilePlace
+from kvstore.proto.unix_socket import Place
 from kvstore.tiers.disk import DEFAULT_FILE_BYTES, DiskTier, file_bytes_for
 from kvstore.tiers.disk_index import DiskIndex, owner_key
 
@@ -46,7 +46,7 @@ def put_for(tier: DiskTier, tenant: str, seed: int, size_bytes: int = FRAME_BYTE
     return info
 
 
-def place_of(tier: DiskTier, info: ChunkInfo) -> FilePlace:
+def place_of(tier: DiskTier, info: ChunkInfo) -> Place:
     place = tier.file_place(info.key)
     assert place is not None
     return place
@@ -61,14 +61,14 @@ def test_descriptor_of_an_extent_gives_the_frame_at_its_place(tier: DiskTier) ->
     for info in infos:
         place = place_of(tier, info)
         assert place.size_bytes == info.size_bytes
-        descriptor = tier.extent_file(place.extent, "a")
+        descriptor = tier.extent_file(place.number, "a")
         found = os.pread(descriptor, place.size_bytes, place.offset)
         os.close(descriptor)
         assert found == bytes_of(info).tobytes()
 
 
 def test_descriptor_can_neither_be_written_to_nor_cut_nor_outlives_an_exec(tier: DiskTier) -> None:
-    descriptor = tier.extent_file(place_of(tier, put_for(tier, "a", 1)).extent, "a")
+    descriptor = tier.extent_file(place_of(tier, put_for(tier, "a", 1)).number, "a")
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(descriptor, b"x", 0)
@@ -88,18 +88,18 @@ def test_place_of_an_absent_chunk_is_none(tier: DiskTier) -> None:
 def test_an_extent_is_refused_to_other_tenants_and_by_unknown_numbers(tier: DiskTier) -> None:
     place = place_of(tier, put_for(tier, "a", 1))
     with pytest.raises(PermissionDeniedError, match="another tenant"):
-        tier.extent_file(place.extent, "b")
+        tier.extent_file(place.number, "b")
     with pytest.raises(InvalidRequestError, match="look the chunk up anew"):
         tier.extent_file(99, "a")
     with pytest.raises(InvalidRequestError, match="look the chunk up anew"):
-        tier.extent_file(1 - place.extent, "a")  # nobody's yet
+        tier.extent_file(1 - place.number, "a")  # nobody's yet
 
 
 def test_tenants_share_no_extent(tier: DiskTier) -> None:
     ours = [put_for(tier, "a", seed) for seed in range(3)]
     theirs = [put_for(tier, "b", seed) for seed in range(10, 13)]
-    assert {place_of(tier, info).extent for info in ours} == {0}
-    assert {place_of(tier, info).extent for info in theirs} == {1}
+    assert {place_of(tier, info).number for info in ours} == {0}
+    assert {place_of(tier, info).number for info in theirs} == {1}
     assert tier.chunks_sharing_block(ours[1].key) == [info.key for info in ours]
     assert tier.chunks_sharing_block(theirs[0].key) == [info.key for info in theirs]
     assert tier.chunks_sharing_block(make_info(99, 1).key) == []
@@ -120,14 +120,14 @@ def test_freed_residents_make_room_for_another_tenant_in_a_new_file(
 ) -> None:
     gone = [put_for(tier, "a", seed) for seed in range(4)]
     kept = put_for(tier, "b", 9)
-    old = place_of(tier, gone[0]).extent
+    old = place_of(tier, gone[0]).number
     descriptor = tier.extent_file(old, "a")
     before = read_file(descriptor)
     for key in tier.chunks_sharing_block(gone[2].key):
         assert tier.delete(key)
     news = [put_for(tier, "c", seed) for seed in range(20, 24)]
-    new = place_of(tier, news[0]).extent
-    assert new not in (old, place_of(tier, kept).extent)
+    new = place_of(tier, news[0]).number
+    assert new not in (old, place_of(tier, kept).number)
     assert read_file(descriptor) == before
     os.close(descriptor)
     with pytest.raises(InvalidRequestError):
@@ -148,7 +148,7 @@ def test_new_file_shows_nothing_of_the_tenant_before(tier: DiskTier) -> None:
     for seed in range(4):
         tier.delete(make_info(seed, 1).key)
     place = place_of(tier, put_for(tier, "c", 20, 100))
-    descriptor = tier.extent_file(place.extent, "c")
+    descriptor = tier.extent_file(place.number, "c")
     content = np.frombuffer(read_file(descriptor), np.uint8).copy()
     os.close(descriptor)
     content[place.offset : place.offset + 100] = 0
@@ -192,22 +192,22 @@ def test_owners_and_places_survive_a_restart(tier: DiskTier, tmp_path: Path) -> 
     again = open_disk(tmp_path / "disk", 2 * EXTENT_BYTES)
     assert again.dropped_rows == 0
     assert [place_of(again, info) for info in (ours, theirs)] == places
-    os.close(again.extent_file(places[1].extent, "b"))
+    os.close(again.extent_file(places[1].number, "b"))
     with pytest.raises(PermissionDeniedError):
-        again.extent_file(places[1].extent, "a")
+        again.extent_file(places[1].number, "a")
     more = put_for(again, "b", 3)
-    assert place_of(again, more).extent == places[1].extent
+    assert place_of(again, more).number == places[1].number
     again.close()
 
 
 def test_an_empty_extent_keeps_its_owner_over_a_restart(tier: DiskTier, tmp_path: Path) -> None:
     first = put_for(tier, "a", 1)
-    extent = place_of(tier, first).extent
+    extent = place_of(tier, first).number
     tier.delete(first.key)
     tier.close()
     again = open_disk(tmp_path / "disk", 2 * EXTENT_BYTES)
-    assert place_of(again, put_for(again, "a", 2)).extent == extent
-    assert place_of(again, put_for(again, "b", 3)).extent != extent
+    assert place_of(again, put_for(again, "a", 2)).number == extent
+    assert place_of(again, put_for(again, "b", 3)).number != extent
     again.close()
 
 
@@ -249,7 +249,7 @@ def test_written_extent_that_nobody_owns_is_made_anew_at_the_start(
     names = sorted(file.name for file in (tmp_path / "disk" / "extents").iterdir())
     assert names == ["0001.kv", "0002.kv"]
     for seed in (2, 3):
-        extent = place_of(again, put_for(again, f"tenant {seed}", seed, 100)).extent
+        extent = place_of(again, put_for(again, f"tenant {seed}", seed, 100)).number
         descriptor = again.extent_file(extent, f"tenant {seed}")
         assert bytes_of(info).tobytes()[:64] not in read_file(descriptor)
         os.close(descriptor)
@@ -267,7 +267,7 @@ def test_tenants_that_take_turns_never_see_each_others_bytes(tmp_path: Path) -> 
             except TierFullError:
                 continue
             place = place_of(tier, info)
-            descriptor = tier.extent_file(place.extent, tenant)
+            descriptor = tier.extent_file(place.number, tenant)
             found = os.pread(descriptor, place.size_bytes, place.offset)
             os.close(descriptor)
             assert found == bytes_of(info).tobytes()
@@ -330,7 +330,7 @@ def test_a_crash_after_an_extent_changed_hands_shows_nobody_anothers_bytes(
     tier.flush()
     tier.delete(gone.key)
     late = put_for(tier, "c", 3)
-    extent = place_of(tier, late).extent
+    extent = place_of(tier, late).number
     shutil.copytree(tmp_path / "disk", tmp_path / "crashed")
     again = open_disk(tmp_path / "crashed", 2 * EXTENT_BYTES)
     assert again.dropped_rows == 1
@@ -339,7 +339,7 @@ def test_a_crash_after_an_extent_changed_hands_shows_nobody_anothers_bytes(
         with pytest.raises(InvalidRequestError):
             again.extent_file(extent, tenant)
     heir = put_for(again, "a", 4)
-    assert place_of(again, heir).extent not in (0, 1, extent)
+    assert place_of(again, heir).number not in (0, 1, extent)
     again.close()
 
 
@@ -351,7 +351,7 @@ def test_a_crash_before_the_owner_is_committed_leaves_an_extent_for_anyone(
     again = open_disk(tmp_path / "crashed", 2 * EXTENT_BYTES)
     assert_counts(again, [], [])
     for seed, tenant in ((2, "b"), (3, "c")):
-        extent = place_of(again, put_for(again, tenant, seed, 100)).extent
+        extent = place_of(again, put_for(again, tenant, seed, 100)).number
         descriptor = again.extent_file(extent, tenant)
         assert bytes_of(info).tobytes()[:64] not in read_file(descriptor)
         os.close(descriptor)

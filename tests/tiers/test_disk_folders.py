@@ -54,7 +54,7 @@ def folder_of(tier: DiskTier, info: ChunkInfo, paths: Sequence[Path]) -> int:
     (found,) = [
         number
         for number, path in enumerate(paths)
-        if (path / "extents" / f"{place.extent:04d}.kv").exists()
+        if (path / "extents" / f"{place.number:04d}.kv").exists()
     ]
     return found
 

@@ -141,7 +141,7 @@ class Medium:
         """Put *sealed* where *info* lies, past the tier."""
         place = self.inner.file_place(info.key)
         assert place is not None
-        with (self._path / "extents" / f"{place.extent:04}.kv").open("r+b") as file:
+        with (self._path / "extents" / f"{place.number:04}.kv").open("r+b") as file:
             file.seek(place.offset)
             file.write(sealed.tobytes())
 

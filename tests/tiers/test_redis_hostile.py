@@ -139,7 +139,7 @@ def tls_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, P
     process.stop()
 
 
-def test_tls_carries_chunks_of_any_size_over_several_connections(
+def test_tls_carries_chunks_of_any_size(
     tls_redis: tuple[str, Path], open_redis_tier: RedisTierMaker
 ) -> None:
     url, certificate = tls_redis
@@ -176,14 +176,14 @@ def test_certificate_that_nobody_signed_is_refused(
     assert ssl.HAS_TLSv1_3
 
 
-def test_large_frame_is_dealt_to_several_connections(
+def test_large_frame_takes_one_connection(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
     tier = open_redis_tier(redis.url, 256 << 20, part_bytes=(2 << 20) - 64, connections=3)
     info = make_info(4, 40 << 20)
     put(tier, info, payload(4, info.size_bytes))
     assert_holds(tier, info, payload(4, info.size_bytes))
-    assert len(redis.client.client_list()) == 1 + 3
+    assert len(redis.client.client_list()) == 1 + 1
     out = np.zeros(17 << 20, np.uint8)
     assert tier.read(info.key, out, 12_345_678)
     assert np.array_equal(out, payload(4, info.size_bytes)[12_345_678:][: 17 << 20])

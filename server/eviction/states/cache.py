@@ -234,7 +234,7 @@ class StateCache:
         node = next((one for one in reversed(path) if known.ever[one.number]), None)
         if node is None:
             return 0
-        self.rank.asked(node, now_s)
+        self.rank.requested(node, now_s)
         node.hit()
         known.last_s[node.number] = now_s
         return node.turn + 1 if node.ends else 0

@@ -28,7 +28,7 @@ class CheckpointRank(ABC):
     def __init__(self, tree: CheckpointTree) -> None:
         self.tree = tree
 
-    def asked(self, node: Node, now_s: float) -> None:  # noqa: B027 - most do not care
+    def requested(self, node: Node, now_s: float) -> None:  # noqa: B027 - most do not care
         """A request runs through a position that had a state once, and counts as its hit."""
 
     def kept(self, node: Node, now_s: float) -> None:  # noqa: B027
@@ -195,9 +195,9 @@ class HitDensityRank(CheckpointRank):
         self._requests = 0
 
     @override
-    def asked(self, node: Node, now_s: float) -> None:
+    def requested(self, node: Node, now_s: float) -> None:
         classes, last_s = self._waits(node)
-        self.table.asked(classes, last_s, now_s)
+        self.table.requested(classes, last_s, now_s)
         self._fresh.append(node)
 
     @override

@@ -23,8 +23,9 @@ ROOT = 0
 """The number of the root, which has no parent."""
 
 _FIRST_ROWS = 64
-_TOKEN_BITS = 32
-_TOKEN_MASK = (1 << _TOKEN_BITS) - 1
+_TOKEN_MASK = 0xFFFFFFFF
+_PARENT_FACTOR, _TOKEN_FACTOR = 0x9E3779B1, 0x85EBCA6B
+_SHIFT = 15
 _MOST_HITS, _MOST_TURNS = 0xFFFF, 0xFF
 
 
@@ -108,7 +109,7 @@ class _Columns:
             for name, column in list(vars(self).items()):
                 if isinstance(column, np.ndarray):
                     setattr(self, name, np.concatenate([column, np.zeros(count, column.dtype)]))
-                elif isinstance(column, array) and name != "_free":
+                elif isinstance(column, array) and name not in ("_free", "_buckets"):
                     column.frombytes(bytes(count * column.itemsize))
         return self._end - 1
 
@@ -146,8 +147,11 @@ class NodeColumns(_Columns):
         """The parent of each, and how many children it has."""
         self._first, self._next, self._before = _zeros("I"), _zeros("I"), _zeros("I")
         """The first child of each, and its siblings on both sides."""
-        self._children: dict[int, int] = {}
-        """By parent and first token of the edge in one number: garbage collection skips them."""
+        self._chained = _zeros("I")
+        """Links among those of one bucket."""
+        self._buckets = array("I", [0]) * _FIRST_ROWS
+        """By a hash of parent and first token: a dictionary takes 90 bytes a node more."""
+        self._linked = 0
         self.edges: list[bytes] = []
         """The tokens from the parent to here, int32 each."""
         self.add(0, b"")
@@ -175,7 +179,11 @@ class NodeColumns(_Columns):
 
     def find(self, parent: int, token: int) -> int:
         """Return the child of *parent* whose edge begins with *token*; ROOT without one."""
-        return self._children.get(parent << _TOKEN_BITS | token & _TOKEN_MASK, ROOT)
+        token &= _TOKEN_MASK
+        at = self._buckets[self._bucket(parent, token)]
+        while at and not (self.parents[at] == parent and self._token(at) == token):
+            at = self._chained[at]
+        return at
 
     def children(self, parent: int) -> Iterator[int]:
         """Yield the children of *parent*; nothing may change before this is dropped."""
@@ -184,14 +192,31 @@ class NodeColumns(_Columns):
             yield at
             at = self._next[at]
 
-    def _place(self, number: int) -> int:
-        first = int.from_bytes(self.edges[number][:4], "little")
-        return self.parents[number] << _TOKEN_BITS | first
+    def _token(self, number: int) -> int:
+        return int.from_bytes(self.edges[number][:4], "little")
+
+    def _bucket(self, parent: int, token: int) -> int:
+        mixed = parent * _PARENT_FACTOR ^ token * _TOKEN_FACTOR
+        return mixed >> _SHIFT & (len(self._buckets) - 1)
+
+    def _chain(self, number: int) -> None:
+        bucket = self._bucket(self.parents[number], self._token(number))
+        self._chained[number] = self._buckets[bucket]
+        self._buckets[bucket] = number
 
     def link(self, number: int, parent: int) -> None:
         """Let *number*, which has no parent, be a child of *parent*."""
+        self._linked += 1
+        if self._linked > len(self._buckets):
+            before, chained = self._buckets, self._chained
+            self._buckets = array("I", bytes(8 * len(before)))
+            for other in before:
+                while other:
+                    after = chained[other]
+                    self._chain(other)
+                    other = after
         self.parents[number] = parent
-        self._children[self._place(number)] = number
+        self._chain(number)
         first = self._first[parent]
         self._next[number], self._before[number] = first, ROOT
         if first:
@@ -201,8 +226,15 @@ class NodeColumns(_Columns):
 
     def unlink(self, number: int) -> None:
         """Let *number* have no parent; its edge begins as it did when it was linked."""
-        del self._children[self._place(number)]
-        parent = self.parents[number]
+        parent, chained = self.parents[number], self._chained
+        bucket = self._bucket(parent, self._token(number))
+        at = self._buckets[bucket]
+        if at == number:
+            self._buckets[bucket] = chained[number]
+        else:
+            while chained[at] != number:
+                at = chained[at]
+            chained[at] = chained[number]
         following, before = self._next[number], self._before[number]
         if before:
             self._next[before] = following
@@ -212,6 +244,7 @@ class NodeColumns(_Columns):
             self._before[following] = before
         self.parents[number] = ROOT
         self.counts[parent] -= 1
+        self._linked -= 1
 
 
 class HeldColumns(_Columns):

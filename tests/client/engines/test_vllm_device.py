@@ -414,7 +414,7 @@ def test_a_damaged_frame_is_computed_again(
     assert isinstance(tier, CpuTier)
     place = tier.locate(second)
     assert place is not None
-    tier._slabs[place.slab_id].bytes[place.offset + place.size_bytes - 1] ^= 1
+    tier._slabs[place.number].bytes[place.offset + place.size_bytes - 1] ^= 1
     other = start(client=client)
     request = FakeRequest("b", list(PROMPT))
     other.scheduler.arrived(request)

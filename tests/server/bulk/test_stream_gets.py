@@ -208,9 +208,11 @@ def test_readers_that_take_nothing_hold_leases_and_no_thread_and_may_go_on(
         for reader in readers:
             stall(reader, server, get_of(terms, digests, deadline_ms=60_000))
         assert [one.sending is not None for one in streams._streams] == [True] * 5
+        assert streams.service._own_gets == 0, "other servers need not yield to them"
         for reader in readers[:2]:
             read_all(reader)
         assert server.usage().leases == 3
+        assert streams.service._own_gets == 0
     assert eventually(lambda: server.usage().leases == 0)
     assert server.settled().leases == 0
 

@@ -31,7 +31,7 @@ def prompt(
 ) -> None:
     """Look a prompt up and store what is not known of it, as a store does."""
     known = [row for row in numbers if history.knows(row)]
-    history.asked(rows(*known), len(numbers), at_s)
+    history.requested(rows(*known), len(numbers), at_s)
     fresh = [row for row in numbers if row not in known]
     history.seen_chain(rows(*fresh), known[-1] if known else NO_ROW, facts, at_s)
 
@@ -182,7 +182,7 @@ def test_everybody_known_waits_in_just_one_class_whatever_happened() -> None:
             case 0 | 1:
                 prompt(history, *dict.fromkeys(numbers.tolist()), at_s=float(draw.normal(step, 9)))
             case 2:
-                history.asked(numbers, 6, float(step))  # some twice, some unknown
+                history.requested(numbers, 6, float(step))  # some twice, some unknown
                 history.hint(numbers, int(draw.integers(3)))
             case 3:
                 history.forget_all(numbers[:2])

@@ -49,7 +49,7 @@ class Tier:
         self.policy.insert(chunk, parent, size_bytes, at_s)
 
     def ask(self, at_s: float, *chunks: int) -> None:
-        self.history.asked(np.array(chunks), len(chunks), at_s)
+        self.history.requested(np.array(chunks), len(chunks), at_s)
         self.policy.touch(np.array(chunks), at_s)
 
     def promise(self, chunk: int, *by_bin: float) -> None:
@@ -172,7 +172,7 @@ def test_what_has_learnt_nothing_evicts_as_lru_does(seed: int) -> None:
                 each.insert(row(number), above(number), 100, at_s)
         elif draw.random() < 0.8:
             asked = rows([draw.randrange(24) for _ in range(3)])
-            history.asked(asked, 3, at_s)
+            history.requested(asked, 3, at_s)
             for each in (policy, lru):
                 each.touch(asked, at_s)
         else:

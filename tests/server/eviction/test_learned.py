@@ -176,7 +176,7 @@ def test_uses_are_remembered_over_an_eviction_but_not_for_another_chunk(
         history.forget_all(np.array([1]))
         history.seen_chain(np.array([1]), NO_ROW, InsertInfo(), 50.0)
     else:
-        history.asked(np.array([1]), 1, 50.0)
+        history.requested(np.array([1]), 1, 50.0)
     policy.insert(1, NO_ROW, 100, 50.0)
     uses, gap_s = policy.features([1], 50.0)[0, 2:4].tolist()
     assert (uses, gap_s) == ((1.0, math.inf) if is_another else (3.0, 25.0))

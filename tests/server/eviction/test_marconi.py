@@ -187,7 +187,7 @@ def tune(requests: int = 400, *, twice: bool = False) -> tuple[AlphaTuner, int]:
     tuner = AlphaTuner()
     for number in range(requests):
         is_again = number % 5 <= twice
-        tuner.asked([(1, 10, 8)] if is_again else [])
+        tuner.requested([(1, 10, 8)] if is_again else [])
         if not is_again:
             tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
         if number == 10:
@@ -225,7 +225,7 @@ def test_only_the_last_requests_count(
         tuner = AlphaTuner()
         for number in range(400):
             is_again = number % 5 == 0 and number < 30
-            tuner.asked([(1, 10, 8)] if is_again else [])
+            tuner.requested([(1, 10, 8)] if is_again else [])
             if not is_again:
                 tuner.stored(NO_ROW, 2 + number % 90, 10, 0)
             if number == 10:
@@ -240,7 +240,7 @@ def test_what_continues_nothing_that_was_asked_for_is_a_request_of_its_own(
     let_win(0.5)
     tuner = AlphaTuner()
     for number in range(400):
-        tuner.asked([])
+        tuner.requested([])
         for other in range(5):
             tuner.stored(NO_ROW, 2 + (5 * number + other) % 90, 10, 0)
         tuner.stored(NO_ROW, 1, 10, 8)
@@ -275,11 +275,11 @@ def test_what_is_recorded_has_a_limit_and_is_given_back(monkeypatch: pytest.Monk
     monkeypatch.setattr(marconi, "SLICE_CHUNKS", 10**6)
     tuner = AlphaTuner()
     for number in range(5000):
-        tuner.asked([(1 + one, 10, 0) for one in range(number % 130)])
+        tuner.requested([(1 + one, 10, 0) for one in range(number % 130)])
         assert len(tuner._recorded) == 100
     tuner.evicting(1000)
     for _ in range(30_000):
-        tuner.asked([(1, 10, 0)])
+        tuner.requested([(1, 10, 0)])
     assert tuner.alpha == 0.0
     assert not len(tuner._recorded)
 

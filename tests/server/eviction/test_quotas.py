@@ -211,16 +211,16 @@ def test_nothing_is_known_before_enough_was_asked_for() -> None:
     curve = MissRatioCurve(200)
     assert ratios(curve) == [None] * 4
     for start in range(LEAST_SAMPLED // 2 - 1):
-        curve.asked(chain(start, 2), 1)
+        curve.requested(chain(start, 2), 1)
     assert ratios(curve) == [None] * 4
-    curve.asked(chain(0, 2), 1)
+    curve.requested(chain(0, 2), 1)
     assert ratios(curve) == pytest.approx([0.0, 0.0, 2 / 256, 2 / 256])
 
 
 def test_a_loop_is_hit_by_caches_that_are_as_large_and_by_no_other() -> None:
     curve = MissRatioCurve(100)
     for turn in range(60):
-        curve.asked(chain(turn % 15, 10), 1)
+        curve.requested(chain(turn % 15, 10), 1)
     half, same, double, most = ratios(curve)
     assert (half, same) == (0.0, 0.0)
     assert double == most == 0.75
@@ -242,7 +242,7 @@ def test_a_small_sample_tells_the_curve_within_three_points() -> None:
     requests = [chain(start, 12) for start in starts]
     curve = MissRatioCurve(6000, limit_nodes=4096)
     for ids in requests:
-        curve.asked(ids, 1)
+        curve.requested(ids, 1)
     assert curve.rate == 1 / 8
     exact = exact_curve(requests, 6000)
     assert exact[3] - exact[0] > 0.1
@@ -252,7 +252,7 @@ def test_a_small_sample_tells_the_curve_within_three_points() -> None:
 def test_a_sample_that_became_empty_says_that_nothing_is_known_or_what_was() -> None:
     curve = MissRatioCurve(1 << 40, limit_nodes=1)
     for start in range(50):
-        curve.asked(chain(start, 10), 1)
+        curve.requested(chain(start, 10), 1)
     assert curve.rate < 1 / 64
     for ratio in ratios(curve):
         assert ratio is None or 0.0 <= ratio <= 1.0
@@ -262,10 +262,10 @@ def test_old_requests_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(quotas, "WINDOW_CHUNKS", 100)
     curve = MissRatioCurve(200)
     for start in range(100):
-        curve.asked(chain(start, 10), 1)
+        curve.requested(chain(start, 10), 1)
     assert ratios(curve)[1] == 0.0
     for _ in range(100):
-        curve.asked(chain(0, 10), 1)
+        curve.requested(chain(0, 10), 1)
     ratio = ratios(curve)[1]
     assert ratio is not None
     assert ratio > 0.95
@@ -273,8 +273,8 @@ def test_old_requests_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_empty_lookups_and_chunks_of_no_size_do_no_harm() -> None:
     curve = MissRatioCurve(10)
-    curve.asked(np.zeros(0, np.uint64), 0)
-    curve.asked(chain(1, 3), 0)
+    curve.requested(np.zeros(0, np.uint64), 0)
+    curve.requested(chain(1, 3), 0)
     assert ratios(curve) == [None] * 4
     with pytest.raises(InvalidRequestError, match="capacity_bytes=0"):
         MissRatioCurve(0)
@@ -292,7 +292,7 @@ def test_identities_are_of_the_namespace_and_the_chain() -> None:
 def test_it_remembers_no_more_than_twice_its_limit(limit_nodes: int) -> None:
     curve = MissRatioCurve(500, limit_nodes)
     for now_s in range(400):
-        curve.asked(chain(now_s * 7, 30), 1)
+        curve.requested(chain(now_s * 7, 30), 1)
         assert len(curve) <= 2 * limit_nodes
     for ratio in ratios(curve):
         assert ratio is None or ratio < 0.1, "nothing came twice"
@@ -301,8 +301,8 @@ def test_it_remembers_no_more_than_twice_its_limit(limit_nodes: int) -> None:
 def test_the_end_of_a_prompt_goes_before_what_begins_it() -> None:
     curve = MissRatioCurve(16)
     for turn in range(60):
-        curve.asked(chain(1, 8), 1)
-        curve.asked(chain(100 + turn, 12), 1)
+        curve.requested(chain(1, 8), 1)
+        curve.requested(chain(100 + turn, 12), 1)
     half, same, double, _ = ratios(curve)
     assert half == 0.0
     assert same == pytest.approx(4 / 20, abs=0.01), "of eight chunks four stay beside twelve others"
@@ -312,7 +312,7 @@ def test_the_end_of_a_prompt_goes_before_what_begins_it() -> None:
 def test_a_chunk_that_is_asked_for_twice_in_a_prompt_is_counted_once() -> None:
     curve = MissRatioCurve(100)
     for _ in range(100):
-        curve.asked(np.concatenate([chain(1, 4), chain(1, 4)]), 1)
+        curve.requested(np.concatenate([chain(1, 4), chain(1, 4)]), 1)
     assert len(curve) == 4
     for ratio in ratios(curve):
         assert ratio is not None

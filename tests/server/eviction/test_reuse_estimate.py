@@ -19,9 +19,9 @@ FIRST, SECOND = np.array([0], np.uint8), np.array([1], np.uint8)
 def test_a_kind_that_always_comes_again_is_likely_to_and_one_that_never_does_is_not() -> None:
     table = ReuseTable(2)
     for _ in range(1000):
-        table.asked(FIRST)
+        table.requested(FIRST)
         table.again(FIRST, np.array([5.0]))
-        table.asked(SECOND)
+        table.requested(SECOND)
     assert table.chance(0, 0.0) > 0.99
     assert table.chance(1, 0.0) < 0.01
 
@@ -29,7 +29,7 @@ def test_a_kind_that_always_comes_again_is_likely_to_and_one_that_never_does_is_
 def test_what_has_waited_past_the_usual_age_is_unlikely_to_come() -> None:
     table = ReuseTable(1)
     for at in range(1000):
-        table.asked(FIRST)
+        table.requested(FIRST)
         if at % 2:
             table.again(FIRST, np.array([5.0]))
     assert table.chance(0, 0.0) == pytest.approx(0.5, abs=0.01)
@@ -39,7 +39,7 @@ def test_what_has_waited_past_the_usual_age_is_unlikely_to_come() -> None:
 def test_only_hits_before_the_tier_gives_a_chunk_up_count() -> None:
     table = ReuseTable(1)
     for _ in range(100):
-        table.asked(FIRST)
+        table.requested(FIRST)
         table.again(FIRST, np.array([1000.0]))
     assert table.chance(0, 0.0, 10.0) < 0.02
     assert table.chance(0, 0.0, 5000.0) > 0.98
@@ -60,7 +60,7 @@ def test_a_chance_is_one_whatever_was_counted(
     table = ReuseTable(1)
     for is_asking, age in events:
         if is_asking:
-            table.asked(FIRST)
+            table.requested(FIRST)
         else:
             table.again(FIRST, np.array([age]))
     assert 0.0 <= table.chance(0, age_s, age_s + stay_s) <= 1.0
@@ -72,8 +72,8 @@ def ask(forecast: ReuseForecast, rows: list[int], now_s: float) -> None:
     history = forecast.history
     new = next((at for at, row in enumerate(rows) if not forecast.history.hits_of(row)), len(rows))
     known = np.array(rows[:new], np.intp)
-    forecast.asked(known, len(rows), now_s)
-    history.asked(known, len(rows), now_s)
+    forecast.requested(known, len(rows), now_s)
+    history.requested(known, len(rows), now_s)
     parent = rows[new - 1] if new else NO_ROW
     for row in rows[new:]:
         facts = InsertInfo(tokens_full=row != rows[-1])
@@ -102,14 +102,14 @@ def test_a_tier_that_keeps_chunks_for_long_makes_late_hits_count() -> None:
     ask(forecast, [9000, 9001], 3000.0)
     late = forecast.chance(9000, 3000.0)
     for _ in range(1000):
-        forecast.gave_up(9000, 3010.0)  # ten seconds after it was asked for
+        forecast.evicted(9000, 3010.0)  # ten seconds after it was asked for
     assert forecast.chance(9000, 3000.0) < 0.1 < late
 
 
 def test_rows_that_nothing_is_known_of_may_come() -> None:
     forecast = ReuseForecast(AccessHistory())
-    forecast.asked(np.array([7, 99], np.intp), 2, 0.0)
-    forecast.gave_up(7, 0.0)
+    forecast.requested(np.array([7, 99], np.intp), 2, 0.0)
+    forecast.evicted(7, 0.0)
     assert forecast.chance(7, 0.0) == 1.0
     assert forecast.history.hits_of(10**6) == 0
 
@@ -120,5 +120,5 @@ def test_clocks_that_jump_leave_chances(prompts: list[tuple[list[int], float]]) 
     for rows, now_s in prompts:
         ask(forecast, rows, now_s)
         assert all(0.0 <= forecast.chance(row, -now_s) <= 1.0 for row in range(10))
-        forecast.gave_up(1, now_s)
+        forecast.evicted(1, now_s)
     assert math.isfinite(forecast.chance(1, 0.0))

@@ -90,7 +90,7 @@ def test_the_table_is_what_the_formula_says_of_all_that_happened(seed: int) -> N
         waiting += [(int(kind), now_s) for kind in kinds]
         draw.shuffle(waiting)
         left, waiting = waiting[:4], waiting[4:]
-        how = table.forgotten if step % 5 == 0 else table.asked
+        how = table.forgotten if step % 5 == 0 else table.requested
         how(u16(*(kind for kind, _ in left)), np.array([since for _, since in left]), now_s)
         for kind, since_s in left:
             (gone if step % 5 == 0 else asked)[kind, bins_of(np.array([now_s - since_s]))] += 1
@@ -199,7 +199,7 @@ def test_a_refresh_in_steps_changes_nothing_before_its_last_and_ends_in_the_same
     kinds = np.arange(100, dtype=np.uint16)
     for table in (whole, steps):
         table.wait(kinds, 1.0)
-        table.asked(kinds[::2], np.ones(50), 9.0)
+        table.requested(kinds[::2], np.ones(50), 9.0)
     whole.refresh(10.0, 100)
     before = steps.values.copy()
     done = steps.refreshing(10.0, 100)

@@ -8,6 +8,7 @@ from kvstore.server.eviction.states.tree import ROOT, NodeColumns
 
 
 def test_children_are_found_by_parent_and_token_whatever_came_and_went() -> None:
+    """Few tokens, so that children share buckets; enough of them that the table grows."""
     table, rng = NodeColumns(), np.random.default_rng(3)
     children: dict[tuple[int, int], int] = {}
     free = [table.add(0, b"") for _ in range(699)]

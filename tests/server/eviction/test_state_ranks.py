@@ -166,7 +166,7 @@ class Waiting(DensityTable):
         self.now.update((int(kind), now_s) for kind in classes)
 
     @override
-    def asked(self, classes: Classes, since_s: Floats, now_s: float) -> None:
+    def requested(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         self.now.subtract(zip(map(int, classes), map(float, since_s), strict=True))
         assert min(self.now.values()) >= 0
         self.gone += len(classes)
@@ -175,7 +175,7 @@ class Waiting(DensityTable):
     def forgotten(
         self, classes: NDArray[np.uint16], since_s: NDArray[np.float64], now_s: float
     ) -> None:
-        self.asked(classes, since_s, now_s)
+        self.requested(classes, since_s, now_s)
 
     @override
     def moved(
@@ -185,7 +185,7 @@ class Waiting(DensityTable):
         since_s: NDArray[np.float64],
         now_s: float,
     ) -> None:
-        self.asked(classes, since_s, now_s)
+        self.requested(classes, since_s, now_s)
         self.now.update(zip(others.tolist(), since_s.tolist(), strict=True))
 
 

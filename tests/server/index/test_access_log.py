@@ -20,7 +20,7 @@ from kvstore.server.index.access_log import (
     MAX_EVENTS,
     MAX_LOOKUPS,
     AccessLog,
-    Asked,
+    Lookup,
     Stored,
 )
 
@@ -62,11 +62,11 @@ def stored(row: int, parent: int, now_s: float = 1.0, facts: InsertInfo | None =
     return Stored(0, [row], parent, 100, facts, [0.0], now_s)
 
 
-def asked(numbers: list[int], now_s: float = 1.0) -> Asked:
-    return Asked(rows(numbers), [key(number) for number in numbers], now_s)
+def requested(numbers: list[int], now_s: float = 1.0) -> Lookup:
+    return Lookup(rows(numbers), [key(number) for number in numbers], now_s)
 
 
-def heard(*events: Asked | Stored) -> list[object]:
+def heard(*events: Lookup | Stored) -> list[object]:
     policy = Listening()
     access_log = AccessLog(AccessHistory(), [policy])
     for event in events:
@@ -78,7 +78,7 @@ def heard(*events: Asked | Stored) -> list[object]:
 
 
 def test_events_are_told_in_the_order_in_which_they_came() -> None:
-    assert heard(stored(1, NO_ROW), asked([0]), stored(5, 1)) == [
+    assert heard(stored(1, NO_ROW), requested([0]), stored(5, 1)) == [
         ([1], NO_ROW, 100, 1.0),
         ([1], 1.0),
         ([5], 1, 100, 1.0),
@@ -132,13 +132,13 @@ def test_few_lookups_wait_as_each_may_take_long_to_tell() -> None:
     policy = Listening()
     access_log = AccessLog(AccessHistory(), [policy])
     for number in range(MAX_LOOKUPS + 10):
-        access_log.note(asked([number]))
+        access_log.note(requested([number]))
     assert (len(access_log), len(policy.heard)) == (MAX_LOOKUPS, 10)
     access_log.note(stored(1000, NO_ROW))
-    access_log.note(asked([1]))
+    access_log.note(requested([1]))
     assert (len(access_log), len(policy.heard)) == (MAX_LOOKUPS + 1, 11)
     access_log.apply_all()
-    access_log.note(asked([2]))
+    access_log.note(requested([2]))
     assert len(access_log) == 1
 
 
@@ -177,7 +177,7 @@ def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:
     history, policy = AccessHistory(), Listening()
     history.seen_chain(np.array([1]), NO_ROW, FULL, 0.0)
     access_log = AccessLog(history, [policy])
-    access_log.note(Asked(np.array([1]), [key(0)], 1.0, is_again=True))
+    access_log.note(Lookup(np.array([1]), [key(0)], 1.0, is_again=True))
     access_log.apply_all()
     assert (history.hits_of(1), policy.heard) == (1, [([1], 1.0)])
 
@@ -187,7 +187,7 @@ def test_lookups_are_told_to_what_wonders_about_sizes() -> None:
     access_log = AccessLog(AccessHistory(), [Listening()], [what_if])
     access_log.note(stored(1, NO_ROW))
     for number in range(3 * LEAST_SAMPLED):
-        access_log.note(asked([number % 5]))
+        access_log.note(requested([number % 5]))
     access_log.apply_all()
     ratios = list(what_if.points().values())
     assert ratios[-1] is not None
@@ -208,7 +208,7 @@ def test_who_settles_late_decides_as_who_settles_at_once(name: str, seed: int) -
             chain = list(range(first, first + draw.randrange(1, 9)))
             known = next((at for at, row in enumerate(chain) if row not in here), len(chain))
             found = np.array(chain[:known], np.intp)
-            access_log.note(Asked(found, [key(row) for row in chain], float(second)))
+            access_log.note(Lookup(found, [key(row) for row in chain], float(second)))
             for at in range(known, len(chain)):
                 parent = chain[at - 1] if at else NO_ROW
                 access_log.note(

@@ -13,10 +13,9 @@ from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
 from kvstore.proto.types import ChunkKey, Fidelity
-from kvstore.proto.unix_socket import ROW_BYTES, Reach, unpack_places
+from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach, unpack_places
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS
-from kvstore.tiers.base import FilePlace
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -277,7 +276,7 @@ def test_only_who_opens_files_is_told_of_one(
     # The catalog knows both copies; the one in memory goes before anybody looks where it is.
     monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
     disk = core.slot("disk").tier
-    monkeypatch.setattr(disk, "file_place", lambda key: FilePlace(7, 4096, 100))
+    monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
     rows = core.store.reads.in_place(keys_of(versions), reach, Fidelity.exact)
     assert rows["reach"].tolist() == [Reach.file] * (2 if Reach.file in reach else 0)
     assert core.counters["get_chunks"] == len(rows)
@@ -289,7 +288,7 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
     versions = prompt(6)
     put_low(core, session, versions)
     disk = core.slot("disk")
-    monkeypatch.setattr(disk.tier, "file_place", lambda key: FilePlace(7, 4096, 100))
+    monkeypatch.setattr(disk.tier, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
     # It stays where it was until the store queue comes to it.
     monkeypatch.setattr(core.moves.eviction, "delete_from", lambda *_, **__: None)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)

@@ -30,13 +30,13 @@ from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Fidelity, Namespace
 from kvstore.server.blending.gates import TRIALS, Shadow
+from kvstore.server.eviction.access_history import SavedHistory
 from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index import catalog as catalog_module
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace, ModelRegistry
-from kvstore.server.index.saved_history import SavedHistory
 from kvstore.server.settings.values import MAX_RATIO
 from kvstore.server.store import saved_state
 from kvstore.server.store.saved_state import (

@@ -55,7 +55,7 @@ def test_chunks_on_disk_lie_in_extents_of_the_tenant_who_put_them(
             assert disk.tenant_of(version.info.key) == tenant
             place = disk.file_place(version.info.key)
             assert place is not None
-            os.close(disk.extent_file(place.extent, tenant))
+            os.close(disk.extent_file(place.number, tenant))
 
 
 def test_a_tenant_gets_room_on_a_disk_full_of_anothers_chunks(core: Core, disk: DiskTier) -> None:

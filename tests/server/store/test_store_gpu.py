@@ -208,7 +208,7 @@ def test_a_victim_goes_into_a_slab_of_its_own_tenant(core: Core) -> None:
     warm(core, red, prompt(FRAMES, seed=5))
     place = core.cpu.locate(old[0].info.key)
     assert place is not None
-    slab = core.cpu.slab_file(place.slab_id, "blue")  # refused unless it is blue's
+    slab = core.cpu.slab_file(place.number, "blue")  # refused unless it is blue's
     with open(slab, "rb"):
         assert core.get(blue, keys_of(old)) == frames_of(old)
 
