@@ -40,38 +40,21 @@ class GetStream:
     lease_id: int
     terms: ReadTerms
 
-    def layers(
-        self, keys: Sequence[ChunkKey], skipped: SkippedRows | None = None
-    ) -> Iterator[pb.GetResponse]:
-        """Yield the first layer of all chunks, then the second, and so on, without *skipped*."""
-        layered = LayerwiseRead(self.store.moves, keys, self.terms)
-        layered.skipped = skipped
-        for part in layered.parts():
-            yield from self._pieces(part)
-
     def ranges(
         self, keys: Sequence[ChunkKey], ranges: Sequence[pb.FrameRange]
     ) -> Iterator[pb.GetResponse]:
-        """Yield *ranges* of the frames of *keys* as they lie, in order; one read for neighbours.
-
-        Of a frame within reach its place instead.
-        """
+        """Yield the places of frames within reach, and *ranges* of others, as they lie."""
         reading = RangeRead(self.store.reads, self.terms)
         for index, group in groupby(ranges, key=attrgetter("index")):
             found = reading.place(keys[index]) if index < len(keys) else None
             if found is not None:
                 yield self._places(index, pack_places([found[1]]), [found[0]])
-                continue
-            for part in range_parts(reading, keys, group):
-                yield from self._pieces(part)
+            else:
+                yield from self.pieces(_range_parts(reading, keys, group))
 
     def frames(self, keys: Sequence[ChunkKey]) -> Iterator[pb.GetResponse]:
         """Yield the chunks in order: where they are on peers or within reach, else bytes."""
         reads, terms = self.store.reads, self.terms
-        if not terms.reach:
-            for result in reads.get(keys, terms):
-                yield from self._pieces(frame_part(result))
-            return
         rows = reads.in_place(keys, terms)
         if len(rows):
             yield self._places(0, rows.tobytes(), reads.place_names(terms))
@@ -88,7 +71,9 @@ class GetStream:
         for one in reads.get(keys[first:], terms):
             result = replace(one, index=one.index + first)
             if result.place is None:
-                yield from self._pieces(frame_part(result))
+                yield from self.pieces(
+                    (LayerPart(result.index, result.tier, len(result.frame), 0, result.frame),)
+                )
                 continue
             there.append(result)
             following = keys[result.index + 1 :][:1]
@@ -117,35 +102,51 @@ class GetStream:
             places=pb.Places(rows=rows, tier_names=names, peers=lenders),
         )
 
-    def _pieces(self, part: LayerPart) -> Iterator[pb.GetResponse]:
-        """Cut a part of a frame into messages."""
-        for start in range(0, len(part.data), messages.MESSAGE_BYTES):
-            offset = part.offset + start
-            yield pb.GetResponse(
-                server=None if offset else self.stamp,
-                lease_id=self.lease_id,
-                index=part.chunk,
-                tier=part.tier,
-                part=pb.FramePart(
-                    frame_bytes=part.frame_bytes,
-                    offset=offset,
-                    data=part.data[start : start + messages.MESSAGE_BYTES].tobytes(),
-                ),
-            )
+    def pieces(self, parts: Iterable[LayerPart]) -> Iterator[pb.GetResponse]:
+        """Cut parts of frames into messages."""
+        for part in parts:
+            for start in range(0, len(part.data), messages.MESSAGE_BYTES):
+                offset = part.offset + start
+                yield pb.GetResponse(
+                    server=None if offset else self.stamp,
+                    lease_id=self.lease_id,
+                    index=part.chunk,
+                    tier=part.tier,
+                    part=pb.FramePart(
+                        frame_bytes=part.frame_bytes,
+                        offset=offset,
+                        data=part.data[start : start + messages.MESSAGE_BYTES].tobytes(),
+                    ),
+                )
 
 
-def frame_part(result: ReadResult) -> LayerPart:
-    """Return a whole frame as one part."""
-    return LayerPart(result.index, result.tier, len(result.frame), 0, result.frame)
-
-
-def range_parts(
-    reading: RangeRead, keys: Sequence[ChunkKey], ranges: Iterable[pb.FrameRange]
+def parts_of(
+    store: Store,
+    request: pb.GetRequest,
+    keys: Sequence[ChunkKey],
+    skipped: SkippedRows | None,
+    terms: ReadTerms,
 ) -> Generator[LayerPart, None, None]:
-    """Yield *ranges* of the frames of *keys*, in order; one read for neighbours.
+    """Yield what *request* is for of leased *keys*: ranges of frames in order, layers of all chunks
+    one after another without *skipped*, or whole frames.
 
     Each part's memory is lent until the next.
     """
+    if request.ranges:
+        yield from _range_parts(RangeRead(store.reads, terms), keys, request.ranges)
+    elif request.layer_major:
+        layered = LayerwiseRead(store.moves, keys, terms)
+        layered.skipped = skipped
+        yield from layered.parts()
+    else:
+        for one in store.reads.get(keys, terms):
+            yield LayerPart(one.index, one.tier, len(one.frame), 0, one.frame)
+
+
+def _range_parts(
+    reading: RangeRead, keys: Sequence[ChunkKey], ranges: Iterable[pb.FrameRange]
+) -> Generator[LayerPart, None, None]:
+    """Yield *ranges* of the frames of *keys*; one read for neighbours."""
     for index, group in groupby(ranges, key=attrgetter("index")):
         if index < len(keys):
             yield from reading.parts(index, keys[index], [(one.start, one.stop) for one in group])

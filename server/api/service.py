@@ -23,7 +23,7 @@ from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavaila
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
 from kvstore.proto.unix_socket import Reach, pid_namespace
-from kvstore.server.api.get_stream import REACH, GetStream
+from kvstore.server.api.get_stream import REACH, GetStream, parts_of
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import UnixServer
@@ -234,15 +234,17 @@ class DataCalls:
         skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)
         peers = frozenset(request.peers[:MAX_READ_PEERS])
-        terms = ReadTerms(session, deadline, least, reach, peers)
+        terms = ReadTerms(session, deadline, least, reach, peers if reach else ())
         stream = GetStream(self._store, self._stamp, lease_id, terms)
-        if request.ranges:
-            messages = stream.ranges(keys[:known], request.ranges)
-        elif request.layer_major:
-            messages = stream.layers(keys[:known], skipped)
-        else:
+        keys = keys[:known]
+        if not (request.ranges or request.layer_major):
             session.reads_from = peers
-            messages = stream.frames(keys[:known])
+        if not reach or (request.layer_major and not request.ranges):
+            messages = stream.pieces(parts_of(self._store, request, keys, skipped, terms))
+        elif request.ranges:
+            messages = stream.ranges(keys, request.ranges)
+        else:
+            messages = stream.frames(keys)
         release = not request.lease_id
         has_places = False
         try:

@@ -26,7 +26,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.messages import hints_from_message
-from kvstore.server.api.get_stream import frame_part, range_parts
+from kvstore.server.api.get_stream import parts_of
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks, fidelity
 from kvstore.server.bulk.peer_server import PeerServer
@@ -34,8 +34,7 @@ from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Send
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.values import GET_BYTES, Limits
-from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.reads import LayerPart, RangeRead, ReadTerms
+from kvstore.server.store.reads import LayerPart, ReadTerms
 from kvstore.server.store.store import Store
 
 if TYPE_CHECKING:
@@ -187,22 +186,12 @@ class BulkService:
     ) -> Generator[LayerPart, None, None]:
         """Yield what is requested, under a lease. Each part's memory is lent until the next."""
         keys = self._checks.keys(session, request.digests)
-        least = fidelity(request.min_fidelity)
+        terms = ReadTerms(session, deadline, fidelity(request.min_fidelity))
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)
-        keys, reads = keys[:known], self._store.reads
         try:
-            terms = ReadTerms(session, deadline, least)
-            if request.ranges:
-                yield from range_parts(RangeRead(reads, terms), keys, request.ranges)
-            elif request.layer_major:
-                layered = LayerwiseRead(self._store.moves, keys, terms)
-                layered.skipped = skipped
-                yield from layered.parts()
-            else:
-                for result in reads.get(keys, terms):
-                    yield frame_part(result)
+            yield from parts_of(self._store, request, keys[:known], skipped, terms)
         finally:
             if not request.lease_id:
                 self._store.release(session, lease_id)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from threading import Lock
 
 from kvstore.proto.errors import UnauthenticatedError
 from kvstore.server.security.certificates import (
@@ -21,8 +18,6 @@ from kvstore.server.security.watched_file import WatchedFile
 HEADER = "authorization"
 SCHEME = "Bearer "
 CERTIFICATE = "x509_pem_cert"
-REMEMBERED = 1024
-"""Tokens whose signature was verified, by their SHA-256."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Iterable[bytes]]
@@ -51,9 +46,6 @@ class Authenticator:
         self._revocations = revocations
         self._wall_clock = wall_clock
         self.is_open = keys is None and verifier is None and not takes_certificates
-        self._known: OrderedDict[bytes, Principal] = OrderedDict()
-        self._era = 0
-        self._lock = Lock()  # guards the two above
 
     def principal_of(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
         """Return who calls. Raises UnauthenticatedError, which repeats nothing of a secret."""
@@ -83,16 +75,7 @@ class Authenticator:
             return found
         if self._verifier is None:
             raise UnauthenticatedError("the token is not one that this server takes")
-        digest = hashlib.sha256(token.encode()).digest()
-        with self._lock:
-            known, era = self._known.get(digest), self._era
-        if known is None:
-            known = self._verifier.value.principal_of(token)
-            with self._lock:
-                if era == self._era:  # else it may have been verified with what was replaced
-                    self._known[digest] = known
-                while len(self._known) > REMEMBERED:
-                    self._known.popitem(last=False)
+        known = self._verifier.value.principal_of(token)
         if known.expires_at > self._wall_clock() + MAX_LIFE_S:
             raise UnauthenticatedError("the token is good for over a year; get a shorter one")
         return known
@@ -105,12 +88,7 @@ class Authenticator:
     def refresh(self) -> bool:
         """Read keys again that were replaced. Return whether any were."""
         files = (self._keys, self._revocations, self._verifier)
-        changed = [file for file in files if file is not None and file.refresh()]
-        if self._verifier in changed:
-            with self._lock:
-                self._era += 1
-                self._known.clear()
-        return bool(changed)
+        return sum(file.refresh() for file in files if file is not None) > 0  # each of them
 
     def holds(self, principal: Principal) -> bool:
         """Whether *principal* is still good: nothing revoked or expired."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError, check_text
@@ -13,6 +15,8 @@ LEEWAY_S = 5
 MIN_HMAC_BYTES = 32
 MAX_TOKEN_CHARS = 8192
 MAX_KEYS = 8
+REMEMBERED = 1024
+"""Tokens whose signature was verified, by their SHA-256."""
 MAX_LIFE_S = 366 * 86_400
 """From now on: a token that is good for longer is refused, as it can be taken back with its key
 alone."""
@@ -42,6 +46,8 @@ class JwtVerifier:
         """Raises InvalidRequestError for a key that does not go with the algorithm."""
         self._terms = terms
         self._keys: dict[bytes, Any] = {}
+        self._known: OrderedDict[bytes, Principal] = OrderedDict()
+        self._lock = Lock()  # guards the tokens that are known
         if keys is None:
             return
         pieces = keys.split(_PEM_END)
@@ -58,6 +64,18 @@ class JwtVerifier:
 
     def principal_of(self, token: str) -> Principal:
         """Return whose *token* is. Raises UnauthenticatedError that does not repeat it."""
+        digest = hashlib.sha256(token.encode()).digest()
+        with self._lock:
+            known = self._known.get(digest)
+        if known is None:
+            known = self._verified(token)
+            with self._lock:
+                self._known[digest] = known
+                if len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        return known
+
+    def _verified(self, token: str) -> Principal:
         import jwt
 
         if len(token) > MAX_TOKEN_CHARS:

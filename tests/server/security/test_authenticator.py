@@ -345,20 +345,16 @@ def test_nobody_is_without_a_role_that_there_is(roles: frozenset[str]) -> None:
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.server.security.authenticator.REMEMBERED", 3)
+    monkeypatch.setattr("kvstore.server.security.jwt_tokens.REMEMBERED", 3)
     path = tmp_path / "secret"
     secret = os.urandom(32)
     path.write_bytes(secret)
     terms = JwtTerms("HS256", "kvstore", "https://issuer")
-    asked = Authenticator(
-        None,
-        WatchedFile((path,), partial(JwtVerifier, terms=terms)),
-        takes_certificates=False,
-        wall_clock=time.time,
-    )
+    file = WatchedFile((path,), partial(JwtVerifier, terms=terms))
+    asked = Authenticator(None, file, takes_certificates=False, wall_clock=time.time)
     for number in range(8):
         asked.principal_of(bearer(jwt.encode(claims(sub=str(number)), secret, "HS256")), {})
-    assert len(asked._known) == 3
+    assert len(file.value._known) == 3
 
 
 def test_who_looks_at_a_file_while_another_reads_it_has_the_new_value(tmp_path: Path) -> None:
