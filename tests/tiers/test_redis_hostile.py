@@ -15,7 +15,7 @@ import pytest
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, get, put
 from redis_process import RedisProcess, free_port
-from redis_relay import SPOILS, outcome, relay, stay_silent_inside
+from redis_relay import SPOILS, outcome, relay, sending, stay_silent_inside
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.tiers.redis import RedisTier
@@ -201,3 +201,43 @@ def test_read_from_the_start_gives_a_chunk_its_whole_life_again(
     assert tier.read(INFO.key, np.zeros(10, np.uint8))
     manifest, *parts = sorted(redis.client.ttl(name) for name in redis.names())
     assert 50 < manifest <= 1000 < min(parts)
+
+
+@pytest.mark.parametrize("reply", [b":7\r\n", b"*1\r\n$1\r\na\r\n"], ids=["number", "list"])
+def test_manifest_of_another_type_is_a_miss_that_can_be_put_again(
+    redis: RedisProcess, no_leaks: None, reply: bytes
+) -> None:
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
+        assert put(tier, INFO, DATA)
+        handler.spoil = staticmethod(sending(reply * 40))
+        assert outcome(lambda: get(tier, INFO)) in ("None", "unavailable")
+        assert outcome(lambda: tier.find([INFO.key])) in ("[None]", "unavailable")
+        handler.spoil = None
+        put(tier, INFO, DATA)
+        assert_holds(tier, INFO, DATA)
+        tier.close()
+
+
+def test_listing_that_cannot_be_read_forgets_nothing(redis: RedisProcess, no_leaks: None) -> None:
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300)
+        assert put(tier, INFO, DATA)
+        counted = tier.stats()
+        handler.spoil = staticmethod(sending(b"*2\r\n$1\r\n0\r\n$4\r\nnone\r\n"))
+        assert list(tier.scan()) == []
+        assert tier.stats() == counted
+        tier.close()
+
+
+def test_a_server_without_a_cluster_that_sends_elsewhere_is_not_left(
+    redis: RedisProcess, no_leaks: None
+) -> None:
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300)
+        assert put(tier, INFO, DATA)
+        handler.spoil = staticmethod(sending(b"-MOVED 0 127.0.0.1:1\r\n" * 4))
+        assert outcome(lambda: get(tier, INFO)) == "unavailable"
+        handler.spoil = None
+        assert_holds(tier, INFO, DATA)
+        tier.close()
