@@ -135,10 +135,10 @@ class Node:
         models = KnownModels()
         store = build_store(config, clock, self.counters, self._closers, models, _new_id)
         self.store, slots = store, store.tiers.slots
-        self._keeper: SavedState | None = None
+        self._saved_state: SavedState | None = None
         if "disk" in slots:
-            self._keeper = SavedState(store, config.disk.path, time.time)
-            self._keeper.load()
+            self._saved_state = SavedState(store, config.disk.path, time.time)
+            self._saved_state.load()
         self.recovered_chunks = store.recover()
         kept = [slots[name] for name in ("cpu", "disk") if name in slots]
         limit = config.blend_contents if "disk" in slots else 0
@@ -344,8 +344,8 @@ class Node:
         """Tell the policies what happened, so that no request has to wait for that."""
         while not self._stopping.is_set():
             self.store.catalog.drain(TICK_S)
-            if self._keeper is not None:
-                self._keeper.save_if_due()
+            if self._saved_state is not None:
+                self._saved_state.save_if_due()
             self._content_reader.step()
             if not self._maintenance.is_alive() and not self._stopping.is_set():
                 self._check_health()  # as its thread would
@@ -368,8 +368,8 @@ class Node:
         # Puts that had begun may have landed behind the first pass.
         clean = self.store.drain(deadline)
         self.store.writes.close()
-        if self._keeper is not None:
-            self._keeper.save()
+        if self._saved_state is not None:
+            self._saved_state.save()
         self._close()
         return clean
 

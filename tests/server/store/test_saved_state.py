@@ -283,7 +283,7 @@ def test_of_more_chunks_than_fit_those_that_left_longest_ago_are_not_kept(
     assert np.array_equal(old.save().chunks, everything[-3:])
 
 
-# --- the keeper
+# --- when it is saved
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def make_core(clock: FakeClock) -> Iterator[Callable[[], Core]]:
         core.close()
 
 
-def keeper_of(core: Core, folder: Path, wall_s: float = 0.0) -> SavedState:
+def saved_state_of(core: Core, folder: Path, wall_s: float = 0.0) -> SavedState:
     return SavedState(core.store, folder, FakeClock(wall_s))
 
 
@@ -327,12 +327,12 @@ def close_gate(core: Core) -> None:
 def test_the_file_is_written_when_it_is_due(
     tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
 ) -> None:
-    keeper, path = keeper_of(core := make_core(), tmp_path), tmp_path / FILE_NAME
+    saved, path = saved_state_of(core := make_core(), tmp_path), tmp_path / FILE_NAME
 
     def is_written(after_s: float) -> bool:
         path.unlink(missing_ok=True)
         clock.advance(after_s)
-        keeper.save_if_due()
+        saved.save_if_due()
         return path.exists()
 
     assert not is_written(SAVE_EVERY_S - 1)
@@ -346,11 +346,11 @@ def test_the_file_is_written_when_it_is_due(
 def test_a_gate_is_saved_as_soon_as_it_changed_and_again_after_a_failure(
     tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
 ) -> None:
-    keeper = keeper_of(core := make_core(), tmp_path)
+    saved = saved_state_of(core := make_core(), tmp_path)
 
     def saved_gates() -> list[bool]:
-        keeper.save_if_due()
-        keeper_of(again := make_core(), tmp_path).load()
+        saved.save_if_due()
+        saved_state_of(again := make_core(), tmp_path).load()
         return [one.is_open for one in again.store.blends.gates.views()]
 
     assert saved_gates() == []
@@ -367,7 +367,7 @@ def test_a_gate_is_saved_as_soon_as_it_changed_and_again_after_a_failure(
     assert saved_gates() == []
 
 
-def test_a_new_keeper_knows_what_the_last_one_saved(
+def test_a_new_process_knows_what_the_last_one_saved(
     tmp_path: Path, clock: FakeClock, make_core: Callable[[], Core]
 ) -> None:
     core = make_core()
@@ -375,9 +375,9 @@ def test_a_new_keeper_knows_what_the_last_one_saved(
     open_gate(core)
     core.store.spaces.restore(models())
     core.store.blends.contents.recall(VARIANTS)
-    assert keeper_of(core, tmp_path).save()
+    assert saved_state_of(core, tmp_path).save()
     again = make_core()
-    keeper_of(again, tmp_path).load()
+    saved_state_of(again, tmp_path).load()
     assert again.catalog.evicted_count() == 8
     assert again.store.spaces.all() == core.store.spaces.all()
     assert again.store.blends.contents.learned() == VARIANTS
@@ -390,11 +390,11 @@ def test_ages_go_on_while_no_server_runs(
 ) -> None:
     old = make_core()
     taught(clock, old.catalog)
-    assert keeper_of(old, tmp_path).save()
+    assert saved_state_of(old, tmp_path).save()
     os.utime(tmp_path / FILE_NAME, (5_000, 5_000))
     for wall_s, older_s in ((5_060.0, 60.0), (4_000.0, 0.0)):
         new = make_core()
-        keeper_of(new, tmp_path, wall_s).load()
+        saved_state_of(new, tmp_path, wall_s).load()
         ages = [one.catalog.save().chunks["age_s"].max() for one in (new, old)]
         assert ages[0] == pytest.approx(ages[1] + older_s)
 
@@ -416,12 +416,12 @@ def test_what_is_damaged_is_counted_and_the_rest_is_kept(
 ) -> None:
     (tmp_path / FILE_NAME).write_bytes(data)
     known = unpack_models(sections()) if is_kept else []
-    keeper = keeper_of(core := make_core(), tmp_path)
-    keeper.load()
+    saved = saved_state_of(core := make_core(), tmp_path)
+    saved.load()
     assert len(core.store.spaces.all()) == len(known)
     assert core.counters["unusable_histories"] == 1
-    assert keeper.save()
-    keeper_of(again := make_core(), tmp_path).load()
+    assert saved.save()
+    saved_state_of(again := make_core(), tmp_path).load()
     assert again.store.spaces.all() == core.store.spaces.all()
     assert again.counters["unusable_histories"] == 0
 
@@ -432,10 +432,10 @@ def test_gates_that_are_damaged_are_counted_and_closed(
 ) -> None:
     core = make_core()
     open_gate(core)
-    assert keeper_of(core, tmp_path).save()
+    assert saved_state_of(core, tmp_path).save()
     path = tmp_path / GATES_FILE_NAME
     path.write_bytes(path.read_bytes()[: -cut or None])
-    keeper_of(again := make_core(), tmp_path).load()
+    saved_state_of(again := make_core(), tmp_path).load()
     assert len(again.store.blends.gates) == 1 - cut
     assert again.counters["unusable_histories"] == cut
 
@@ -443,7 +443,7 @@ def test_gates_that_are_damaged_are_counted_and_closed(
 def test_without_a_file_there_is_nothing_to_count(
     tmp_path: Path, make_core: Callable[[], Core]
 ) -> None:
-    keeper_of(core := make_core(), tmp_path).load()
+    saved_state_of(core := make_core(), tmp_path).load()
     assert core.counters["unusable_histories"] == 0
 
 
@@ -451,7 +451,7 @@ def test_a_folder_that_cannot_be_written_to_costs_the_file_only(
     tmp_path: Path, make_core: Callable[[], Core]
 ) -> None:
     (tmp_path / f"{FILE_NAME}.new").mkdir()
-    assert not keeper_of(make_core(), tmp_path).save()
+    assert not saved_state_of(make_core(), tmp_path).save()
 
 
 # --- over a restart
@@ -470,10 +470,10 @@ def test_time_to_live_and_priority_survive_with_the_chunk(
         session = core.open_session()
         core.put(session, versions[:1], durable=True, hints=Hints(priority=9))
         core.put(session, versions[1:], durable=True, hints=Hints(ttl_ms=60_000))
-        assert keeper_of(core, tmp_path).save()
+        assert saved_state_of(core, tmp_path).save()
     clock.advance(50)
     with closing(Core([disk], clock=clock)) as core:
-        keeper_of(core, tmp_path).load()
+        saved_state_of(core, tmp_path).load()
         assert core.store.recover() == 2
         session = core.open_session()
 
