@@ -31,7 +31,7 @@ Behavior = Callable[[Any, Any], Any]
 logger = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AuthenticatedContext:
     """gRPC's context of a call, and who calls; all else it passes on."""
 
