@@ -7,8 +7,10 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, cast
 
 from kvstore.proto.errors import TierUnavailableError
@@ -114,12 +116,20 @@ def outcome(call: Callable[[], object]) -> str:
 
 class _Pieces:
     def __init__(self, *pieces: bytes) -> None:
-        self._left = iter(pieces)
+        self._left = deque(pieces)
 
     def recv(self, size: int) -> bytes:
-        piece = next(self._left, b"")
-        assert len(piece) <= size
-        return piece
+        piece = self._left.popleft() if self._left else b""
+        if piece[size:]:
+            self._left.appendleft(piece[size:])
+        return piece[:size]
+
+    def recvmsg_into(self, rooms: Sequence[memoryview]) -> tuple[int]:
+        piece = self.recv(sum(map(len, rooms)))
+        for at, room in zip(accumulate(map(len, rooms), initial=0), rooms, strict=False):
+            part = piece[at : at + len(room)]
+            room[: len(part)] = part
+        return (len(piece),)
 
     def settimeout(self, seconds: float) -> None:
         pass

@@ -270,20 +270,28 @@ class RedisConnection(Connection):
                 left[0] = left[0][count:]
             if head[:came] != expected[:came]:
                 got = b"".join(part[:_MAX_ERROR_BYTES] for part in (head, room, end))
-                raise _other_reply(got[: min(came, _MAX_ERROR_BYTES)], expected)
+                raise self._other_reply(got[: min(came, _MAX_ERROR_BYTES)], expected)
         if len(room) and end != _END:
             raise errors.InvalidResponse("a value of another size than announced")
 
-
-def _other_reply(got: bytes, expected: bytes) -> Exception:
-    """Return the error that came in place of what was expected."""
-    pairs = enumerate(zip(got, expected, strict=False))
-    same = next((at for at, (one, other) in pairs if one != other), len(got))
-    start = got.rfind(b"\n", 0, same) + 1
-    line = got[start:].partition(_END)[0]
-    if line.startswith(b"-"):
-        return ReplyParser.parse_error(line[1:].decode(errors="replace"))
-    return errors.InvalidResponse("another reply")
+    def _other_reply(self, got: bytes, expected: bytes) -> Exception:
+        """Return the error that came in place of what was expected; *got* may end inside it."""
+        pairs = enumerate(zip(got, expected, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), len(got))
+        line = got[got.rfind(b"\n", 0, same) + 1 :]
+        if not line.startswith(b"-"):
+            return errors.InvalidResponse("another reply")
+        self.link.limit_bytes = _MAX_ERROR_BYTES
+        while _END not in line and len(line) < _MAX_ERROR_BYTES:
+            more = self.link.recv(_MAX_ERROR_BYTES - len(line))
+            if not more:
+                raise errors.ConnectionError("the server hung up")
+            line += more
+        text = line[1:].partition(_END)[0].decode(errors="replace")
+        try:
+            return ReplyParser.parse_error(text)
+        except ValueError:  # of a place that cannot be read
+            return errors.ResponseError(text)
 
 
 @dataclass(slots=True)

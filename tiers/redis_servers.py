@@ -241,7 +241,7 @@ class Topology:
             self._is_stale = self.moves
             if isinstance(error, errors.MovedError) and 0 <= error.slot_id < len(self._holders):
                 host = error.host or server.address[0]
-                if self.is_cluster and 0 < error.port < 1 << 16:
+                if self.is_cluster and not self._is_closed and 0 < error.port < 1 << 16:
                     self._holders[error.slot_id] = self._node((host, error.port))
 
     def _renew_if_stale(self, deadline: float) -> None:

@@ -50,8 +50,8 @@ MAX_STREAMS = 1024
 MAX_WAITING_GETS = 64
 """Gets that hold their lease until a reader goes on; that of a further one loses its connection."""
 HELLO_THREADS = 2
-RESUME_THREADS = 4
-"""For gets whose reader takes more again, and the end of those whose reader does not."""
+END_THREADS = 4
+"""For the end of gets whose reader takes nothing: it may wait for a tier."""
 ATTACH_BYTES = 256
 """Of the first header at most: it comes before anybody is known."""
 _SWEEP_S = 0.5
@@ -103,7 +103,9 @@ class BulkServer:
         self._hellos = ThreadPoolExecutor(HELLO_THREADS, "stream-hello")
         self._workers = ThreadPoolExecutor(limits.threads, "stream-work")
         self._for_clients = ThreadPoolExecutor(limits.client_threads, "stream-client")
-        self._resumed = ThreadPoolExecutor(RESUME_THREADS, "stream-resumed")
+        self._resumed = ThreadPoolExecutor(limits.client_threads, "stream-resumed")
+        """For clients' gets whose reader takes more again: new ones do not hold them up."""
+        self._ending = ThreadPoolExecutor(END_THREADS, "stream-ending")
         self._thread = threading.Thread(target=self._run, name="stream-plane", daemon=True)
         self._thread.start()
 
@@ -127,7 +129,7 @@ class BulkServer:
         self._hellos.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown(wait=True, cancel_futures=True)
         # A client's get may wait for a tier up to its deadline: it closes its stream then.
-        for pool in (self._for_clients, self._resumed):
+        for pool in (self._for_clients, self._resumed, self._ending):
             pool.shutdown(wait=False, cancel_futures=True)
         for stream in streams:
             if not stream.is_served:
@@ -166,10 +168,10 @@ class BulkServer:
             waiting.unregister(key.fileobj)
             if isinstance(key.data, Stranger):
                 self._hellos.submit(self._welcome, key.data)
-            elif key.data.sending is not None:
-                self._resumed.submit(self._serve, key.data)
             elif not key.data.is_client:
                 self._workers.submit(self._serve, key.data)
+            elif key.data.sending is not None:
+                self._resumed.submit(self._serve, key.data)
             else:
                 self._serve_client(key.data)
 
@@ -237,7 +239,7 @@ class BulkServer:
                 if key.data.sending is None:
                     self._drop(key.data)
                 else:  # which may wait for a tier
-                    self._resumed.submit(self._end, key.data)
+                    self._ending.submit(self._end, key.data)
 
     def _is_over(self, stream: Caller, now: float) -> bool:
         is_stalled = stream.sending is not None and now >= stream.until
@@ -401,6 +403,7 @@ class Stranger:
         """Hung up on for another's sake; what was read of it before is nobody's."""
         self._begun = b""
         self._whole_bytes = bulk.LENGTHS.size
+        self._payload_bytes = 0
 
     def message(self) -> pb.StreamMessage | None:
         """Take in what came. Return the first message; None while it is not whole.
@@ -418,10 +421,12 @@ class Stranger:
                     raise ConnectionError("hung up")
                 self._begun += data
                 if len(self._begun) == bulk.LENGTHS.size:
-                    self._whole_bytes += bulk.unpack_lengths(self._begun, ATTACH_BYTES)[0]
+                    lengths = bulk.unpack_lengths(self._begun, ATTACH_BYTES)
+                    self._whole_bytes += lengths[0]
+                    self._payload_bytes = lengths[1]
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
-        return bulk.parse(self._begun[bulk.LENGTHS.size :], 0)
+        return bulk.parse(self._begun[bulk.LENGTHS.size :], self._payload_bytes)
 
 
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with

@@ -404,10 +404,13 @@ class Reads:
         work = partial(self.moves.read_bypass, info, slot)
         ticket = loads.submit(slot, b"bypass" + key, work)
         frame = None
-        with suppress(KVStoreError):
-            frame = None if ticket is None else loads.wait(ticket)
+        try:
+            with suppress(KVStoreError):
+                frame = None if ticket is None else loads.wait(ticket)
+        finally:
+            if frame is None:
+                self.release_bypass(info.size_bytes)
         if frame is None:
-            self.release_bypass(info.size_bytes)
             return None
         self._counters.add("read_throughs")
         return ReadResult(index, name, frame, is_own=True)  # type: ignore[arg-type]

@@ -157,6 +157,31 @@ def test_errors_are_known_by_their_first_word(line: bytes, kind: type, text: str
     assert str(error) == text
 
 
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (b"-ASK 3999 127.0.0.1:7001\r\n", errors.AskError),
+        (b"-MOVED 3999 127.0.0.1:7001\r\n", errors.MovedError),
+        (b"-MOVED nowhere\r\n", errors.ResponseError),
+    ],
+)
+@pytest.mark.parametrize("room_bytes", [0, 100])
+def test_an_error_in_place_of_a_value_is_read_whole_however_it_comes(
+    line: bytes, kind: type[Exception], room_bytes: int
+) -> None:
+    for cut in range(1, len(line)):
+        connection = replying(line[:cut], line[cut:])
+        with pytest.raises(kind) as raised:
+            connection.receive(b"$100\r\n", memoryview(bytearray(room_bytes)))
+        assert getattr(raised.value, "port", 7001) == 7001
+
+
+def test_an_error_that_breaks_off_is_a_lost_connection() -> None:
+    for line in (b"-MOVED 39", b"-" + b"x" * 50):
+        with pytest.raises(errors.ConnectionError):
+            replying(line).receive(b"$100\r\n", memoryview(bytearray(0)))
+
+
 def test_commands_are_packed_with_views_as_they_are() -> None:
     view = memoryview(b"payload")
     packed = pack((b"SET", b"name", view, b"EX", 60))
