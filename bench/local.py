@@ -163,6 +163,10 @@ def bench_bulk(folder: Path, report: Report) -> None:
         f"TCP {size / raw_s / 1e9:.2f} GB/s, bar 0.6",
     )  # fmt: skip
     report.note("bulk put", f"{raw_s / put_s:.3f}", f"put {size / put_s / 1e9:.2f} GB/s")
+
+
+def bench_stalled(folder: Path, report: Report) -> None:
+    """Gets and puts over TCP beside 64 readers that take nothing, against none of them."""
     get, put = beside_stalled_readers(folder, 8, 5)
     report.add(
         "bulk_beside_stalled_readers", max(get, put), f"get {get:.2f}, put {put:.2f}", "bar 1.2"
@@ -349,6 +353,7 @@ PARTS = {
     "redis": bench_redis,
     "import": lambda _, report: bench_import(report),
     "burst": bench_burst,
+    "stalled": bench_stalled,
     "metadata": bench_metadata,
 }
 
