@@ -237,7 +237,7 @@ class RedisClient:
             connection = server.acquire(deadline)
             transfer.run(connection, server.window)
             is_done = True
-        except KVStoreError:  # of whoever follows what arrives
+        except KVStoreError:  # of the caller that checks what arrives
             raise
         except (OSError, errors.RedisError) as error:
             if server is not None and isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
