@@ -3,7 +3,7 @@ get and put frames.
 
 One thread waits on all idle connections; other threads answer requests. Connections that have not
 attached yet have threads of their own to be slow with, and so have clients, those of other servers,
-their guests, among them, and gets whose reader takes more after it had stalled.
+their guests, among them, and clients' gets whose reader takes more after it had stalled.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, SMALL, assert_reads, frame_of, keys_of, store
 from stream_caller import SOON_S, StreamCaller
-from stream_messages import cancel, done, failed, finish, kind, part, ready
+from stream_messages import attach, cancel, done, failed, finish, kind, part, ready
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.stream import StreamTransport
@@ -332,6 +333,18 @@ def test_lengths_over_the_limit_are_hung_up_on_before_anything_more_comes(
 ) -> None:
     reader.wire._link.sendall(bulk.LENGTHS.pack(*lengths))
     assert reader.is_hung_up_on()
+
+
+def test_a_first_message_with_a_payload_is_refused(
+    terms: pb.OpenSessionResponse,
+) -> None:
+    header = attach(terms.session_id, terms.attach_token).SerializeToString()
+    host, _, port = terms.bulk_address.rpartition(":")
+    with socket.create_connection((host.removeprefix("tcp://"), int(port))) as link:
+        link.settimeout(SOON_S)
+        link.sendall(bulk.LENGTHS.pack(bulk.MAGIC, len(header), 8) + header + bytes(8))
+        with suppress(ConnectionResetError):
+            assert not link.recv(1)
 
 
 def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> None:
