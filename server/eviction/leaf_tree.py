@@ -6,13 +6,12 @@ import heapq
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from kvstore.proto.key_table import NO_ROW, spare_rows
-from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction.policy import Columns, EvictionPolicy, Rows
 
 FEW = 24
 """Rows from which on numpy is faster than Python."""
@@ -72,25 +71,18 @@ class LeafFirstEviction(EvictionPolicy):
     """
 
     def __init__(self) -> None:
-        self._columns: list[array[Any]] = []
-        """By row: what grows when a row comes."""
-        self._here: array[int] = self._column("B")
+        self._columns = Columns()
+        self._here: array[int] = self._columns.add("B")
         """1 for the rows whose chunk is here."""
-        self._parents: array[int] = self._column("I")
-        self._children: array[int] = self._column("I")
+        self._parents: array[int] = self._columns.add("I")
+        self._children: array[int] = self._columns.add("I")
         """Chunks here that continue the row's, be it here or not."""
         self._count = 0
 
-    def _column(self, typecode: str) -> array[Any]:
-        """Return a new column of zeros, which grows with the others."""
-        column = array(typecode, [0])
-        self._columns.append(column)
-        return column
-
     # --- hooks
 
-    def _extend(self, count: int) -> None:
-        """Make what is kept beside the columns *count* rows longer."""
+    def _extend(self, rows: int) -> None:
+        """The columns have places for so many *rows* now."""
 
     @abstractmethod
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
@@ -114,13 +106,8 @@ class LeafFirstEviction(EvictionPolicy):
     # --- events
 
     def _reach(self, row: int) -> None:
-        """Let there be a place for *row*. The last place is always empty."""
-        if row + 1 < len(self._here):
-            return
-        count = row + 1 - len(self._here) + spare_rows(row)
-        for column in self._columns:
-            column.frombytes(bytes(count * column.itemsize))
-        self._extend(count)
+        if self._columns.reach(row):
+            self._extend(self._columns.rows)
 
     @override
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:

@@ -20,15 +20,14 @@ class LruEviction(LeafFirstEviction):
 
     Leaves are queued by their last use, all in one queue, or for a subclass by what ``_kind``
     returns, below *kinds*. Every event costs O(1), or O(log n) of the leaves that came into their
-    queue late. 31 bytes a row, in columns.
+    queue late. 27 bytes a row, in columns.
     """
 
     def __init__(self, kinds: int = 1) -> None:
         super().__init__()
-        self._used: array[int] = self._column("Q")
+        self._used: array[int] = self._columns.add("Q")
         """When each chunk was last used, as the number of the use."""
-        self._queues = ClassQueues(self._used, kinds)
-        self._columns += self._queues.columns
+        self._queues = ClassQueues(self._used, self._columns, kinds)
         self._tick = 0
 
     def _kind(self, row: int) -> int:
@@ -104,7 +103,7 @@ class DiscardHintEviction(LruEviction):
 
     **Not robust.** It follows the bit: where half of the bits are wrong it is far below LRU. For
     hints whose truth is not known use ``hit_density``, where the hint is a class whose
-    reliability is learnt. 31 bytes a row.
+    reliability is learnt. 27 bytes a row.
     """
 
     def __init__(self, history: AccessHistory) -> None:

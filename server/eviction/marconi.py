@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import filterfalse, islice, pairwise
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.leaf_tree import LeafCursor
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import RowHeap
+from kvstore.server.eviction.queues import ClassQueues
 
 LEAST_DENSITY, MOST_DENSITY = 1 / 64, 64.0
 """Bounds of a density: numbers of engines are not trusted beyond them."""
@@ -215,29 +216,24 @@ def efficiency_class(density: float) -> int:
     return round(math.log2(density) * _STEPS) + _MIDDLE
 
 
-class _Newest:
-    """What a heap orders by whose first row is the one used last."""
-
-    def __init__(self, used: array[int]) -> None:
-        self._used = used
-
-    def __getitem__(self, row: int) -> int:
-        return -self._used[row]
-
-
 class _Candidates:
     """The leaves that may go, by class of efficiency, while victims are named."""
 
-    def __init__(
-        self, queues: Mapping[int, Iterator[int]], newest: Iterator[int], used: array[int]
-    ) -> None:
-        """*queues*: by class, those used longest ago first; *newest*: all, the other way."""
+    def __init__(self, queues: ClassQueues, used: array[int], keep: Callable[[int], bool]) -> None:
         self._used = used
-        self._queues = {kind: LeafCursor(queue, used.__getitem__) for kind, queue in queues.items()}
-        self._newest = LeafCursor(newest, _Newest(used).__getitem__)
+        kinds = queues.kinds()
+        self._queues = {
+            kind: LeafCursor(filterfalse(keep, queues.walk(kind)), used.__getitem__)
+            for kind in kinds
+        }
+        newest = heapq.merge(*map(queues.walk_back, kinds), key=self._age)
+        self._newest = LeafCursor(filterfalse(keep, newest), self._age)
         self._named: set[int] = set()
         self.heads = {kind: queue.first for kind, queue in self._queues.items() if queue.first}
         """The one used longest ago of each class that has any."""
+
+    def _age(self, row: int) -> int:
+        return -self._used[row]
 
     def add(self, row: int, kind: int) -> None:
         """Let a parent whose children were all named be a candidate."""
@@ -245,21 +241,16 @@ class _Candidates:
             self._queues[kind] = LeafCursor(iter(()), self._used.__getitem__)
         self._queues[kind].add(row)
         self._newest.add(row)
-        self._settle(kind)
+        self.heads[kind] = self._queues[kind].first
 
     def take(self, kind: int) -> int:
         """Take out the head of a class and return it."""
         row = self._queues[kind].take()
         self._named.add(row)
-        self._settle(kind)
+        self.heads[kind] = self._queues[kind].first
+        if not self.heads[kind]:
+            del self.heads[kind]
         return row
-
-    def _settle(self, kind: int) -> None:
-        row = self._queues[kind].first
-        if row:
-            self.heads[kind] = row
-        else:
-            self.heads.pop(kind, None)
 
     def newest_used(self) -> int:
         """Return when the candidate that was used last was; there must be one."""
@@ -278,10 +269,8 @@ class ScoredEviction(LruEviction):
             raise InvalidRequestError("alpha", alpha, "a number, not negative")
         self.alpha = alpha
         self._kind_of = kind_of
-        self._sizes: array[int] = self._column("Q")
-        self._kinds: array[int] = self._column("B")
-        self._newest = RowHeap(_Newest(self._used))
-        self._columns.append(self._newest.places)
+        self._sizes: array[int] = self._columns.add("Q")
+        self._kinds: array[int] = self._columns.add("B")
 
     @override
     def _kind(self, row: int) -> int:
@@ -294,37 +283,13 @@ class ScoredEviction(LruEviction):
             self._sizes[row] = size_bytes
             self._kinds[row] = self._kind_of(row, size_bytes)
 
-    @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        super()._add_leaf(row, is_new=is_new)
-        self._newest.push(row)
-
-    @override
-    def _drop_leaf(self, row: int) -> None:
-        super()._drop_leaf(row)
-        self._newest.remove(row)
-
-    @override
-    def _use(self, rows: Rows, now_s: float) -> None:
-        # From the last to the first: what begins a chain is to go after what ends it.
-        rows = rows[::-1]
-        # A row that is named twice was used when it is named last here.
-        leaves = [row for row in dict.fromkeys(rows.tolist()) if row in self._newest]
-        for row in leaves:
-            self._drop_leaf(row)
-        self._stamp(rows)
-        for row in leaves:
-            self._add_leaf(row, is_new=False)
-
     def _recency(self, used: int) -> float:
         """Return how recent a use is, before it is normalised: Marconi's 1 / (now - last)."""
         return 1.0 / (self._tick + 1 - used)
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        kinds, *_ = self._queues.ends(len(EFFICIENCIES))
-        queues = {kind: filterfalse(keep, self._queues.walk(kind)) for kind in kinds.tolist()}
-        left = _Candidates(queues, filterfalse(keep, self._newest.sorted()), self._used)
+        left = _Candidates(self._queues, self._used, keep)
         orphaned: dict[int, int] = {}
         while left.heads:
             row = left.take(self._least(left.heads, left.newest_used()))
@@ -360,8 +325,7 @@ class MarconiEviction(ScoredEviction):
     doubling, within 1/64 and 64 times their mean, so that only the oldest leaf of each class
     needs a score. What costs no known FLOPs counts as the mean.
 
-    Every event costs O(log n) of the leaves, a victim that of the classes in use as well. 48
-    bytes a row, and what the tuner records.
+    A victim costs O(log n) of the classes in use. 36 bytes a row, and what the tuner records.
     """
 
     def __init__(self, history: AccessHistory, alpha: float | None = None) -> None:
