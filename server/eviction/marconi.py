@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import filterfalse, islice, pairwise
-from typing import NamedTuple
+from itertools import filterfalse, islice
 
 import numpy as np
 from typing_extensions import override
@@ -77,19 +77,6 @@ SLICE_CHUNKS = 16
 _GROUP = 16
 """Chunks for which room is made at once in a replay."""
 
-_CHUNK = np.dtype([("row", "u4"), ("size", "u8"), ("kind", "u1"), ("begins", "?")])
-"""A chunk recorded: its class of efficiency is its kind, and it may begin a request."""
-
-
-class _Recorded(NamedTuple):
-    """Requests to replay: their chunks, by numbers from 1, and where each request begins."""
-
-    numbers: list[int]
-    sizes: list[int]
-    starts: list[int]
-    kinds: list[int]
-    """By number."""
-
 
 class AlphaTuner:
     """Sets alpha once, as Marconi does (Pan et al., MLSys 2025).
@@ -100,14 +87,12 @@ class AlphaTuner:
     taken; the first alpha, unless another saves more by HYSTERESIS.
 
     Ours departs in two ways, both of which bound it: only the last requests of the window are
-    kept, and the replay goes on by SLICE_CHUNKS at each request, never at an eviction. Memory:
-    14 bytes a chunk recorded, and one shadow of the policy.
+    kept, and the replay goes on by SLICE_CHUNKS at each request, never at an eviction.
     """
 
     def __init__(self) -> None:
-        self._recorded = np.zeros(RECORDED_CHUNKS, _CHUNK)
-        """The last ones; the next takes the place of the oldest."""
-        self._next = 0
+        self._recorded: deque[tuple[int, int, int, bool]] = deque(maxlen=RECORDED_CHUNKS)
+        """The last chunks: row, size, class of efficiency, and whether a request begins there."""
         self._last = -1
         """The last chunk of the request that is being recorded; -1 where the next begins one."""
         self._requests = self._window = self._capacity_bytes = 0
@@ -133,9 +118,7 @@ class AlphaTuner:
         if self._search is not None:
             return
         begins = parent != self._last or self._last < 0
-        place = self._next % len(self._recorded)
-        self._recorded[place] = row, size_bytes, kind, begins
-        self._next += 1
+        self._recorded.append((row, size_bytes, kind, begins))
         self._last = row
 
     def evicting(self, here_bytes: int) -> None:
@@ -146,42 +129,45 @@ class AlphaTuner:
 
     def _find(self) -> Iterator[None]:
         """Set the best alpha; yield once for every chunk of every replay before that."""
-        chunks = self._recorded[: self._next]
-        if self._next > len(chunks):
-            chunks = np.roll(chunks, -self._next)
-        starts = [0, *(1 + np.flatnonzero(chunks["begins"][1:])).tolist()]
-        known, places = np.unique(chunks["row"], return_inverse=True)
-        kinds = np.zeros(len(known) + 1, np.intp)
-        kinds[places + 1] = chunks["kind"]
-        recorded = _Recorded((places + 1).tolist(), chunks["size"].tolist(), starts, kinds.tolist())
+        numbers: dict[int, int] = {}
+        kinds = [0]
+        """By number."""
+        requests: list[list[tuple[int, int]]] = []
+        for row, size_bytes, kind, begins in self._recorded:
+            if begins or not requests:
+                requests.append([])
+            number = numbers.setdefault(row, len(kinds))
+            kinds[number : number + 1] = [kind]
+            requests[-1].append((number, size_bytes))
+        self._recorded.clear()
         first, *others = ALPHAS
         best = first
-        saved = least = yield from self._replay(recorded, first)
+        saved = least = yield from self._replay(requests, kinds, first)
         for alpha in others:
-            saves = yield from self._replay(recorded, alpha)
+            saves = yield from self._replay(requests, kinds, alpha)
             if saves > saved and saves > least * (1.0 + HYSTERESIS):
                 best, saved = alpha, saves
         self.alpha = best
-        self._recorded = chunks[:0].copy()
 
-    def _replay(self, recorded: _Recorded, alpha: float) -> Generator[None, None, float]:
+    def _replay(
+        self, requests: Sequence[Sequence[tuple[int, int]]], kinds: Sequence[int], alpha: float
+    ) -> Generator[None, None, float]:
         """Return the FLOPs saved in the requests that count, in units of a class and byte."""
-        kinds, starts = recorded.kinds, recorded.starts
         policy = _make_shadow(kinds, alpha)
         here = [0] * len(kinds)
         """The size of each chunk that is here."""
         free_bytes, saved = self._capacity_bytes, 0.0
-        for number, (start, end) in enumerate(pairwise([*starts, len(recorded.numbers)])):
-            rows, sizes = recorded.numbers[start:end], recorded.sizes[start:end]
+        for number, chunks in enumerate(requests):
+            rows = [row for row, _ in chunks]
             found = next((at for at, row in enumerate(rows) if not here[row]), len(rows))
-            if number >= len(starts) - SCORED_REQUESTS:
+            if number >= len(requests) - SCORED_REQUESTS:
                 saved += sum(here[row] * EFFICIENCIES[kinds[row]] for row in rows[:found])
             policy.touch(np.array(rows[:found], np.intp), 0.0)
             for _ in range(found):
                 yield
             above, own = rows[found - 1] if found else NO_ROW, set(rows)
             for at in range(found, len(rows), _GROUP):
-                group = list(zip(rows[at : at + _GROUP], sizes[at : at + _GROUP], strict=True))
+                group = chunks[at : at + _GROUP]
                 need_bytes = sum(size for row, size in group if not here[row]) - free_bytes
                 while need_bytes > 0:
                     victim = next(policy.victims(own.__contains__, 0.0), NO_ROW)
