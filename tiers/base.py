@@ -210,9 +210,8 @@ class Tier(ABC):
     def note_corrupt(self, key: ChunkKey) -> None:  # noqa: B027 - mostly nobody is to blame
         """Take note that what was read of *key* was not its frame."""
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Make every sealed frame durable. Does nothing on a tier that survives no restart."""
+    def flush(self) -> None:  # noqa: B027 - a medium may have nothing to do
+        """Make every sealed frame durable, as far as the medium does so at all."""
 
     @abstractmethod
     def close(self) -> None:
@@ -225,3 +224,8 @@ def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
         raise InvalidRequestError(
             "offset", (offset, size_bytes), f"stay within the frame's {frame_bytes} bytes"
         )
+
+
+def spent(reservation: Reservation) -> InvalidRequestError:
+    """Return the error for a reservation that was sealed or aborted, or is another tier's."""
+    return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")

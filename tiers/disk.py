@@ -17,8 +17,8 @@ from kvstore.proto.buffers import READ_LOOP_FROM_BYTES, Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.proto.unix_socket import Place, Reach
-from kvstore.tiers.allocator import Neighbour, adjacent_run
+from kvstore.proto.unix_socket import Place, Reach, unpack_places
+from kvstore.tiers.allocator import Span, adjacent_run
 from kvstore.tiers.base import (
     DEFAULT_TENANT,
     Reservation,
@@ -36,7 +36,7 @@ from kvstore.tiers.disk_index import (
     pack_row,
 )
 from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO, join_runs
-from kvstore.tiers.locations import NO_AREA, LocationTable
+from kvstore.tiers.locations import LocationTable
 
 DEFAULT_FILE_BYTES = 4 << 30
 """Data files of a tier from 64 GiB on; smaller tiers have about sixteen."""
@@ -93,6 +93,10 @@ class _Located(NamedTuple):
     size_bytes: int
 
 
+def _place(file: int, offset: int, info: ChunkInfo) -> Place:
+    return Place(file, Reach.file, 0, offset, info.size_bytes, 0)
+
+
 class DiskTier(Tier):
     """Frames on local file systems, found again after a restart.
 
@@ -145,7 +149,6 @@ class DiskTier(Tier):
         self.capacity_bytes = self._files.capacity_bytes
         self._reserved: set[_Place] = set()
         self._chunks = LocationTable()
-        """Areas are the numbers of data files and one: none has the number of no area."""
         self._sequence = itertools.count(self._recover())
         self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
         self.dropped_rows = self._index.dropped
@@ -169,7 +172,7 @@ class DiskTier(Tier):
             self._files.discard()
             raise
         for row in rows:
-            self._chunks.seal(row.info, row.file + 1, row.offset)
+            self._chunks.seal(row.info, _place(row.file, row.offset, row.info))
         return rows[-1].sequence + 1 if rows else 0
 
     @property
@@ -250,7 +253,7 @@ class DiskTier(Tier):
                 is_first = not self._chunks.find(info.key)
                 pending: PendingRow | None
                 if is_first:
-                    self._chunks.seal(info, file.number + 1, place.offset)
+                    self._chunks.seal(info, _place(file.number, place.offset, info))
                     pending = self._commit.add(row, packed, file, place.sync_failures)
                 else:
                     self._files.free(file, place.offset, info.size_bytes)
@@ -361,7 +364,7 @@ class DiskTier(Tier):
         """Return the sealed chunks of the data file that holds *key*; none when absent."""
         with self._lock:
             found = self._locate(key)
-            return [] if found is None else self._chunks.keys_in(found.file.number + 1)
+            return [] if found is None else self._chunks.keys_in(found.file.number)
 
     @override
     def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
@@ -369,14 +372,13 @@ class DiskTier(Tier):
             found = self._locate(key)
             if found is None or found.file.owner != tenant:
                 return []
-            keys = self._chunks.keys_in(found.file.number + 1)
-            places = [self._chunks.location(self._chunks.find(one)) for one in keys]
-            holes = found.file.free.spans()
-        chunks = [
-            Neighbour(offset, self.allocated_bytes(size), one)
-            for one, (_, offset, size) in zip(keys, places, strict=True)
-        ]
-        return adjacent_run(chunks, holes, key, size_bytes)
+            keys = self._chunks.keys_in(found.file.number)
+            rows = self._chunks.place_rows(keys)
+            spans = found.file.free.holes()
+        for one, place in zip(keys, unpack_places(rows), strict=True):
+            end = place.offset + self.allocated_bytes(place.size_bytes)
+            spans.append(Span(place.offset, end, one))
+        return adjacent_run(spans, key, size_bytes)
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:
@@ -388,10 +390,9 @@ class DiskTier(Tier):
     @override
     def file_place(self, key: ChunkKey) -> Place | None:
         with self._lock:
-            found = self._locate(key)
-        if found is None or not found.file.is_known:
-            return None
-        return Place(found.file.number, Reach.file, 0, found.offset, found.size_bytes, 0)
+            place = self._chunks.location(key)
+            is_known = place is not None and self._files.by_number[place.number].is_known
+        return place if is_known else None
 
     @override
     def extent_file(self, extent: int, tenant: str) -> int:
@@ -450,21 +451,20 @@ class DiskTier(Tier):
         return place
 
     def _forget(self, row: IndexRow) -> None:
-        found = self._locate(row.info.key)
-        if found is not None and (found.file.number, found.offset) == (row.file, row.offset):
+        found = self._chunks.location(row.info.key)
+        if found is not None and (found.number, found.offset) == (row.file, row.offset):
             self._remove(row.info.key)
 
     def _locate(self, key: ChunkKey) -> _Located | None:
-        area, offset, size_bytes = self._chunks.location(self._chunks.find(key))
-        if area == NO_AREA:
+        found = self._chunks.location(key)
+        if found is None:
             return None
-        return _Located(self._files.by_number[area - 1], offset, size_bytes)
+        return _Located(self._files.by_number[found.number], found.offset, found.size_bytes)
 
     def _remove(self, key: ChunkKey) -> bool:
         """Forget a chunk and free its room. Return whether it was there."""
-        found = self._locate(key)
-        if found is None:
-            return False
-        self._chunks.remove(self._chunks.find(key))
-        self._files.free(*found)
-        return True
+        place = self._chunks.pop(key)
+        if place is not None:
+            file = self._files.by_number[place.number]
+            self._files.free(file, place.offset, place.size_bytes)
+        return place is not None
