@@ -123,13 +123,6 @@ class Tier(ABC):
         verifier's ``arriving`` raises.
         """
 
-    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        """Fill each buffer from its offset in the frame, as ``read`` does each.
-
-        Ranges that follow one another may be one read; after an error any may be filled.
-        """
-        return all(self.read(key, out, offset) for offset, out in ranges)
-
     def batch_key(self, key: ChunkKey) -> object:
         """Return what *key* shares with others best read in a row by one thread; None: nothing."""
         return None

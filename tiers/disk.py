@@ -35,7 +35,7 @@ from kvstore.tiers.disk_index import (
     PendingRow,
     pack_row,
 )
-from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO, join_runs
+from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO
 from kvstore.tiers.locations import LocationTable
 
 DEFAULT_FILE_BYTES = 4 << 30
@@ -276,25 +276,14 @@ class DiskTier(Tier):
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        if verifier is None:
-            return self.read_batch(key, [(offset, out)])
         with self._calling(key) as found:
             if found is None:
                 return False
             check_range(found.size_bytes, offset, len(out))
-            self._read_verified(found, out, verifier)
-        return True
-
-    @override
-    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        """Fill each buffer from its offset; ranges that follow one another are one read."""
-        with self._calling(key) as found:
-            if found is None:
-                return False
-            for offset, out in ranges:
-                check_range(found.size_bytes, offset, len(out))
-            for offset, outs in join_runs(ranges):
-                self._files.read(found.file, found.offset + offset, outs)
+            if verifier is None:
+                self._files.read(found.file, found.offset + offset, out)
+            else:
+                self._read_verified(found, out, verifier)
         return True
 
     def _read_verified(self, found: _Located, out: Bytes, verifier: FrameVerifier) -> None:
@@ -302,7 +291,7 @@ class DiskTier(Tier):
         done = 0
         if len(out) >= READ_LOOP_FROM_BYTES and self._files.io.can_sum:
             done = verifier.header_bytes
-            self._files.read(found.file, found.offset, [out[:done]])
+            self._files.read(found.file, found.offset, out[:done])
             verifier.update(done)
         while segments := verifier.next_segments(done, RUN_BYTES):
             groups = [(found.offset + a, [out[a:b]]) for a, b in segments]
@@ -315,7 +304,7 @@ class DiskTier(Tier):
         while done < len(out):
             # A short rest comes with the last step: one more read costs more than it is worth.
             stop = done + STEP_BYTES if done + 3 * STEP_BYTES // 2 < len(out) else len(out)
-            self._files.read(found.file, found.offset + done, [out[done:stop]])
+            self._files.read(found.file, found.offset + done, out[done:stop])
             verifier.update(stop)
             done = stop
 

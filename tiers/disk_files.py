@@ -501,10 +501,10 @@ class DataFiles:
         except OSError as error:
             raise self._failed(file, "open", error) from error
 
-    def read(self, file: DataFile, offset: int, outs: Sequence[Bytes]) -> None:
-        """Fill *outs* from *offset* on. Raises TierUnavailableError."""
+    def read(self, file: DataFile, offset: int, out: Bytes) -> None:
+        """Fill *out* from *offset* on. Raises TierUnavailableError."""
         try:
-            is_whole = self.io.read(file.fd, offset, outs)
+            is_whole = self.io.read(file.fd, offset, out)
         except OSError as error:
             raise self._failed(file, "read", error) from error
         if not is_whole:
