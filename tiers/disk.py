@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -33,7 +33,6 @@ from kvstore.tiers.disk_index import (
     GroupCommit,
     IndexRow,
     PendingRow,
-    pack_row,
 )
 from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO
 from kvstore.tiers.locations import LocationTable
@@ -76,25 +75,8 @@ def file_bytes_for(capacity_bytes: int, largest_frame_bytes: int) -> int:
     return near + near // 32
 
 
-@dataclass(slots=True, eq=False)
-class _Place:
-    """Where one reservation writes; each is spent once. *sync_failures* are the file's then."""
-
-    file: DataFile
-    offset: int
-    sync_failures: int
-
-
-class _Located(NamedTuple):
-    """Where a sealed chunk lies."""
-
-    file: DataFile
-    offset: int
-    size_bytes: int
-
-
-def _place(file: int, offset: int, info: ChunkInfo) -> Place:
-    return Place(file, Reach.file, 0, offset, info.size_bytes, 0)
+def _place(row: IndexRow) -> Place:
+    return Place(row.file, Reach.file, 0, row.offset, row.info.size_bytes, 0)
 
 
 class DiskTier(Tier):
@@ -147,7 +129,7 @@ class DiskTier(Tier):
         self._callers = 0
         self._closed = False
         self.capacity_bytes = self._files.capacity_bytes
-        self._reserved: set[_Place] = set()
+        self._reserved: set[PendingRow] = set()
         self._chunks = LocationTable()
         self._sequence = itertools.count(self._recover())
         self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
@@ -172,7 +154,7 @@ class DiskTier(Tier):
             self._files.discard()
             raise
         for row in rows:
-            self._chunks.seal(row.info, _place(row.file, row.offset, row.info))
+            self._chunks.seal(row.info, _place(row))
         return rows[-1].sequence + 1 if rows else 0
 
     @property
@@ -206,33 +188,33 @@ class DiskTier(Tier):
                 raise TierUnavailableError(TIER, failure, is_partial=True)
             if self._commit.index_full:
                 raise TierFullError(TIER, size, 0)
-            place = self._allocate(tenant, size)
-            if place is None:
+            pending = self._allocate(tenant, info)
+            if pending is None:
                 self._files.reassign(tenant, size, self._commit.note_owner)
-                place = self._allocate(tenant, size)
-            if place is None:
+                pending = self._allocate(tenant, info)
+            if pending is None:
                 raise TierFullError(TIER, size, self.capacity_bytes - self._files.used_bytes)
-        return Reservation(info, tenant, size, place)
+        return Reservation(info, tenant, size, pending)
 
-    def _allocate(self, tenant: str, size_bytes: int) -> _Place | None:
+    def _allocate(self, tenant: str, info: ChunkInfo) -> PendingRow | None:
         with self._lock:
-            found = self._files.allocate(tenant, size_bytes)
+            found = self._files.allocate(tenant, self.allocated_bytes(info.size_bytes))
             if found is None:
                 return None
             file, offset, is_new = found
             if is_new:
                 self._commit.note_owner(file.number, tenant)
-            place = _Place(file, offset, file.sync_failures)
-            self._reserved.add(place)
-            return place
+            pending = PendingRow(IndexRow(info, file.number, offset, 0), file, file.sync_failures)
+            self._reserved.add(pending)
+            return pending
 
     @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
         check_range(reservation.info.size_bytes, offset, len(data))
         with self._calling():
             with self._lock:
-                place = self._held(reservation)
-            self._files.write(place.file, place.offset + offset, data)
+                pending = self._held(reservation)
+            self._files.write(pending.file, pending.row.offset + offset, data)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
@@ -244,33 +226,26 @@ class DiskTier(Tier):
         """
         with self._calling():
             with self._lock:
-                place = self._held(reservation)
-            info, file = reservation.info, place.file
-            row = IndexRow(info, file.number, place.offset, next(self._sequence))
-            packed = pack_row(row)
-            with self._lock:
-                self._reserved.remove(place)
-                is_first = not self._chunks.find(info.key)
-                pending: PendingRow | None
+                pending = self._release(reservation)
+                waited: PendingRow | None = pending
+                row = pending.row = pending.row._replace(sequence=next(self._sequence))
+                is_first = not self._chunks.find(row.info.key)
                 if is_first:
-                    self._chunks.seal(info, _place(file.number, place.offset, info))
-                    pending = self._commit.add(row, packed, file, place.sync_failures)
+                    self._chunks.seal(row.info, _place(row))
+                    self._commit.add(pending)
                 else:
-                    self._files.free(file, place.offset, info.size_bytes)
-                    pending = self._commit.pending(info.key) if durable else None
+                    self._files.free(pending.file, row.offset, row.info.size_bytes)
+                    waited = self._commit.pending(row.info.key) if durable else None
                 is_due = durable or self._commit.is_due()
-            if pending is not None and is_due:
-                self._commit.commit(pending.batch)
-                if pending.failure is not None:
-                    raise pending.failure
+            if waited is not None and is_due:
+                self._commit.settle(waited)
         return is_first
 
     @override
     def abort(self, reservation: Reservation) -> None:
         with self._lock:
-            place = self._held(reservation)
-            self._reserved.remove(place)
-            self._files.free(place.file, place.offset, reservation.info.size_bytes)
+            pending = self._release(reservation)
+            self._files.free(pending.file, pending.row.offset, reservation.info.size_bytes)
 
     @override
     def read(
@@ -279,23 +254,26 @@ class DiskTier(Tier):
         with self._calling(key) as found:
             if found is None:
                 return False
-            check_range(found.size_bytes, offset, len(out))
+            file, place = found
+            check_range(place.size_bytes, offset, len(out))
             if verifier is None:
-                self._files.read(found.file, found.offset + offset, out)
+                self._files.read(file, place.offset + offset, out)
             else:
-                self._read_verified(found, out, verifier)
+                self._read_verified(file, place.offset, out, verifier)
         return True
 
-    def _read_verified(self, found: _Located, out: Bytes, verifier: FrameVerifier) -> None:
+    def _read_verified(
+        self, file: DataFile, start: int, out: Bytes, verifier: FrameVerifier
+    ) -> None:
         """Fill *out* with the frame in steps; segments are summed as they are read."""
         done = 0
         if len(out) >= READ_LOOP_FROM_BYTES and self._files.io.can_sum:
             done = verifier.header_bytes
-            self._files.read(found.file, found.offset, out[:done])
+            self._files.read(file, start, out[:done])
             verifier.update(done)
         while segments := verifier.next_segments(done, RUN_BYTES):
-            groups = [(found.offset + a, [out[a:b]]) for a, b in segments]
-            sums = self._files.io.read_summed(found.file.fd, groups)
+            groups = [(start + a, [out[a:b]]) for a, b in segments]
+            sums = self._files.io.read_summed(file.fd, groups)
             if sums is None:
                 break
             verifier.add_checksums(sums)
@@ -304,7 +282,7 @@ class DiskTier(Tier):
         while done < len(out):
             # A short rest comes with the last step: one more read costs more than it is worth.
             stop = done + STEP_BYTES if done + 3 * STEP_BYTES // 2 < len(out) else len(out)
-            self._files.read(found.file, found.offset + done, out[done:stop])
+            self._files.read(file, start + done, out[done:stop])
             verifier.update(stop)
             done = stop
 
@@ -316,10 +294,11 @@ class DiskTier(Tier):
             with self._calling(key) as found:
                 if found is None:
                     continue
-                left -= found.size_bytes
+                file, place = found
+                left -= place.size_bytes
                 if left < 0:
                     return
-                self._files.io.read_ahead(found.file.fd, found.offset, found.size_bytes)
+                self._files.io.read_ahead(file.fd, place.offset, place.size_bytes)
 
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
@@ -352,18 +331,19 @@ class DiskTier(Tier):
     def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks of the data file that holds *key*; none when absent."""
         with self._lock:
-            found = self._locate(key)
-            return [] if found is None else self._chunks.keys_in(found.file.number)
+            place = self._chunks.location(key)
+            return [] if place is None else self._chunks.keys_in(place.number)
 
     @override
     def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
         with self._lock:
             found = self._locate(key)
-            if found is None or found.file.owner != tenant:
+            if found is None or found[0].owner != tenant:
                 return []
-            keys = self._chunks.keys_in(found.file.number)
+            file, _ = found
+            keys = self._chunks.keys_in(file.number)
             rows = self._chunks.place_rows(keys)
-            spans = found.file.free.holes()
+            spans = file.free.holes()
         for one, place in zip(keys, unpack_places(rows), strict=True):
             end = place.offset + self.allocated_bytes(place.size_bytes)
             spans.append(Span(place.offset, end, one))
@@ -373,15 +353,13 @@ class DiskTier(Tier):
     def tenant_of(self, key: ChunkKey) -> str:
         with self._lock:
             found = self._locate(key)
-            owner = None if found is None else found.file.owner
-        return DEFAULT_TENANT if owner is None else owner
+        return (found and found[0].owner) or DEFAULT_TENANT
 
     @override
     def file_place(self, key: ChunkKey) -> Place | None:
         with self._lock:
-            place = self._chunks.location(key)
-            is_known = place is not None and self._files.by_number[place.number].is_known
-        return place if is_known else None
+            found = self._locate(key)
+        return found[1] if found is not None and found[0].is_known else None
 
     @override
     def extent_file(self, extent: int, tenant: str) -> int:
@@ -410,10 +388,10 @@ class DiskTier(Tier):
         self._files.close()
 
     @contextmanager
-    def _calling(self, key: ChunkKey | None = None) -> Iterator[_Located | None]:
+    def _calling(self, key: ChunkKey | None = None) -> Iterator[tuple[DataFile, Place] | None]:
         """Keep ``close`` from closing files under a call: their numbers might be reused.
 
-        Gives where *key* lies; None when it is absent.
+        Gives the file and the place of *key*; None when it is absent.
         """
         with self._lock:
             self._check_open()
@@ -431,24 +409,27 @@ class DiskTier(Tier):
         if self._closed:
             raise TierUnavailableError(TIER, f"{self._path} is closed")
 
-    def _held(self, reservation: Reservation) -> _Place:
-        place = reservation.place
-        if not isinstance(place, _Place) or place not in self._reserved:
+    def _held(self, reservation: Reservation) -> PendingRow:
+        pending = reservation.place
+        if not isinstance(pending, PendingRow) or pending not in self._reserved:
             raise InvalidRequestError(
                 "reservation", reservation.info.key.hex(), "was sealed or aborted already"
             )
-        return place
+        return pending
+
+    def _release(self, reservation: Reservation) -> PendingRow:
+        pending = self._held(reservation)
+        self._reserved.remove(pending)
+        return pending
 
     def _forget(self, row: IndexRow) -> None:
         found = self._chunks.location(row.info.key)
         if found is not None and (found.number, found.offset) == (row.file, row.offset):
             self._remove(row.info.key)
 
-    def _locate(self, key: ChunkKey) -> _Located | None:
-        found = self._chunks.location(key)
-        if found is None:
-            return None
-        return _Located(self._files.by_number[found.number], found.offset, found.size_bytes)
+    def _locate(self, key: ChunkKey) -> tuple[DataFile, Place] | None:
+        place = self._chunks.location(key)
+        return None if place is None else (self._files.by_number[place.number], place)
 
     def _remove(self, key: ChunkKey) -> bool:
         """Forget a chunk and free its room. Return whether it was there."""

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import shutil
 import signal
 import struct
 import sys
@@ -18,15 +17,12 @@ from subprocess import DEVNULL, PIPE, Popen
 from threading import Timer
 from typing import ClassVar
 
-import lmdb
 import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, FileGroups, checksum, copy_bytes, read_summed
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 
-_PROBE_BYTES = 1 << 20
-"""More than LMDB writes at a time: where it was cut short there is less."""
 TIER = "disk"
 BLOCK_BYTES = 4096
 """Frames start and data files end on this boundary, which is also what O_DIRECT asks for."""
@@ -281,15 +277,6 @@ def write_durably(file: Path, data: bytes) -> None:
     sync_folder(file.parent)
 
 
-def remove_made(paths: list[Path]) -> None:
-    """Remove what was created in this order, files and empty folders. Raises OSError."""
-    for path in reversed(paths):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
-
-
 def signed_line(words: str) -> bytes:
     """Return *words* with their checksum, as a line of a file."""
     return f"{words} {checksum(words.encode()):016x}\n".encode()
@@ -408,25 +395,3 @@ def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
             ": start again, or move it away to start empty",
         )
     return status
-
-
-def remove_any(path: Path) -> None:
-    """Remove what is there, whatever it is. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def lacks_room(error: OSError | lmdb.Error, draft: Path) -> bool:
-    """Whether writing an index in the folder *draft* failed because there was no room.
-
-    LMDB says EIO of a write that was cut short: whether more can be allocated tells then.
-    """
-    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-    if code == errno.EIO:
-        try:
-            allocate_file(draft / "probe", _PROBE_BYTES)
-        except OSError as failure:
-            code = failure.errno
-    return isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT)
