@@ -29,11 +29,8 @@ class _Frame:
     check: FrameVerifier | None = None
     """None: it is checked when it is whole."""
     received_bytes: int = 0
-    """Of one that comes by layers either nothing or all of it."""
-
-    @property
-    def is_whole(self) -> bool:
-        return self.received_bytes == self.header.frame_bytes
+    """Of one that comes one piece after the other."""
+    is_whole: bool = False
 
 
 class PutStream:
@@ -68,7 +65,7 @@ class PutStream:
 
         Raises KVStoreErrors of what is wrong with the frame or the piece.
         """
-        if not self.position[1]:
+        if not self._frames or self._frames[-1].is_whole:
             if not frame_bytes:
                 raise InvalidRequestError("frame_bytes", 0, "give it with a frame's first message")
             self._checks.batch("frames", len(self._frames) + 1)
@@ -120,6 +117,7 @@ class PutStream:
         """
         frame = self._frames[-1]
         frame.received_bytes += size_bytes
+        frame.is_whole = frame.received_bytes == frame.header.frame_bytes
         if frame.check is not None:
             frame.check.update(frame.received_bytes)
         if frame.is_whole and getattr(frame.ticket, "kept_layout", None) is None:
@@ -140,8 +138,7 @@ class PutStream:
             raise InvalidFrameError("offset", start, "send segments, and the header last, once")
         if stop > end:
             raise InvalidFrameError("data", stop, f"the frame has {end} bytes")
-        if is_header:
-            frame.received_bytes = end
+        frame.is_whole = is_header
         if frame.ticket is not None and frame.ticket.room is not None:
             copy_bytes(frame.ticket.room[start:stop], as_bytes(message.data))
 
