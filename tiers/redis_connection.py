@@ -41,7 +41,10 @@ _JOINED_BYTES = _RECEIVE_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 512
 _END = b"\r\n"
 _NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_TLS_EVENTS = {ssl.SSLWantReadError: select.POLLIN, ssl.SSLWantWriteError: select.POLLOUT}
+_TLS_EVENTS: dict[type[OSError], int] = {
+    ssl.SSLWantReadError: select.POLLIN,
+    ssl.SSLWantWriteError: select.POLLOUT,
+}
 
 
 class WrongTypeError(errors.ResponseError):
