@@ -40,7 +40,7 @@ from kvstore.server.settings.process_limits import (
     taken,
 )
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import DIRECTORY
+from kvstore.server.settings.values import DIRECTORY, parse_endpoint
 from kvstore.server.store.saved_state import SavedState
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.events import EventLog
@@ -137,7 +137,7 @@ class Node:
         self.store, slots = store, store.tiers.slots
         self._saved_state: SavedState | None = None
         if "disk" in slots:
-            self._saved_state = SavedState(store, config.disk.path, time.time)
+            self._saved_state = SavedState(store, config.disk[0].path, time.time)
             self._saved_state.load()
         self.recovered_chunks = store.recover()
         kept = [slots[name] for name in ("cpu", "disk") if name in slots]
@@ -198,14 +198,14 @@ class Node:
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
         self.health_port = None
-        if config.health_address is not None:
-            plain, self.health_port = bind_health(config.health_address, self._health)
+        if config.health != "off":
+            plain, self.health_port = bind_health(parse_endpoint(config.health), self._health)
             self._closers.append(lambda: plain.stop(None).wait())
         http: HttpServer | None = None
-        if config.http_address is not None:
+        if config.http != "off":
             from kvstore.server.web.http_pages import open_http
 
-            http = open_http(config.http_address, config, backend, trust)
+            http = open_http(config, backend, trust)
             self._closers.append(http.close)
         self.http_port = None if http is None else http.port
         parts = (store, self.publisher, self._shedder, self.unix_server, http)

@@ -99,12 +99,13 @@ def _open_disk_tier(config: Settings) -> Tier:
     from kvstore.tiers.disk import DiskOptions, DiskTier
     from kvstore.tiers.disk_files import DiskConfig
 
+    first, *others = config.disk
     options = DiskOptions(
-        tuple(DiskConfig(folder.path, folder.capacity_bytes) for folder in config.disk.others),
+        tuple(DiskConfig(folder.path, folder.capacity_bytes) for folder in others),
         is_direct=config.disk_direct,
         largest_frame_bytes=config.max_frame_bytes,
     )
-    return DiskTier(config.disk.path, config.disk.capacity_bytes, options=options)
+    return DiskTier(first.path, first.capacity_bytes, options=options)
 
 
 def open_gpu_tier(config: GpuConfig) -> GpuTier:

@@ -19,7 +19,7 @@ from kvstore.server.security.authenticator import SCHEME
 from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import is_loopback
+from kvstore.server.settings.values import is_loopback, parse_endpoint
 from kvstore.server.web.dashboard import MEDIA, Dashboard
 from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
 from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
@@ -162,10 +162,8 @@ def _bearer(given: str) -> str:
     return SCHEME + text.partition(":")[2]
 
 
-def open_http(
-    address: tuple[str, int], config: Settings, backend: Backend, trust: Trust
-) -> HttpServer:
-    """Serve the metrics and the dashboard at *address*. Raises InvalidRequestError."""
+def open_http(config: Settings, backend: Backend, trust: Trust) -> HttpServer:
+    """Serve the metrics and the dashboard at ``--http``. Raises InvalidRequestError."""
     store = backend.store
     metrics = MetricsText(
         store.counters,
@@ -177,4 +175,4 @@ def open_http(
     if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
         tls = (config.tls_cert, config.tls_key, config.tls_client_ca)
     pages = Pages(config, trust, metrics, dashboard)
-    return HttpServer(address, pages.app, tls, dashboard.tick)
+    return HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)
