@@ -20,7 +20,7 @@ from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
-from kvstore.server.web.dashboard import MEDIA, Dashboard
+from kvstore.server.web.dashboard import EVERY_S, MEDIA, Dashboard
 from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
 from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
 
@@ -134,18 +134,16 @@ class Pages:
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     async def _events(self, request: Request) -> AsyncIterator[str]:
-        """Yield what the page shows whenever it is another, while the caller may see it."""
+        """Yield what the page shows, every second, while the caller may see it."""
         self._readers += 1
         try:
             yield "retry: 2000\n\n"
-            number = 0
             while not await request.is_disconnected():
-                number, text = await self._dashboard.after(number)
-                try:
-                    self._check(request, is_noted=False)
-                except KVStoreError:
-                    return
-                yield f"data: {text}\n\n"
+                self._check(request, is_noted=False)
+                yield f"data: {await self._dashboard.text()}\n\n"
+                await asyncio.sleep(EVERY_S)
+        except KVStoreError:
+            return
         finally:
             self._readers -= 1
 
