@@ -422,19 +422,6 @@ class Settings(Checked):
         return dict.fromkeys(("gpu", "cpu", "peer"), "raw") | self.codec
 
     @property
-    def write_budgets(self) -> dict[str, int]:
-        """The bytes a day of each tier that has a budget."""
-        return {tier: size for tier, size in self.write_budget.items() if size}
-
-    @property
-    def blend_terms(self) -> GateTerms:
-        """What gates are held to."""
-        limits = self.limits
-        return GateTerms(
-            limits.blend_ratio, self.blend_agreement, self.blend_divergence, limits.blend_shadows
-        )
-
-    @property
     def peer_addresses(self) -> tuple[str, ...]:
         """The peers that are always queried."""
         return tuple(name for name in self.peers or () if name != DIRECTORY)

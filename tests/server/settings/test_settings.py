@@ -878,8 +878,8 @@ def test_what_is_given_for_no_tier_is_for_all_of_them() -> None:
     assert config.codecs["cpu"] == config.codecs["peer"] == "raw"
     assert load_config(["--codec", "kvq:2,sinks=4"]).codec["redis"] == "kvq:2,sinks=4"
     budget = load_config(["--write-budget", "disk=1TiB,redis=500G"])
-    assert budget.write_budgets == {"disk": 1 << 40, "redis": 500 * 10**9}
-    assert load_config([]).write_budgets == {}
+    assert budget.write_budget == {"disk": 1 << 40, "redis": 500 * 10**9}
+    assert load_config([]).write_budget == {"disk": 0, "redis": 0}
 
 
 def test_the_ten_flags_that_matter_first_are_first_in_help(
