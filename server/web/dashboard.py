@@ -230,7 +230,7 @@ class Dashboard:
         if directory is None:
             return []
         report = directory.report()
-        me = [report.me.node_id, report.me.grpc_address, report.failure or "this one"]
+        me = [report.node_id, directory.me.grpc_address, report.failure or "this one"]
         return [me, *([one.node_id, one.grpc_address, "lives"] for one in report.nodes)]
 
 
