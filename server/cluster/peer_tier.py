@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import ClassVar, NoReturn
 
 from typing_extensions import override
@@ -91,9 +92,11 @@ class PeerTier(Tier):
         oldest = math.inf if everything else self._clock() - KNOWN_S
         up = {peer for peer in self.peers.known() if peer.is_up}
         with self._lock:
-            index = list(self._index.items())
+            index = dict(self._index)
         return [
-            key for key, known in index if known.since < oldest or up.isdisjoint(known.chunk.peers)
+            key
+            for key, known in index.items()
+            if known.since < oldest or up.isdisjoint(known.chunk.peers)
         ]
 
     def check_again(self) -> None:
@@ -101,10 +104,11 @@ class PeerTier(Tier):
 
         For the thread of the upkeep. Nothing is known for longer by that.
         """
-        now = self._clock()
+        now, most = self._clock(), QUERIES_AGAIN * CHECKED_AGAIN
         with self._lock:
-            due = [row for row in self._index.items() if row[1].checked_at <= now - CHECK_AGAIN_S]
-        due.sort(key=lambda row: row[1].checked_at)
+            index = dict(self._index)
+        first = nsmallest(most, index.items(), key=lambda row: row[1].checked_at)
+        due = [row for row in first if row[1].checked_at <= now - CHECK_AGAIN_S]
         for _ in range(QUERIES_AGAIN):
             of_space = [row for row in due if row[0][:DIGEST_BYTES] == due[0][0][:DIGEST_BYTES]]
             wanted: dict[PeerNode, list[ChunkKey]] = {}
