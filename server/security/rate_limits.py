@@ -100,8 +100,9 @@ class TenantLimits:
     def __init__(self, limits: Mapping[str, Limits], clock: Callable[[], float]) -> None:
         self.by_tenant = dict(limits)
         """What is set; read it without the lock."""
+        self._clock = clock
         # One that is pushed out may begin with a full bucket again.
-        self._bucket = lru_cache(BUCKETS)(lambda tenant, rate: RateLimit(rate, clock))
+        self._bucket = lru_cache(BUCKETS)(lambda tenant, rate: RateLimit(rate, self._clock))
         self._lock = Lock()  # guards the table
 
     def of(self, tenant: str) -> Limits:
