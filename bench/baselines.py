@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafFirstEviction
+from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import FlopDensity, MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.registry import make_policy
@@ -121,7 +121,7 @@ class RowHeap:
         return len(self._rows)
 
 
-class HeapedEviction(LeafFirstEviction):
+class HeapedEviction(LruEviction):
     """Evict the leaf of the least rank; every event costs O(log n) of the leaves."""
 
     def __init__(self, ranks: RowOrder) -> None:
@@ -140,7 +140,7 @@ class HeapedEviction(LeafFirstEviction):
         self._leaves.extend(rows - len(self._leaves.places))
 
     @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
+    def _add_leaf(self, row: int) -> None:
         self._leaves.push(row)
 
     @override
@@ -272,7 +272,7 @@ class _Hand:
         return bool(self._next or self._more)
 
 
-class S3FifoEviction(LeafFirstEviction):
+class S3FifoEviction(LruEviction):
     """Evict new chunks that were not used in time, then old ones, each in the order they came.
 
     S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, section 4
@@ -300,7 +300,7 @@ class S3FifoEviction(LeafFirstEviction):
         self._small_share, self._promote_uses = small_share, promote_uses
         self._order: array[int] = self._columns.add("Q")
         """When each chunk came into its queue."""
-        self._queues: array[int] = self._columns.add("B")
+        self._queue_of: array[int] = self._columns.add("B")
         self._uses: array[int] = self._columns.add("B")
         self._sizes: array[int] = self._columns.add("Q")
         self._evicted: array[int] = self._columns.add("Q")
@@ -333,22 +333,22 @@ class S3FifoEviction(LeafFirstEviction):
     def _enter(self, row: int, queue: int) -> None:
         self._tick += 1
         self._order[row] = self._tick
-        self._queues[row] = queue
+        self._queue_of[row] = queue
 
     @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        self._leaves[self._queues[row]].push(row)
+    def _add_leaf(self, row: int) -> None:
+        self._leaves[self._queue_of[row]].push(row)
 
     @override
     def _drop_leaf(self, row: int) -> None:
-        self._leaves[self._queues[row]].remove(row)
+        self._leaves[self._queue_of[row]].remove(row)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
         uses = np.frombuffer(self._uses, np.uint8)
         uses[rows] = np.minimum(uses[rows] + 1, _MOST_QUEUED_USES)
         is_inner = np.frombuffer(self._children, np.uint32)[rows] > 0
-        is_small = np.frombuffer(self._queues, np.uint8)[rows] == _SMALL
+        is_small = np.frombuffer(self._queue_of, np.uint8)[rows] == _SMALL
         is_used = uses[rows] >= self._promote_uses
         del uses
         for row in dict.fromkeys(rows[is_inner & is_small & is_used].tolist()):
@@ -356,8 +356,8 @@ class S3FifoEviction(LeafFirstEviction):
 
     @override
     def _gone(self, row: int) -> None:
-        self._bytes[self._queues[row]] -= self._sizes[row]
-        if self._queues[row] == _SMALL:
+        self._bytes[self._queue_of[row]] -= self._sizes[row]
+        if self._queue_of[row] == _SMALL:
             self._evictions += 1
             self._evicted[row] = self._evictions
         for moved, order in self._moves.pop(row, ()):
@@ -369,7 +369,7 @@ class S3FifoEviction(LeafFirstEviction):
         is_leaf = row in self._leaves[_MAIN]  # of either queue
         if is_leaf:
             self._drop_leaf(row)
-        if self._queues[row] == _SMALL:
+        if self._queue_of[row] == _SMALL:
             self._bytes[_SMALL] -= self._sizes[row]
             self._bytes[_MAIN] += self._sizes[row]
             self._uses[row] = 0
@@ -387,7 +387,7 @@ class S3FifoEviction(LeafFirstEviction):
         """
         for _ in range(_PASSED):
             row = self._parents[row]
-            if not self._here[row] or self._queues[row] != _MAIN or self._children[row] != 1:
+            if not self._here[row] or self._queue_of[row] != _MAIN or self._children[row] != 1:
                 return
             yield row
 
@@ -430,7 +430,7 @@ class S3FifoEviction(LeafFirstEviction):
             yield row
             parent = self._exposed_by(row, orphaned)
             if parent:
-                hands[self._queues[parent]].push(self._order[parent], parent)
+                hands[self._queue_of[parent]].push(self._order[parent], parent)
 
     def _turn(self, queue_bytes: list[int]) -> int:
         """Return the queue that is to give up a chunk."""

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafCursor
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.marconi import FlopDensity
 from kvstore.server.eviction.policy import Rows
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import filterfalse, islice
 
@@ -15,8 +14,7 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafCursor
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
 
@@ -78,6 +76,10 @@ _GROUP = 16
 """Chunks for which room is made at once in a replay."""
 
 
+_CHUNK = np.dtype([("row", "u4"), ("size", "u8"), ("kind", "u1"), ("begins", "?")])
+"""A chunk recorded, its class of efficiency, and whether it may begin a request."""
+
+
 class AlphaTuner:
     """Sets alpha once, as Marconi does (Pan et al., MLSys 2025).
 
@@ -87,12 +89,14 @@ class AlphaTuner:
     taken; the first alpha, unless another saves more by HYSTERESIS.
 
     Ours departs in two ways, both of which bound it: only the last requests of the window are
-    kept, and the replay goes on by SLICE_CHUNKS at each request, never at an eviction.
+    kept, and the replay goes on by SLICE_CHUNKS at each request, never at an eviction. Memory:
+    14 bytes a chunk recorded, and one shadow of the policy.
     """
 
     def __init__(self) -> None:
-        self._recorded: deque[tuple[int, int, int, bool]] = deque(maxlen=RECORDED_CHUNKS)
-        """The last chunks: row, size, class of efficiency, and whether a request begins there."""
+        self._recorded = np.zeros(RECORDED_CHUNKS, _CHUNK)
+        """The last ones; the next takes the place of the oldest."""
+        self._next = 0
         self._last = -1
         """The last chunk of the request that is being recorded; -1 where the next begins one."""
         self._requests = self._window = self._capacity_bytes = 0
@@ -118,7 +122,8 @@ class AlphaTuner:
         if self._search is not None:
             return
         begins = parent != self._last or self._last < 0
-        self._recorded.append((row, size_bytes, kind, begins))
+        self._recorded[self._next % RECORDED_CHUNKS] = row, size_bytes, kind, begins
+        self._next += 1
         self._last = row
 
     def evicting(self, here_bytes: int) -> None:
@@ -133,13 +138,14 @@ class AlphaTuner:
         kinds = [0]
         """By number."""
         requests: list[list[tuple[int, int]]] = []
-        for row, size_bytes, kind, begins in self._recorded:
+        chunks = self._recorded[: self._next]
+        self._recorded = chunks[:0].copy()
+        for row, size_bytes, kind, begins in np.roll(chunks, -self._next).tolist():
             if begins or not requests:
                 requests.append([])
             number = numbers.setdefault(row, len(kinds))
             kinds[number : number + 1] = [kind]
             requests[-1].append((number, size_bytes))
-        self._recorded.clear()
         first, *others = ALPHAS
         best = first
         saved = least = yield from self._replay(requests, kinds, first)

@@ -276,12 +276,12 @@ def test_what_is_recorded_has_a_limit_and_is_given_back(monkeypatch: pytest.Monk
     tuner = AlphaTuner()
     for number in range(5000):
         tuner.requested([(1 + one, 10, 0) for one in range(number % 130)])
-        assert len(tuner._recorded) <= 100
+        assert len(tuner._recorded) == 100
     tuner.evicting(1000)
     for _ in range(30_000):
         tuner.requested([(1, 10, 0)])
     assert tuner.alpha == 0.0
-    assert not tuner._recorded
+    assert not len(tuner._recorded)
 
 
 def test_a_policy_takes_over_the_alpha_that_its_tuner_found(
