@@ -359,6 +359,7 @@ class Node:
         self._stopping.set()
         self._maintenance.stop()
         if self._learner.is_alive():
+            self.store.catalog.state.news.set()  # it waits for them
             self._learner.join()
         if self.events is not None:
             self.events.ended.set()
