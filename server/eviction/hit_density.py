@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
 from kvstore.server.eviction.reuse_statistics import EDGES_S
@@ -139,43 +139,11 @@ class ClassRanking:
     def promise(self, row: int, time_s: float) -> tuple[float, float]:
         """Return what a chunk promises at a time of the AccessHistory's clock, and until when."""
         history = self.history
-        last_s = history.last_s[row]
+        last_s = history.last_s.item(row)
         age = bisect_left(_EDGES_S, time_s - last_s)
-        value = history.table.values.item(history.classes[row], age) * self._worth[row]
+        value = history.table.values.item(history.classes.item(row), age) * self._worth[row]
         until_s = last_s + _EDGES_S[age] if age < len(_EDGES_S) else math.inf
         return value, until_s - 1e-12 * abs(until_s)
-
-
-class ClassCursor:
-    """What is left of a class: its queue from both ends on, and what was exposed since."""
-
-    __slots__ = ("_ends", "_taken", "_used", "_walks", "exposed")
-
-    def __init__(self, ranks: ClassRanking, kind: int, taken: set[int]) -> None:
-        queues = ranks.queues
-        self._used, self._taken = ranks.used, taken
-        self._walks = queues.walk(kind), queues.walk_back(kind, with_late=False)
-        self._ends = [next(walk, NO_ROW) for walk in self._walks]
-        self.exposed: list[tuple[int, int]] = []
-        """In the order of use."""
-
-    def end(self, is_last: int) -> int:
-        """Return the first row that is left, or the last; NO_ROW where there is none."""
-        row = self._ends[is_last]
-        while row in self._taken:
-            row = self._ends[is_last] = next(self._walks[is_last], NO_ROW)
-        if self.exposed:
-            when, other = self.exposed[-is_last]
-            if not row or (when > self._used[row]) == is_last:
-                return other
-        return row
-
-    def take(self, row: int, is_last: int) -> None:
-        """Take the row that ``end`` returned."""
-        if self.exposed and self.exposed[-is_last][1] == row:
-            del self.exposed[-is_last]
-        else:
-            self._taken.add(row)
 
 
 class VictimCursor:
@@ -187,9 +155,9 @@ class VictimCursor:
 
     def __init__(self, ranks: ClassRanking, time_s: float, *, is_lru: bool) -> None:
         self._ranks, self._time_s = ranks, time_s
-        self._cursors: dict[int, ClassCursor] = {}
+        self._cursors: dict[int, LeafCursor] = {}
+        """By end."""
         self._taken: set[int] = set()
-        """Rows of the queues that were taken."""
         self._due: set[int] = set()
         """Ends that may be another row."""
         self.is_lru = False
@@ -208,34 +176,48 @@ class VictimCursor:
             _, when, end = rank
             if self._current.get(end) is not rank:
                 continue
-            cursor = self._cursor(end >> 1)
-            row = cursor.end(end & 1)
+            row = self._first(end)
             if self._ranks.used[row] == when:  # else it was taken from the other end
-                cursor.take(row, end & 1)
-                self._due = {end, end ^ 1}
+                self._taken.add(row)
+                self._due = {end}
                 return row
         return NO_ROW
 
     def expose(self, row: int) -> None:
         """Let a parent be a candidate, whose children were all named."""
-        kind = self._ranks.history.classes[row]
-        insort(self._cursor(kind).exposed, (self._ranks.used[row], row))
-        self._due |= {2 * kind, 2 * kind + 1}
+        kind = self._ranks.history.classes.item(row)
+        for end in (2 * kind, 2 * kind + 1):
+            self._cursor(end).add(row)
+            self._due.add(end)
 
     def fall_back(self) -> None:
         """Name the rest by their last use only."""
         self.is_lru = True
         self._current, self._heap = {}, []
-        self._due = {2 * kind for kind in (*self._ranks.queues.kinds(), *self._cursors)}
+        opened = {end >> 1 for end in self._cursors}
+        self._due = {2 * kind for kind in opened.union(self._ranks.queues.kinds())}
 
-    def _cursor(self, kind: int) -> ClassCursor:
-        cursor = self._cursors.get(kind)
+    def _cursor(self, end: int) -> LeafCursor:
+        cursor = self._cursors.get(end)
         if cursor is None:
-            cursor = self._cursors[kind] = ClassCursor(self._ranks, kind, self._taken)
+            queues, used = self._ranks.queues, self._ranks.used
+            if end & 1:
+                walk = queues.walk_back(end >> 1, with_late=False)
+                cursor = LeafCursor(walk, lambda row: -used[row])
+            else:
+                cursor = LeafCursor(queues.walk(end >> 1), used.__getitem__)
+            self._cursors[end] = cursor
         return cursor
 
+    def _first(self, end: int) -> int:
+        """Return the row that is left at an end; NO_ROW where there is none."""
+        cursor = self._cursor(end)
+        while (row := cursor.first) in self._taken:
+            cursor.take()
+        return row
+
     def _rank(self, end: int) -> None:
-        row = NO_ROW if self.is_lru and end & 1 else self._cursor(end >> 1).end(end & 1)
+        row = NO_ROW if self.is_lru and end & 1 else self._first(end)
         when, before = self._ranks.used[row], self._current.get(end)
         if before is not None and before[1] == when:
             return
@@ -289,7 +271,7 @@ class HitDensityEviction(LruEviction):
 
     @override
     def _kind(self, row: int) -> int:
-        return self._history.classes[row]
+        return self._history.classes.item(row)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
@@ -318,14 +300,32 @@ class HitDensityEviction(LruEviction):
         clock = self._clock
         started_s = clock() if clock else 0.0
         orphaned: dict[int, int] = {}
-        while row := choice.take():
+        row = choice.take()
+        while row:
             if clock and not choice.is_lru and clock() - started_s > CAP_S:
                 self.fallbacks += 1
                 choice.fall_back()
             if keep(row):
+                row = choice.take()
                 continue
             yield row
             if clock:
                 started_s = clock()
-            if parent := self._exposed_by(row, orphaned):
+            parent = self._exposed_by(row, orphaned)
+            if parent and self._is_next(row, parent):
+                row = parent
+                continue
+            if parent:
                 choice.expose(parent)
+            row = choice.take()
+
+    def _is_next(self, row: int, parent: int) -> bool:
+        """Whether *parent* promises what *row* does, and nothing was used in between."""
+        used, worth = self._used, self._worth
+        classes, last_s = self._history.classes.item, self._history.last_s.item
+        return (
+            -2 < used[parent] - used[row] < 2
+            and classes(parent) == classes(row)
+            and last_s(parent) == last_s(row)
+            and worth[parent] == worth[row]
+        )

@@ -304,9 +304,7 @@ class MissRatioCurve:
             ids = ids[ids < np.uint64(_ALL >> self._halvings)]
         if not len(ids):
             return
-        sampled = list(dict.fromkeys(ids.tolist()))
-        for start in range(0, len(sampled), self._limit_nodes):
-            self._use(sampled[start : start + self._limit_nodes], chunks * self.rate)
+        self._use(list(dict.fromkeys(ids.tolist())), chunks * self.rate)
         if self._sampled > 2 * WINDOW_CHUNKS:
             self._weigh(0.5)
 

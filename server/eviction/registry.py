@@ -32,9 +32,8 @@ def make_policy(
         raise InvalidRequestError("policy", name, policy_instead_of(name))
     module, _, noun = place.partition(":")
     kind = getattr(import_module(f"kvstore.server.eviction.{module}"), noun)
-    policy: EvictionPolicy
     if name == "lru":
-        policy = kind()
+        policy: EvictionPolicy = kind()
     elif name in ("hit_density", "learned"):
         policy = kind(history, clock=clock)
     else:

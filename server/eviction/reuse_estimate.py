@@ -12,9 +12,8 @@ from array import array
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.key_table import spare_rows
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.policy import Rows
+from kvstore.server.eviction.policy import Columns, Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
 
 LENGTHS = 4
@@ -71,25 +70,21 @@ class ReuseForecast:
         self.history = history
         self._chunk_tokens = chunk_tokens
         self._table = ReuseTable(KINDS)
-        self._kinds = array("B", [0])
+        self._columns = Columns()
+        self._kinds: array[int] = self._columns.add("B")
         self._stay_s = 0.0
-
-    def _reach(self, row: int) -> None:
-        count = row + 1 - len(self._kinds)
-        if count > 0:
-            self._kinds.frombytes(bytes(count + spare_rows(row)))
 
     def requested(self, rows: Rows, chunks: int, now_s: float) -> None:
         """A prompt of *chunks* chunks is looked up, whose first *rows* are known."""
         history = self.history
         rows = rows[rows < len(history.hits)]
-        hits = np.frombuffer(history.hits, np.uint8)[rows]
+        hits = history.hits[rows]
         rows, hits = rows[hits > 0], hits[hits > 0]
         if not len(rows):
             return
-        self._reach(int(rows.max()))
+        self._columns.reach(int(rows.max()))
         kinds = np.frombuffer(self._kinds, np.uint8)
-        ages_s = history.time_s(now_s) - np.frombuffer(history.last_s)[rows]
+        ages_s = history.time_s(now_s) - history.last_s[rows]
         self._table.again(kinds[rows], ages_s)
         is_end = kinds[rows] // FREQUENCIES % 2
         context = (len(rows) >= FAMILIAR_CHUNKS) * LENGTHS + self._length(chunks)
@@ -102,11 +97,12 @@ class ReuseForecast:
 
     def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
         """A chunk was stored that no tier had: if it is new it continues its parent's prompt."""
-        self._reach(max(row, parent))
-        if self.history.hits[row] != 1 or self.history.last_s[row] < self.history.time_s(now_s):
+        self._columns.reach(max(row, parent))
+        history = self.history
+        if history.hits[row] != 1 or history.last_s[row] < history.time_s(now_s):
             return
         above = self._kinds[parent] // (FREQUENCIES * 2) if parent else 0
-        context = above // LENGTHS * LENGTHS + self._length(self.history.chunks[row])
+        context = above // LENGTHS * LENGTHS + self._length(history.chunks.item(row))
         self._kinds[row] = (context * 2 + (not facts.tokens_full)) * FREQUENCIES
         self._table.requested(np.frombuffer(self._kinds, np.uint8)[row : row + 1])
 
@@ -126,4 +122,4 @@ class ReuseForecast:
         self._stay_s += STAY_WEIGHT * (age_s - self._stay_s) if self._stay_s else age_s
 
     def _age_s(self, row: int, now_s: float) -> float:
-        return max(0.0, self.history.time_s(now_s) - self.history.last_s[row])
+        return max(0.0, self.history.time_s(now_s) - self.history.last_s.item(row))
