@@ -466,7 +466,14 @@ class SavedHistory:
         time_s = history.time_s(now_s)
         for group in self.groups:
             history.kinds.group(group)
-        self._fill_table(history)
+        numbers = list(map(history.kinds.number, self.classes["code"].tolist()))
+        count = len(history.kinds.coarse)
+        asked, forgotten = np.zeros((2, count, AGE_BINS))
+        fits = np.array([number < count for number in numbers], bool)
+        at = np.array(numbers, np.intp)[fits]
+        np.add.at(asked, at, self.classes["asked"][fits])
+        np.add.at(forgotten, at, self.classes["forgotten"][fits])
+        history.table.learned(asked, forgotten)
         if not len(rows):
             return
         history.reach(int(rows.max()))
@@ -481,13 +488,3 @@ class SavedHistory:
             history.classes[mine] = classes
             history.table.wait(classes, last_s)
         history.table.refresh(time_s, history.kinds.count)
-
-    def _fill_table(self, history: AccessHistory) -> None:
-        numbers = list(map(history.kinds.number, self.classes["code"].tolist()))
-        count = len(history.kinds.coarse)
-        asked, forgotten = np.zeros((2, count, AGE_BINS))
-        fits = np.array([number < count for number in numbers], bool)
-        at = np.array(numbers, np.intp)[fits]
-        np.add.at(asked, at, self.classes["asked"][fits])
-        np.add.at(forgotten, at, self.classes["forgotten"][fits])
-        history.table.learned(asked, forgotten)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -24,8 +23,7 @@ GHOST_NODES = 1 << 18
 """The same, whatever the capacity."""
 
 
-@dataclass(frozen=True)
-class GhostLimits:
+class GhostLimits(NamedTuple):
     """What may be remembered beyond resident states; 0 of anything is no ghosts at all.
 
     The ghosts of the reference are without limit. Tokens are what they cost: four bytes each.
@@ -33,11 +31,6 @@ class GhostLimits:
 
     nodes: int
     tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "tokens"):
-            if getattr(self, name) < 0:
-                raise InvalidRequestError(name, getattr(self, name), "at least 0")
 
     @classmethod
     def of(cls, model: HybridModel, capacity_bytes: int) -> GhostLimits:
