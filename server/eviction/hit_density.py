@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +33,11 @@ WINDOW_CHUNKS = 1 << 18
 CAP_S = 500e-6
 """How long one decision may take, before those after it are made in LRU order."""
 
-Rank = tuple[float, int, int]
-"""What an end of a queue promises, when it was used, and which end it is: twice the class, and
-one more for the last."""
+Rank = tuple[float, int, int, float]
+"""What an end of a queue promises, when it was used, which end it is (twice the class, and one
+more for the last), and when its next bin of age begins: a little early, as sums are rounded."""
 
 _EDGES_S: list[float] = EDGES_S.tolist()
-_STALE_SHARE, _STALE_LEAST = 4, 256
 
 
 class LruSafeguard:
@@ -87,8 +86,8 @@ class ClassRanking:
 
     A promise is the table's value of the class at the age, times the worth of the row. It stays
     until another row comes to that end, the row's age comes to the next bin, or the table is
-    refreshed; so a decision ranks those few ends again, O(log) of the classes for each, and after
-    a refresh all. 200 bytes an end. Not thread-safe.
+    refreshed; so a decision ranks those few ends again, and after a refresh all. 200 bytes an
+    end. Not thread-safe.
     """
 
     def __init__(
@@ -100,50 +99,36 @@ class ClassRanking:
         self._worth = worth
         self.current: dict[int, Rank] = {}
         """By end."""
-        self.ranks: list[Rank] = []
-        """A heap of these and of some that are no longer current."""
-        self._due: list[tuple[float, Rank]] = []
-        """When the next bin begins for each: a little early, as sums are rounded."""
         self._version = -1
 
     def bring_up(self, time_s: float) -> None:
         """Rank what has changed until now. *time_s* is on the AccessHistory's clock."""
         table, changed, current = self.history.table, self.queues.changed, self.current
-        ranks, due = self.ranks, self._due
-        most = _STALE_SHARE * len(current) + _STALE_LEAST
-        if self._version != table.version or max(len(ranks), len(due)) > most:
+        if self._version != table.version:
             self._version = table.version
             current.clear()
-            ranks.clear()
-            due.clear()
             changed.update(range(2 * self.history.kinds.count))
-        while due and due[0][0] <= time_s:
-            rank = heappop(due)[1]
-            if current.get(rank[2]) is rank:
-                del current[rank[2]]
-                changed.add(rank[2])
-        newest, head, used = self.queues.newest, self.queues.head, self.used
+        for end in [rank[2] for rank in current.values() if rank[3] <= time_s]:
+            del current[end]
+            changed.add(end)
+        newest, head = self.queues.newest, self.queues.head
         for end in changed:
             row = newest[end >> 1] if end & 1 else head(end >> 1)
-            before = current.pop(end, None)
+            before = current.get(end)
             if not row:
-                continue
-            if before is None or before[1] != used[row]:
-                promise, until_s = self.promise(row, time_s)
-                before = (promise, used[row], end)
-                heappush(ranks, before)
-                heappush(due, (until_s, before))
-            current[end] = before
+                current.pop(end, None)
+            elif before is None or before[1] != self.used[row]:
+                current[end] = self.rank(row, end, time_s)
         changed.clear()
 
-    def promise(self, row: int, time_s: float) -> tuple[float, float]:
-        """Return what a chunk promises at a time of the AccessHistory's clock, and until when."""
+    def rank(self, row: int, end: int, time_s: float) -> Rank:
+        """Return what a chunk at an end promises at a time of the AccessHistory's clock."""
         history = self.history
         last_s = history.last_s.item(row)
         age = bisect_left(_EDGES_S, time_s - last_s)
         value = history.table.values.item(history.classes.item(row), age) * self._worth[row]
         until_s = last_s + _EDGES_S[age] if age < len(_EDGES_S) else math.inf
-        return value, until_s - 1e-12 * abs(until_s)
+        return value, self.used[row], end, until_s - 1e-12 * abs(until_s)
 
 
 class VictimCursor:
@@ -165,7 +150,9 @@ class VictimCursor:
             self.fall_back()
         else:
             ranks.bring_up(time_s)
-            self._current, self._heap = ranks.current.copy(), ranks.ranks.copy()
+            self._current = ranks.current.copy()
+            self._heap = list(self._current.values())
+            heapify(self._heap)
 
     def take(self) -> int:
         """Return what to evict next, which is not named again; NO_ROW where nothing is left."""
@@ -173,7 +160,7 @@ class VictimCursor:
             self._rank(end)
         while self._heap:
             rank = heappop(self._heap)
-            _, when, end = rank
+            _, when, end, _ = rank
             if self._current.get(end) is not rank:
                 continue
             row = self._first(end)
@@ -221,8 +208,10 @@ class VictimCursor:
         when, before = self._ranks.used[row], self._current.get(end)
         if before is not None and before[1] == when:
             return
-        promise = 0.0 if self.is_lru or not row else self._ranks.promise(row, self._time_s)[0]
-        rank = self._current[end] = (promise, when, end)
+        rank: Rank = (0.0, when, end, math.inf)
+        if row and not self.is_lru:
+            rank = self._ranks.rank(row, end, self._time_s)
+        self._current[end] = rank
         if row:
             heappush(self._heap, rank)
 

@@ -297,7 +297,12 @@ class MissRatioCurve:
         """A lookup asked for a chain: (chunks,) of ``identities``, each of about *chunk_bytes*."""
         chunks = self._capacity_bytes / max(1, chunk_bytes)
         while SCALES[-1] * chunks * self.rate > self._limit_nodes:
-            self._halve()
+            # Half of the sample, the part with the larger identities, is left out; what was counted
+            # at a higher rate counts for as much as it would have at this one.
+            self._halvings += 1
+            limit = _ALL >> self._halvings
+            self._used = {one: tick for one, tick in self._used.items() if one < limit}
+            self._weigh(0.5)
         self._expected += len(ids) * self.rate
         if self._halvings:
             ids = ids[ids < np.uint64(_ALL >> self._halvings)]
@@ -324,14 +329,6 @@ class MissRatioCurve:
             used[one] = self._tick
         for one in list(islice(used, max(0, len(used) - self._limit_nodes))):
             del used[one]
-
-    def _halve(self) -> None:
-        """Leave out half of the sample, the part with the larger identities."""
-        self._halvings += 1
-        limit = _ALL >> self._halvings
-        self._used = {one: tick for one, tick in self._used.items() if one < limit}
-        # What was counted at a higher rate counts for as much as it would have at this one.
-        self._weigh(0.5)
 
     def _weigh(self, share: float) -> None:
         self._expected *= share
