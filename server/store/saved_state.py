@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import check_tag
+from kvstore.proto.blend import UNKNOWN, check_tag
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.messages import representation_from_message, representation_to_message
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Namespace
 from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_LEARNED, Learned
-from kvstore.server.blending.gates import MAX_GATES, UNKNOWN, GateName, GateState
+from kvstore.server.blending.gates import MAX_GATES, GateName, GateState
 from kvstore.server.blending.scores import Context
 from kvstore.server.eviction.access_history import CHUNK, CLASS, OWNS, SavedHistory
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
@@ -58,7 +58,7 @@ _SUM = struct.Struct("<Q")
 logger = structlog.get_logger(__name__)
 
 Sections: TypeAlias = Mapping[str, bytes | memoryview]
-SavedGate: TypeAlias = tuple[GateName, str, GateState]
+SavedGate: TypeAlias = tuple[GateName, GateState]
 _T = TypeVar("_T")
 
 
@@ -181,8 +181,8 @@ def unpack_models(sections: Sections) -> list[ModelNamespace]:
 def pack_gates(gates: Sequence[SavedGate]) -> bytes:
     """Return the section ``gates``, of those that are open."""
     rows = [
-        _Gate(*name, model[:MAX_NAME_CHARS], g.ratio, g.agreement, g.divergence, g.speedup)
-        for name, model, g in gates
+        _Gate(*name, g.model[:MAX_NAME_CHARS], g.ratio, g.agreement, g.divergence, g.speedup)
+        for name, g in gates
     ]
     return _GATES.dump_json(rows)
 
@@ -194,9 +194,9 @@ def unpack_gates(sections: Sections) -> list[SavedGate]:
         gate = GateState(
             is_open=True, ratio=row.ratio, agreement=row.agreement, divergence=row.divergence,
             why="calibrated before the last start", is_calibrated=True,
-            speedup=row.speedup if row.speedup >= 0 else UNKNOWN,
+            speedup=row.speedup if row.speedup >= 0 else UNKNOWN, tag=row.tag, model=row.model,
         )  # fmt: skip
-        gates.append(((row.namespace, row.tag), row.model, gate))
+        gates.append(((row.namespace, row.tag), gate))
     return gates
 
 
