@@ -320,8 +320,8 @@ class AdminCalls:
         return reply
 
     def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
-        log, gates = self._explainer.log, self._store.blends.gates.views()
-        misses, reports = log.misses(count), log.reports()
+        misses, reports = self._explainer.misses(count), self._explainer.reports()
+        gates = self._store.blends.gates.views()
         reply.recent.extend(_fitting(self._misses(misses), LIST_BYTES))
         reply.engines.extend(_fitting(map(self._report, reports), LIST_BYTES))
         reply.gates.extend(_fitting(map(gate_to_message, gates), LIST_BYTES))
@@ -343,10 +343,9 @@ class AdminCalls:
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
         for miss in misses:
-            others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
-            reason = self._explainer.of_miss(miss.facts, others)
+            reason = self._explainer.of_miss(miss)
             yield pb.Miss(
-                ago_s=self._clock() - miss.at_s,
+                ago_s=self._clock() - miss.facts.at_s,
                 client=miss.session.client,
                 model_id=miss.session.representation.model_id,
                 chunks=miss.asked,

@@ -152,7 +152,7 @@ class DataCalls:
 
     def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         """Keep a session open, and take what its engine counted."""
-        self._explainer.log.report(self._sessions.get(request.session_id), request.counts)
+        self._explainer.report(self._sessions.get(request.session_id), request.counts)
         draining = self._sessions.is_draining
         return pb.HeartbeatResponse(server=self._stamp, draining=draining, peers=self._lent())
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FIXED_BYTES, header_bytes, parse_header, stated_header_bytes
 from kvstore.proto.plans import NO_PRIORITY
 from kvstore.proto.types import (
     DIGEST_BYTES,
+    KEY_BYTES,
     ROOT,
     ChainDigest,
     ChunkInfo,
@@ -103,13 +105,13 @@ class Measured(NamedTuple):
 class Learned(NamedTuple):
     """What is known of one variant from reports and uses: it is kept over a restart."""
 
-    key: ChunkKey
-    impact: float = UNKNOWN_IMPACT
-    deviation: float = _UNMEASURED
-    overlap: float = 0.0
-    uses: float = 1.0
-    reports: int = 0
-    context: tuple[Context, ...] = ()
+    key: Annotated[ChunkKey, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    impact: Annotated[float, Field(ge=0, le=1)] = UNKNOWN_IMPACT
+    deviation: Annotated[float, Field(ge=_UNMEASURED)] = _UNMEASURED
+    overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
+    uses: Annotated[float, Field(ge=0, le=1e9)] = 1.0
+    reports: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+    context: Annotated[tuple[Context, ...], Field(max_length=MAX_CONTEXT)] = ()
 
 
 class ContentIndex:
