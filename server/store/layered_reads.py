@@ -41,10 +41,11 @@ _numbers = count()
 
 
 class StreamingLoad:
-    """Reads a raw frame from *source* in pieces; ``open`` and ``read`` run in its load queue.
+    """Reads a raw frame from *source* in pieces, in its load queue.
 
-    Each segment is verified as it lands. ``close`` makes the chunk visible in CPU memory if all
-    of it landed, and frees the room otherwise; until then ``frame`` is the reader's. Thread-safe.
+    Each segment is verified as it lands. Once it is closed and nothing is read any more, the chunk
+    becomes visible in CPU memory if all of it landed, and its room is freed otherwise; until then
+    ``frame`` is the reader's. Thread-safe.
     """
 
     def __init__(self, loads: Loads, source: TierSlot, stored: ChunkInfo) -> None:
@@ -57,21 +58,21 @@ class StreamingLoad:
         self.header: FrameHeader
         self._reservation: Reservation | None = None
         self._unread = stored.layout.segment_count
-        self._running = 0
-        self._is_closed = False
-        self._lock = threading.Lock()  # guards the three above
+        self._users = 1
+        """The reader, and what is being read."""
+        self._lock = threading.Lock()  # guards the two above
 
     def submit(self, segment: int | None) -> Ticket | None:
         """Queue a read, of the header for None; None when the queue is full."""
         number = b"" if segment is None else segment.to_bytes(4, "little")
-        work = partial(self._guarded, segment)
+        work = partial(self._run, segment)
         return self._loads.submit(self.source, self._name + number, work)
 
-    def _guarded(self, segment: int | None) -> bool:
+    def _run(self, segment: int | None) -> bool:
         with self._lock:
-            if self._is_closed:
+            if not self._users:
                 raise LeaseExpiredError("the get that wanted this layer is over")
-            self._running += 1
+            self._users += 1
         try:
             if segment is None:
                 self._open()
@@ -82,11 +83,7 @@ class StreamingLoad:
             self._moves.eviction.drop_corrupt(self.source, self._stored.key)
             raise
         finally:
-            with self._lock:
-                self._running -= 1
-                is_over = self._is_closed and not self._running
-            if is_over:
-                self._give_back()
+            self.close()
 
     def _open(self) -> None:
         """Reserve room and read the header. Raises KVStoreErrors."""
@@ -129,15 +126,11 @@ class StreamingLoad:
             raise TierUnavailableError(source.name, f"it lost {key.hex()}")
 
     def close(self) -> None:
-        """Seal what is whole, free what is not, as soon as nothing is being read. Idempotent."""
+        """End one use; the last one makes visible what is whole and frees what is not."""
         with self._lock:
-            is_over = not self._is_closed and not self._running
-            self._is_closed = True
-        if is_over:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        if self._reservation is None:
+            self._users -= 1
+            is_over = not self._users
+        if not is_over or self._reservation is None:
             return
         moves, stored = self._moves, self._stored
         if self._unread:

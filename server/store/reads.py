@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,12 +95,11 @@ class ReadTerms:
 class Loads:
     """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
 
-    ``slots`` are those that are read without a load, nearest first. For one thread.
+    For one thread.
     """
 
     moves: Moves
     terms: ReadTerms
-    slots: Sequence[TierSlot] = ()
     claims: list[Ticket] = field(default_factory=list)
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
@@ -159,8 +158,7 @@ class Reads:
         The caller holds the lease until it is done with what it got.
         """
         cpu = self._tiers.cpu.name
-        slots = self._slots_of(terms.reach) if terms.reach else (self._tiers.cpu,)
-        loads = Loads(self.moves, terms, slots)
+        loads = Loads(self.moves, terms)
         delivered = size_bytes = 0
         origins: list[str] = []
         try:
@@ -267,10 +265,19 @@ class Reads:
 
     def in_reach(self, key: ChunkKey, terms: ReadTerms) -> bool:
         """Whether *key* can be delivered without a load."""
-        holders, peers = self._catalog.holders(key, terms.least), terms.peers
-        if any(_is_in_place(slot, key, holders) for slot in self._slots_of(terms.reach)):
-            return True
-        return bool(peers) and self._lent(key, holders, peers) is not None
+        return bool(self._within_reach(key, self._catalog.holders(key, terms.least), terms))
+
+    def _within_reach(self, key: ChunkKey, holders: Sequence[str], terms: ReadTerms) -> str:
+        """Return the tier where the reader reads *key* without a load; "" for none."""
+        for slot in self._slots_of(terms.reach) if terms.reach else (self._tiers.cpu,):
+            if slot.name not in holders:
+                continue
+            is_disk = slot.tier.survives_restart
+            if not is_disk or not (slot.breaker.is_open or slot.tier.file_place(key) is None):
+                return slot.name
+        if terms.peers and self._lent(key, holders, terms.peers) is not None:
+            return self.moves.nearest(key, holders)[0].name
+        return ""
 
     def _slots_of(self, reach: Collection[Reach]) -> list[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
@@ -308,7 +315,8 @@ class Reads:
         placement, cpu = self.moves.placement, self._tiers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
-            self._promote_soon(key, tenant, name)
+            with self._lock:
+                remember(self._due, key, (tenant, name), MAX_DUE)
         if wants_gpu and gpu and not gpu.breaker.is_open and placement.promotes(key, cpu, gpu):
             self.moves.copy_to(key, gpu, tenant)
 
@@ -317,10 +325,6 @@ class Reads:
         with self._lock:
             self._reads.forget(key)
             self._due.pop(key, None)
-
-    def _promote_soon(self, key: ChunkKey, tenant: str, name: str) -> None:
-        with self._lock:
-            remember(self._due, key, (tenant, name), MAX_DUE)
 
     def promote_due(self) -> None:
         """Begin to promote what was read elsewhere twice, or past a lesser copy. At every tick."""
@@ -343,25 +347,22 @@ class Reads:
                 self._read_ahead(following)
         if len(origins) >= min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
             return
-        keys, first_slot = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS], loads.slots[0].name
-        for key, holders in zip(
-            keys, self._catalog.read_plan(keys, loads.terms.least), strict=True
-        ):
-            is_first = first_slot in holders
-            origins.append(first_slot if is_first else self._load(key, loads, holders)[0])
+        keys = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
+        is_device = Reach.device in loads.terms.reach
+        first = (self._tiers.gpu if is_device else None) or self._tiers.cpu
+        plan = self._catalog.read_plan(keys, loads.terms.least)
+        for key, holders in zip(keys, plan, strict=True):
+            is_first = first.name in holders
+            origins.append(first.name if is_first else self._load(key, loads, holders)[0])
 
     def _load(
         self, key: ChunkKey, loads: Loads, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
         """Begin to load *key* unless the reader reaches it; return the best holder's name."""
-        for slot in loads.slots:
-            if _is_in_place(slot, key, holders):
-                return slot.name, None
-        for slot in self.moves.nearest(key, holders):
-            if slot.tier.peer_place(key, loads.terms.peers) is not None:
-                return slot.name, None
-            return slot.name, loads.load(key, slot)
-        return "", None
+        if name := self._within_reach(key, holders, loads.terms):
+            return name, None
+        nearest = next(iter(self.moves.nearest(key, holders)), None)
+        return ("", None) if nearest is None else (nearest.name, loads.load(key, nearest))
 
     def _read(self, index: int, key: ChunkKey, loads: Loads) -> ReadResult | None:
         cpu, holders_of = self._tiers.cpu.name, self._catalog.holders
@@ -374,7 +375,8 @@ class Reads:
                 loads.wait(ticket)
                 # A copy of too low fidelity has the chunk's place in CPU memory.
                 if cpu in holders_of(key) and cpu not in holders_of(key, loads.terms.least):
-                    self._promote_soon(key, loads.terms.session.tenant, name)
+                    with self._lock:
+                        remember(self._due, key, (loads.terms.session.tenant, name), MAX_DUE)
                     return self._read_bypass(index, key, name, loads)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
                 return self._read_bypass(index, key, name, loads)
@@ -429,13 +431,6 @@ class Reads:
             self._bypass_bytes -= size_bytes
 
 
-def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool:
-    if slot.name not in holders:
-        return False
-    is_local_disk = slot.tier.survives_restart
-    return not is_local_disk or not (slot.breaker.is_open or slot.tier.file_place(key) is None)
-
-
 class RangeRead:
     """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
     before others, of those the smallest.
@@ -446,7 +441,6 @@ class RangeRead:
         self._moves = reads.moves
         self._tiers = reads.moves.tiers
         self._terms = terms
-        self._loads = Loads(reads.moves, terms)
 
     def place(self, key: ChunkKey) -> tuple[str, Place] | None:
         """Return the tier of the chosen copy and where the reader reads it in place."""
@@ -479,11 +473,19 @@ class RangeRead:
         size_bytes = sum(len(out) for _, out in ranges)
         if not self._reads.reserve_bypass(size_bytes):
             return
+        loads, slot = Loads(self._moves, self._terms), self._tiers.slots[name]
         try:
-            if self._is_filled(self._tiers.slots[name], info, ranges):
+            number = next(_numbers).to_bytes(8, "little")
+            work = partial(self._fill, slot, info, ranges)
+            ticket = loads.submit(slot, b"ranges" + key + number, work)
+            is_filled = False
+            with suppress(KVStoreError):
+                is_filled = ticket is not None and bool(loads.wait(ticket))
+            if is_filled:
                 for start, out in ranges:
                     yield LayerPart(index, name, size, start, out)
         finally:
+            loads.close()
             self._reads.release_bypass(size_bytes)
 
     def _chosen(self, key: ChunkKey) -> tuple[str, ChunkInfo | None]:
@@ -495,18 +497,6 @@ class RangeRead:
         order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
         name = min(order, key=order.__getitem__, default="")
         return name, copies.get(name)
-
-    def _is_filled(
-        self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]
-    ) -> bool:
-        name = b"ranges" + info.key + next(_numbers).to_bytes(8, "little")
-        ticket = self._loads.submit(slot, name, partial(self._fill, slot, info, ranges))
-        try:
-            return ticket is not None and bool(self._loads.wait(ticket))
-        except KVStoreError:
-            return False
-        finally:
-            self._loads.close()
 
     def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         moves, started = self._moves, self._moves.clock()
