@@ -168,7 +168,7 @@ class Reads:
                 # those the catalog is read again.
                 origin, result = origins[index], None
                 if origin == cpu:
-                    result = self._found(index, key, cpu, loads)
+                    result = self._found(index, key, terms)
                 result = result or self._read(index, key, loads)
                 if result is None:
                     break
@@ -200,8 +200,7 @@ class Reads:
         Call ``note_in_place`` when the reader knows them. Where there is GPU memory, to which a
         second read would promote others, only those that are there.
         """
-        tiers, reach, least, peers = self._tiers, terms.reach, terms.least, terms.peers
-        names = [slot.name for slot in self._slots_of(reach)]
+        tiers, reach, least = self._tiers, terms.reach, terms.least
         if tiers.gpu is not None:
             if Reach.device not in reach or tiers.gpu_tier is None:
                 return np.empty(0, PLACE_ROW)
@@ -209,24 +208,20 @@ class Reads:
             count = len(held) if held.all() else int(held.argmin())
             rows = np.frombuffer(tiers.gpu_tier.place_rows(keys[:count]), PLACE_ROW)
         else:
-            in_cpu, *in_files = self._catalog.held(names, keys, least)
-            found = tiers.cpu_tier.place_rows(keys[: len(in_cpu)])
-            rows = np.frombuffer(found, PLACE_ROW).copy()
+            (in_cpu,) = self._catalog.held([tiers.cpu.name], keys, least)
+            rows = np.frombuffer(tiers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
             rows["reach"][~in_cpu] = Reach.none
-            held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
-            for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
-                place, key, filed = None, keys[index], tiers.file_backed
-                if filed is not None and held[index] and not filed.breaker.is_open:
-                    place = self.place_of(filed, key)
-                if place is None and peers:
-                    place = self._lent(key, self._catalog.holders(key, least), peers)
-                    self._counters.add("peer_lent_chunks", place is not None)
-                if place is None:
+            elsewhere = np.flatnonzero(rows["reach"] == Reach.none).tolist()
+            plan = self._catalog.read_plan([keys[at] for at in elsewhere], least)
+            for index, holders in zip(elsewhere, plan, strict=True):
+                found = self._place(keys[index], holders, terms)
+                if found is None:
                     rows = rows[:index]
                     break
-                rows[index] = place
+                self._counters.add("peer_lent_chunks", found[0] is tiers.remote)
+                rows[index] = found[1]
             rows["tier"][rows["reach"] == Reach.file] = 1
-            rows["tier"][rows["reach"] == Reach.peer] = len(names)
+            rows["tier"][rows["reach"] == Reach.peer] = len(self._slots_of(reach))
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
@@ -265,19 +260,25 @@ class Reads:
 
     def in_reach(self, key: ChunkKey, terms: ReadTerms) -> bool:
         """Whether *key* can be delivered without a load."""
-        return bool(self._within_reach(key, self._catalog.holders(key, terms.least), terms))
+        return self._place(key, self._catalog.holders(key, terms.least), terms) is not None
 
-    def _within_reach(self, key: ChunkKey, holders: Sequence[str], terms: ReadTerms) -> str:
-        """Return the tier where the reader reads *key* without a load; "" for none."""
-        for slot in self._slots_of(terms.reach) if terms.reach else (self._tiers.cpu,):
-            if slot.name not in holders:
-                continue
-            is_disk = slot.tier.survives_restart
-            if not is_disk or not (slot.breaker.is_open or slot.tier.file_place(key) is None):
-                return slot.name
-        if terms.peers and self._lent(key, holders, terms.peers) is not None:
-            return self.moves.nearest(key, holders)[0].name
-        return ""
+    def _place(
+        self, key: ChunkKey, holders: Sequence[str], terms: ReadTerms
+    ) -> tuple[TierSlot, Place] | None:
+        """Return where the reader finds *key* without a load: here, or on one of its peers if that
+        is the nearest copy.
+        """
+        for slot in self._slots_of(terms.reach):
+            is_left_alone = slot is self._tiers.file_backed and slot.breaker.is_open
+            if slot.name in holders and not is_left_alone:
+                place = self.place_of(slot, key)
+                if place is not None:
+                    return slot, place
+        remote = self._tiers.remote
+        if remote is None or not terms.peers or self.moves.nearest(key, holders)[:1] != [remote]:
+            return None
+        place = remote.tier.peer_place(key, terms.peers)
+        return None if place is None else (remote, place)
 
     def _slots_of(self, reach: Collection[Reach]) -> list[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
@@ -285,20 +286,13 @@ class Reads:
         filed = self._tiers.file_backed if Reach.file in reach else None
         return [slot for slot in (gpu, self._tiers.cpu, filed) if slot is not None]
 
-    def place_of(self, slot: TierSlot, key: ChunkKey, peers: Collection[int] = ()) -> Place | None:
+    def place_of(self, slot: TierSlot, key: ChunkKey) -> Place | None:
         """Return where a reader finds the copy on *slot* itself; None where it does not."""
         tiers = self._tiers
-        if slot is tiers.remote:
-            return slot.tier.peer_place(key, peers)
         if slot is tiers.cpu:
             return tiers.cpu_tier.locate(key)
         gpu = tiers.gpu_tier if slot is tiers.gpu else None
         return slot.tier.file_place(key) if gpu is None else gpu.locate(key)
-
-    def _lent(self, key: ChunkKey, holders: Sequence[str], peers: Collection[int]) -> Place | None:
-        """Return where the reader finds *key* on one of *peers*, if that is the nearest copy."""
-        nearest = self.moves.nearest(key, holders)[:1]
-        return self.place_of(nearest[0], key, peers) if nearest == [self._tiers.remote] else None
 
     def _promote_if_due(self, tenant: str, key: ChunkKey, name: str) -> None:
         """Copy a chunk up, in the background, when it is read a second time and worth its room."""
@@ -342,8 +336,8 @@ class Reads:
         from, "" where it is nowhere.
         """
         if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
-            first = index + READ_AHEAD_CHUNKS if index else 1
-            if following := keys[first : index + 2 * READ_AHEAD_CHUNKS]:
+            start = index + READ_AHEAD_CHUNKS if index else 1
+            if following := keys[start : index + 2 * READ_AHEAD_CHUNKS]:
                 self._read_ahead(following)
         if len(origins) >= min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
             return
@@ -359,8 +353,11 @@ class Reads:
         self, key: ChunkKey, loads: Loads, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
         """Begin to load *key* unless the reader reaches it; return the best holder's name."""
-        if name := self._within_reach(key, holders, loads.terms):
-            return name, None
+        place = self._place(key, holders, loads.terms) if loads.terms.reach else None
+        if place is not None:
+            return place[0].name, None
+        if not loads.terms.reach and self._tiers.cpu.name in holders:
+            return self._tiers.cpu.name, None
         nearest = next(iter(self.moves.nearest(key, holders)), None)
         return ("", None) if nearest is None else (nearest.name, loads.load(key, nearest))
 
@@ -370,7 +367,8 @@ class Reads:
         for _ in range(2 * len(self._tiers.slots)):
             name, ticket = self._load(key, loads, holders_of(key, loads.terms.least))
             if ticket is None:
-                return self._found(index, key, name, loads) if name else None
+                is_here = name == cpu or loads.terms.reach
+                return self._found(index, key, loads.terms) if is_here else None
             try:
                 loads.wait(ticket)
                 # A copy of too low fidelity has the chunk's place in CPU memory.
@@ -386,16 +384,16 @@ class Reads:
                 continue
         return None
 
-    def _found(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
+    def _found(self, index: int, key: ChunkKey, terms: ReadTerms) -> ReadResult | None:
         """Return a chunk that needs no load: its bytes in CPU memory, or its place."""
-        slot = self._tiers.slots[name]
-        if slot is self._tiers.cpu and not loads.terms.reach:
+        if not terms.reach:
             frame = self._tiers.cpu_tier.peek(key)
-            return None if frame is None else ReadResult(index, name, frame)
-        place = self.place_of(slot, key, loads.terms.peers)
-        if slot is self._tiers.remote:
-            self._counters.add("peer_lent_chunks", place is not None)
-        return None if place is None else ReadResult(index, name, _NOT_HERE, place)
+            return None if frame is None else ReadResult(index, self._tiers.cpu.name, frame)
+        found = self._place(key, self._catalog.holders(key, terms.least), terms)
+        if found is None:
+            return None
+        self._counters.add("peer_lent_chunks", found[0] is self._tiers.remote)
+        return ReadResult(index, found[0].name, _NOT_HERE, found[1])
 
     def _read_bypass(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
