@@ -356,7 +356,7 @@ class Reads:
         place = self._place(key, holders, loads.terms) if loads.terms.reach else None
         if place is not None:
             return place[0].name, None
-        if not loads.terms.reach and self._tiers.cpu.name in holders:
+        if self._tiers.cpu.name in holders:
             return self._tiers.cpu.name, None
         nearest = next(iter(self.moves.nearest(key, holders)), None)
         return ("", None) if nearest is None else (nearest.name, loads.load(key, nearest))
