@@ -25,8 +25,8 @@ from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Principal, Session, check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
-from kvstore.server.store.store import SlotStatus
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
+from kvstore.server.tiering.tier_slot import TierSlot
 
 CLEAR_DEADLINE_MS = 60_000
 """Of a request that names none."""
@@ -216,7 +216,7 @@ class AdminCalls:
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
-        tiers = [_tier_status(status) for status in self._store.slot_statuses()]
+        tiers = [_tier_status(slot) for slot in self._store.tiers.slots.values()]
         if not caller.is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
@@ -410,15 +410,16 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     )
 
 
-def _tier_status(status: SlotStatus) -> pb.TierStatus:
+def _tier_status(slot: TierSlot) -> pb.TierStatus:
+    stats, reason = slot.tier.stats(), slot.reason
     return pb.TierStatus(
-        name=status.name,
-        capacity_bytes=status.stats.capacity_bytes,
-        used_bytes=status.stats.used_bytes,
-        chunks=status.stats.chunks,
-        codec=status.codec,
-        state="degraded" if status.reason else "serving",
-        reason=status.reason,
+        name=slot.name,
+        capacity_bytes=stats.capacity_bytes,
+        used_bytes=stats.used_bytes,
+        chunks=stats.chunks,
+        codec=slot.encoder.name,
+        state="degraded" if reason else "serving",
+        reason=reason,
     )
 
 

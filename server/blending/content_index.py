@@ -294,8 +294,6 @@ class Contents:
         self._state = state
         self.content_index = ContentIndex(limit)
         self._priorities = TokenPriorities()
-        self.report_count = 0
-        """Reports that were taken in."""
         self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
         """Chunks that others put and that came into memory: their frames say what they hold."""
 
@@ -334,47 +332,37 @@ class Contents:
 
         None: a tier that is not read. Without *approximate* only the chunks themselves are sought.
         """
+        index, contents, hints = self._state.index, self.content_index, self._state.metadata.hints
+
+        def candidate(key: ChunkKey, facts: VariantInfo | None = None) -> Candidate | None:
+            """Return the chunk on the first of *tiers* that has it; None where none does."""
+            row = index.row(key) if key else 0
+            if not row or hints.is_expired(row, now_s):
+                return None
+            holders = index.holders(row, least)
+            source = next((at for at, tier in enumerate(tiers) if tier in holders), None)
+            if source is None:
+                return None
+            info = index.info(str(tiers[source]), row)
+            facts = facts or contents.facts(key)
+            if facts is None:  # its frame is not read yet
+                facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
+            return Candidate(facts, source, info.size_bytes, info.fidelity)
+
+        found = []
         with self._state.lock:
             now_s = self._state.clock()
-            found = []
             for chunk in chunks:
-                exact = self._candidate(chunk.key, None, least, tiers, now_s)
+                exact = candidate(chunk.key)
                 if exact is not None and exact.facts.tokens == chunk.tokens:
                     found.append(Matches(True, [exact], b""))
                     continue
-                variants = self.content_index.variants(space, chunk.content) if approximate else []
-                placed = (
-                    self._candidate(one.key, one, least, tiers, now_s)
-                    for one in variants
-                    if one.tokens == chunk.tokens
-                )
+                variants = contents.variants(space, chunk.content) if approximate else []
+                placed = (candidate(v.key, v) for v in variants if v.tokens == chunk.tokens)
                 others = [one for one in placed if one is not None]
                 priority = self._priorities.levels(space + chunk.content) if others else b""
                 found.append(Matches(False, others, priority))
-            return found
-
-    def _candidate(
-        self,
-        key: ChunkKey,
-        facts: VariantInfo | None,
-        least: Fidelity,
-        tiers: Sequence[str | None],
-        now_s: float,
-    ) -> Candidate | None:
-        """Return the chunk on the first of *tiers* that has it; None where none does."""
-        index = self._state.index
-        row = index.row(key) if key else 0
-        if not row or self._state.metadata.hints.is_expired(row, now_s):
-            return None
-        holders = index.holders(row, least)
-        for source, tier in enumerate(tiers):
-            if tier in holders:
-                info = index.info(tier, row)
-                facts = facts or self.content_index.facts(key)
-                if facts is None:  # its frame is not read yet
-                    facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
-                return Candidate(facts, source, info.size_bytes, info.fidelity)
-        return None
+        return found
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
         """Lease those of *keys* that exist; None when none does. Raises QuotaExceededError."""
@@ -404,7 +392,6 @@ class Contents:
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
         """Take in reports of variants that are here: scores are (tokens), -1 if not measured."""
         with self._state.lock:
-            self.report_count += 1
             for key, measured, scores in reports:
                 content = self.content_index.report(key, measured)
                 if content is not None and scores is not None:

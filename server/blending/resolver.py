@@ -70,29 +70,21 @@ class _Scored(NamedTuple):
     is_measured: bool
 
 
+@dataclass(slots=True)
 class VariantChoice:
     """One answer to a Resolve, its segments in the order of the prompt.
 
-    *places*: where each content is first in it. *limit*: variants of a chunk. *least_ratio* is the
-    gate's, *prefill* the engine's speed, if it is known.
+    ``places``: where each content is first in it. ``limit``: variants of a chunk. ``least_ratio``
+    is the gate's, ``prefill`` the engine's speed, if it is known.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[TierSlot],
-        places: Mapping[bytes, int],
-        least_ratio: float,
-        limit: int,
-        prefill: PrefillModel | None,
-    ) -> None:
-        self._sources = {slot.name: slot for slot in sources}
-        self._names = tuple(self._sources)
-        self._places = places
-        self._least_ratio = least_ratio
-        self._limit = limit
-        self._prefill = prefill
-        self._chunks_before = 0
-        self._chosen = b""
+    sources: Sequence[TierSlot]
+    places: Mapping[bytes, int]
+    least_ratio: float
+    limit: int
+    prefill: PrefillModel | None
+    _chunks_before: int = 0
+    _chosen: bytes = b""
 
     def segment(self, asked: PromptSegment, found: Sequence[Matches]) -> ResolvedSegment:
         """Return what to name of one segment: no variants where the engine computes as fast as it
@@ -105,7 +97,7 @@ class VariantChoice:
             if picked[-1] and not one.is_exact:
                 stand_ins.append((chunk.tokens, picked[-1][0]))
         ratio = self._ratio(stand_ins)
-        recompute_ms, prefill = UNKNOWN, self._prefill
+        recompute_ms, prefill = UNKNOWN, self.prefill
         if prefill is not None:
             recompute_ms = 1e3 * prefill.seconds(asked.stop - asked.start, asked.start)
             tokens = sum(count for count, _ in stand_ins)
@@ -137,7 +129,7 @@ class VariantChoice:
             overhead = round(one.fix_overhead, 4)
             return one.parent == ROOT, overhead, one.parent != came_from, one.load_ms
 
-        scored = sorted(scored, key=order)[: self._limit]
+        scored = sorted(scored, key=order)[: self.limit]
         self._chosen = scored[0].variant.digest if scored else b""
         self._chunks_before += 1
         return scored
@@ -147,19 +139,20 @@ class VariantChoice:
         position, impact, overlap, overhead = start, UNKNOWN, 1.0, 0.0
         if not is_exact:
             position, impact = facts.position, facts.impact
-            overlap = prefix_overlap(facts.context, self._places, self._chunks_before)
+            overlap = prefix_overlap(facts.context, self.places, self._chunks_before)
             overhead = fix_overhead(impact, overlap)
-        tier = self._names[one.source]
+        slot = self.sources[one.source]
+        load_ms = _load_ms(slot, one.size_bytes)
         variant = Variant(
-            ChainDigest(facts.key[DIGEST_BYTES:]), facts.parent, position, tier,
-            self._loads_ms(tier, one.size_bytes), one.size_bytes, one.fidelity,
+            ChainDigest(facts.key[DIGEST_BYTES:]), facts.parent, position, slot.name,
+            load_ms, one.size_bytes, one.fidelity,
             impact, overlap, overhead, facts.deviation, facts.reports,
         )  # fmt: skip
         return _Scored(variant, facts.is_measured)
 
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
         """Return the share to recompute: the gate's; more by CFO, where attention was measured."""
-        least = self._least_ratio
+        least = self.least_ratio
         tokens = sum(count for count, _ in stand_ins)
         if not tokens:
             return least
@@ -174,10 +167,11 @@ class VariantChoice:
         sizes: Counter[str] = Counter()
         for one in chosen:
             sizes[one.variant.tier] += one.variant.size_bytes
-        return sum(self._loads_ms(tier, size_bytes) for tier, size_bytes in sizes.items())
+        return sum(_load_ms(slot, sizes[slot.name]) for slot in self.sources if sizes[slot.name])
 
-    def _loads_ms(self, tier: str, size_bytes: int) -> float:
-        return 1e3 * float(self._sources[tier].load_s(np.array([size_bytes], np.int64))[0])
+
+def _load_ms(slot: TierSlot, size_bytes: int) -> float:
+    return 1e3 * float(slot.load_s(np.array([size_bytes], np.int64))[0])
 
 
 CountReady: TypeAlias = Callable[[Session, Sequence[ChunkKey], float, Fidelity], int]

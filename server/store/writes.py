@@ -75,20 +75,13 @@ class Writes:
         """Reserve room for the frame of a chunk, or of a *part* of it; or say why there is nothing
         to write.
 
-        Raises ShuttingDownError, QuotaExceededError, InvalidRequestError, and LeaseExpiredError
-        for a session that has ended.
+        Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
         if self.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
-        begun: AnyTicket | PutResult
         if part is None:
-            begun = self._reservations.reserve(session, info, deadline, options)
-        else:
-            begun = self.parallel.begin(PartTicket(session, info, part, options), deadline)
-        if session.is_closed and not isinstance(begun, PutResult):
-            self.discard(begun)
-            raise _closed(session)
-        return begun
+            return self._reservations.reserve(session, info, deadline, options)
+        return self.parallel.begin(PartTicket(session, info, part, options), deadline)
 
     def begin_all(
         self,
@@ -120,9 +113,8 @@ class Writes:
         return begun
 
     def _own(self, ticket: AnyTicket, until: float) -> None:
-        session, ticket.ticket_id = ticket.session, self._new_id()
-        if isinstance(ticket, PutTicket):
-            ticket.until = until
+        session = ticket.session
+        ticket.ticket_id, ticket.until = self._new_id(), until
         with self._lock:
             owned = self._tickets.get(session.session_id, {})
             # The puts of a session that has ended were aborted; this one is too late for that.
@@ -132,7 +124,7 @@ class Writes:
                 return
         self.discard(ticket)
         if session.is_closed:
-            raise _closed(session)
+            raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
         name = "max_reservations_per_session"
         raise QuotaExceededError(name, self._limit, f"session {session.session_id}")
 
@@ -227,10 +219,6 @@ class Writes:
     def __len__(self) -> int:
         with self._lock:
             return sum(map(len, self._tickets.values()))
-
-
-def _closed(session: Session) -> LeaseExpiredError:
-    return LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
 
 
 def check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:

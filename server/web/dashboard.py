@@ -194,17 +194,18 @@ class Dashboard:
 
     def _tiers(self) -> list[dict[str, Any]]:
         tiers = []
-        for status in self._backend.store.slot_statuses():
-            report = self._backend.store.catalog.eviction.policy_report(status.name)
+        for slot in self._backend.store.tiers.slots.values():
+            report = self._backend.store.catalog.eviction.policy_report(slot.name)
+            stats = slot.tier.stats()
             tiers.append(
                 {
-                    "name": status.name,
-                    "reason": status.reason,
-                    "used_bytes": status.stats.used_bytes,
-                    "capacity_bytes": status.stats.capacity_bytes,
-                    "chunks": status.stats.chunks,
-                    "load_bytes_per_s": status.load_bytes_per_s,
-                    "codec": status.codec,
+                    "name": slot.name,
+                    "reason": slot.reason,
+                    "used_bytes": stats.used_bytes,
+                    "capacity_bytes": stats.capacity_bytes,
+                    "chunks": stats.chunks,
+                    "load_bytes_per_s": slot.bytes_per_s,
+                    "codec": slot.encoder.name,
                     "policy": report.name,
                     "curve": sorted(report.curve.items()),
                 }
