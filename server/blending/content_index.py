@@ -495,6 +495,3 @@ class ContentReader:
         return Named(
             header.key, header.parent, header.content, header.layout.tokens, header.position
         )
-
-    def __len__(self) -> int:
-        return len(self._left)

@@ -34,7 +34,7 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, LayerKind, PutOutcome
 from kvstore.proto.unix_socket import Place
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.store.store import Store
 
 MAX_RING_BYTES = 1 << 30
@@ -207,7 +207,7 @@ class DevicePuts:
         most_bytes = slot.tier.max_frame_bytes()
         if info.size_bytes > most_bytes:
             return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
-        return reservations.reserve(session, info, deadline, PutOptions(hints), slot)
+        return reservations.reserve(session, info, deadline, hints, device=slot)
 
     def _copied(
         self, ring: Imported, frames: Sequence[RingFrame], placed: Mapping[int, PutTicket]

@@ -23,8 +23,6 @@ from kvstore.proto.types import ChunkInfo, Fidelity
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
 from kvstore.server.store.reservations import (
-    NO_OPTIONS,
-    PutOptions,
     PutResult,
     PutTicket,
     Reservations,
@@ -69,19 +67,21 @@ class Writes:
         session: Session,
         info: ChunkInfo,
         deadline: float,
-        options: PutOptions = NO_OPTIONS,
+        hints: Hints = NO_HINTS,
+        *,
+        is_last: bool | None = True,
         part: ChunkPart | None = None,
     ) -> AnyTicket | PutResult:
         """Reserve room for the frame of a chunk, or of a *part* of it; or say why there is nothing
-        to write.
+        to write. *is_last* is as of ``Reservations.reserve``.
 
         Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
         if self.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
         if part is None:
-            return self._reservations.reserve(session, info, deadline, options)
-        return self.parallel.begin(PartTicket(session, info, part, options), deadline)
+            return self._reservations.reserve(session, info, deadline, hints, is_last=is_last)
+        return self.parallel.begin(PartTicket(session, info, part, hints, is_last), deadline)
 
     def begin_all(
         self,
@@ -100,8 +100,8 @@ class Writes:
         continued = {info.parent_key for info in infos}
         try:
             for info, part in zip(infos, parts or [None] * len(infos), strict=True):
-                options = PutOptions(hints, info.key not in continued)
-                ticket = self.open(session, info, deadline, options, part)
+                is_last = info.key not in continued
+                ticket = self.open(session, info, deadline, hints, is_last=is_last, part=part)
                 if not isinstance(ticket, PutResult):
                     self._own(ticket, until)
                 begun.append(ticket)
