@@ -13,7 +13,6 @@ from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
-    KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
 )
@@ -232,7 +231,7 @@ class LayerwiseRead:
 
     def _is_opened(self, source: _Source, key: ChunkKey) -> bool:
         """Wait for a header; False where the chunk cannot be read on from there."""
-        if source.ticket is not None and not self._is_done(source.ticket):
+        if source.ticket is not None and not self._reads.result(source.ticket):
             return False
         if source.load is not None:
             source.header, source.frame = source.load.header, source.load.frame
@@ -243,14 +242,6 @@ class LayerwiseRead:
             source.header, source.frame = parse_header(frame), frame
         header = source.header  # of one too lossy, or without what is of its end, nothing is read
         return header.fidelity >= self._least and header.layout.segment_count == len(self._order)
-
-    def _is_done(self, ticket: Ticket) -> bool:
-        """Wait for a read; False when it failed or is late."""
-        try:
-            self._reads.wait(ticket)
-        except KVStoreError:
-            return False
-        return True
 
     # --- segments
 
@@ -264,9 +255,8 @@ class LayerwiseRead:
                 tickets.append(None if load is None else load.submit(wanted))
             if source.index >= live:
                 continue
-            ticket, data = tickets[number], None
-            if source.load is None or (ticket is not None and self._is_done(ticket)):
-                data = self._wanted(source, segment)
+            is_here = source.load is None or self._reads.result(tickets[number])
+            data = self._wanted(source, segment) if is_here else None
             if data is None:  # a segment that failed: nothing from here on
                 live = source.index
                 continue

@@ -63,8 +63,7 @@ class NegativeCache:
 
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
-            until = self._until.get(key)
-            return until is not None and until > self._clock()
+            return self._until.get(key, 0.0) > self._clock()
 
 
 class RemoteHints(Protocol):
@@ -85,11 +84,7 @@ class Lookup:
     """
 
     def __init__(
-        self,
-        moves: Moves,
-        lease_ttl_ms: int,
-        prefetch: Prefetch | None = None,
-        states: StateAdmission | None = None,
+        self, moves: Moves, lease_ttl_ms: int, prefetch: Prefetch, states: StateAdmission | None
     ) -> None:
         self._catalog = moves.catalog
         self._counters = moves.counters
@@ -97,7 +92,7 @@ class Lookup:
         self._lease_ttl_ms = lease_ttl_ms
         self._sources = moves.tiers.sources
         self._moves = moves
-        self._prefetch = prefetch or Prefetch(moves, 0)
+        self._prefetch = prefetch
         lower = moves.tiers.lower
         self._watching = [s for s in lower if moves.placement.admits_on_lookup(s)]
         self._names = tuple(slot.name for slot in self._sources)

@@ -124,6 +124,12 @@ class Loads:
             self.moves.counters.add("get_late_chunks")
             raise
 
+    def result(self, ticket: Ticket | None) -> object:
+        """Return what a read returned; None for one that could not begin, failed or is late."""
+        with suppress(KVStoreError):
+            return None if ticket is None else self.wait(ticket)
+        return None
+
     def close(self) -> None:
         """Drop what is not done. Idempotent."""
         self.moves.let_go_of_loads(self.claims)
@@ -402,11 +408,9 @@ class Reads:
         if info is None or not self.reserve_bypass(info.size_bytes):
             return None
         work = partial(self.moves.read_bypass, info, slot)
-        ticket = loads.submit(slot, b"bypass" + key, work)
         frame = None
         try:
-            with suppress(KVStoreError):
-                frame = None if ticket is None else loads.wait(ticket)
+            frame = loads.result(loads.submit(slot, b"bypass" + key, work))
         finally:
             if frame is None:
                 self.release_bypass(info.size_bytes)
@@ -465,21 +469,25 @@ class RangeRead:
                 if frame is not None and len(data := frame[start:stop]):
                     yield LayerPart(index, name, len(frame), start, data)
             return
-        size = info.size_bytes
+        size, slot, moves = info.size_bytes, self._tiers.slots[name], self._moves
         cut = [(start, min(stop, size) - start) for start, stop in spans if start < size]
         ranges = [(start, np.empty(count, np.uint8)) for start, count in cut if count > 0]
         size_bytes = sum(len(out) for _, out in ranges)
+
+        def read() -> bool:
+            started = moves.clock()
+            is_read = all(slot.tier.read(key, out, start) for start, out in ranges)
+            if is_read and size_bytes >= LEAST_MEASURED_BYTES:
+                slot.note_load(size_bytes, moves.clock() - started)
+            return is_read
+
         if not self._reads.reserve_bypass(size_bytes):
             return
-        loads, slot = Loads(self._moves, self._terms), self._tiers.slots[name]
+        loads, number = Loads(moves, self._terms), next(_numbers).to_bytes(8, "little")
+        work = partial(moves.read_from, slot, key, partial(slot.guarded, read, "read"))
         try:
-            number = next(_numbers).to_bytes(8, "little")
-            work = partial(self._fill, slot, info, ranges)
-            ticket = loads.submit(slot, b"ranges" + key + number, work)
-            is_filled = False
-            with suppress(KVStoreError):
-                is_filled = ticket is not None and bool(loads.wait(ticket))
-            if is_filled:
+            if loads.result(loads.submit(slot, b"ranges" + key + number, work)):
+                moves.counters.add("get_bytes", size_bytes)
                 for start, out in ranges:
                     yield LayerPart(index, name, size, start, out)
         finally:
@@ -495,20 +503,6 @@ class RangeRead:
         order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
         name = min(order, key=order.__getitem__, default="")
         return name, copies.get(name)
-
-    def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        moves, started = self._moves, self._moves.clock()
-
-        def read() -> bool:
-            return all(slot.tier.read(info.key, out, start) for start, out in ranges)
-
-        if not moves.read_from(slot, info.key, lambda: slot.guarded(read, "read")):
-            return False
-        size_bytes = sum(len(out) for _, out in ranges)
-        if size_bytes >= LEAST_MEASURED_BYTES:
-            slot.note_load(size_bytes, moves.clock() - started)
-        moves.counters.add("get_bytes", size_bytes)
-        return True
 
 
 def _has_levels(codec_id: int) -> bool:

@@ -116,14 +116,14 @@ class Writes:
         session = ticket.session
         ticket.ticket_id, ticket.until = self._new_id(), until
         with self._lock:
-            owned = self._tickets.get(session.session_id, {})
             # The puts of a session that has ended were aborted; this one is too late for that.
-            if len(owned) < self._limit and not session.is_closed:
+            is_late = session.is_closed
+            owned = {} if is_late else self._tickets.setdefault(session.session_id, {})
+            if len(owned) < self._limit and not is_late:
                 owned[ticket.ticket_id] = ticket
-                self._tickets[session.session_id] = owned
                 return
         self.discard(ticket)
-        if session.is_closed:
+        if is_late:
             raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
         name = "max_reservations_per_session"
         raise QuotaExceededError(name, self._limit, f"session {session.session_id}")
@@ -131,10 +131,7 @@ class Writes:
     def claim(self, session: Session, ticket_id: int) -> AnyTicket:
         """Take a put out of the table to finish it. Raises LeaseExpiredError."""
         with self._lock:
-            owned = self._tickets.get(session.session_id, {})
-            ticket = owned.pop(ticket_id, None)
-            if not owned:
-                self._tickets.pop(session.session_id, None)
+            ticket = self._tickets.get(session.session_id, {}).pop(ticket_id, None)
         if ticket is None:
             raise LeaseExpiredError(
                 f"reservation_id={ticket_id}: spent, aborted or not this session's; reserve again"
