@@ -11,9 +11,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from urllib.parse import urlsplit
 
 import structlog
@@ -151,40 +150,6 @@ class Announcements:
         return len(self._held)
 
 
-class UnknownMembers:
-    """Members of entries that are not in the Membership. Thread-safe, bounded.
-
-    One that stays unknown for *wait_s* is dead: a node that has just come is not listed here at
-    once. Its entry is then stale. *clock* returns monotonic seconds.
-    """
-
-    def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
-        self._wait_s = wait_s
-        self._clock = clock
-        self._since: dict[tuple[ChunkKey, bytes], float] = {}
-        # Guards the table.
-        self._lock = threading.Lock()
-
-    def note(self, key: ChunkKey, member: bytes) -> None:
-        """The entry of *key* names *member*, which is unknown."""
-        with self._lock:
-            if len(self._since) < MAX_STALE_ENTRIES:
-                self._since.setdefault((key, member[:MAX_MEMBER_BYTES]), self._clock())
-
-    def take_stale(self, living: Container[bytes], count: int) -> list[tuple[ChunkKey, bytes]]:
-        """Forget those who are *living* by now; take stale entries of the others, *count* at most.
-
-        In one step: a reader with an older list may have taken one who is back for dead.
-        """
-        due = self._clock() - self._wait_s
-        with self._lock:
-            self._since = {one: at for one, at in self._since.items() if one[1] not in living}
-            stale = list(islice((one for one, at in self._since.items() if at <= due), count))
-            for one in stale:
-                del self._since[one]
-        return stale
-
-
 class Directory:
     """Who holds which chunks in memory: announces this node's, finds others'.
 
@@ -214,7 +179,8 @@ class Directory:
         self._member = _member(me.incarnation)
         self._membership = Membership(link, prefix, me, limits.directory_ttl_ms)
         self._announcements = Announcements(limits.directory_chunks, clock)
-        self._unknown = UnknownMembers(self._ttl_s, clock)
+        self._unknown: dict[tuple[ChunkKey, bytes], float] = {}
+        """Members of entries that no living node is, since when; changed without a lock."""
         self._nodes: Mapping[bytes, NodeAddress] = {}
         self._undelivered: list[ChunkKey] = []
         self._beat_at = -math.inf
@@ -238,8 +204,7 @@ class Directory:
         until = self._clock() + deadline_s
         try:
             for start in range(0, len(keys), MAX_READ_KEYS):
-                left_s = until - self._clock()
-                if left_s <= 0:
+                if (left_s := until - self._clock()) <= 0:
                     break
                 self._read(keys[start : start + MAX_READ_KEYS], left_s, nodes, found)
         except KVStoreError as error:
@@ -282,8 +247,8 @@ class Directory:
                 living, others = known[row]
                 if living:
                     found[key] = living
-                for member in others:
-                    self._unknown.note(key, member)
+                for member in others if len(self._unknown) < MAX_STALE_ENTRIES else ():
+                    self._unknown.setdefault((key, member[:MAX_MEMBER_BYTES]), self._clock())
 
     def _name(self, key: ChunkKey) -> bytes:
         return self._stems[key[-1] % BUCKETS] + key.hex().encode()
@@ -364,16 +329,24 @@ class Directory:
         was_forgotten = self._membership.beat()
         self._beat_at = self._clock()
         self._nodes = {_member(one.incarnation): one for one in self._membership.living}
-        stale = self._unknown.take_stale(self._nodes, BATCH_UPDATES)
         if was_forgotten:
             self._announcements.lost()
         self._count_dropped(self._announcements.put_back(self._undelivered))
         self._undelivered = []
         if self._membership.state is not before:
             self._log_state()
-        names = [(self._name(key), member) for key, member in stale]
+        names = [(self._name(key), member) for key, member in self._take_dead()]
         self._link.ask([(name, (b"SREM", name, member)) for name, member in names])
         self._flush()
+
+    def _take_dead(self) -> list[tuple[ChunkKey, bytes]]:
+        """Take entries of nodes that were unknown for so long that none has just come."""
+        due, unknown = self._clock() - self._ttl_s, self._unknown.copy()
+        back = [one for one in unknown if one[1] in self._nodes]
+        dead = [one for one, since in unknown.items() if since <= due and one[1] not in self._nodes]
+        for one in (*back, *dead[:BATCH_UPDATES]):
+            self._unknown.pop(one, None)
+        return dead[:BATCH_UPDATES]
 
     def _log_state(self) -> None:
         state, rival = self._membership.state, self._membership.rival

@@ -10,9 +10,8 @@ from typing import Any
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.security.audit_log import AuditLog, Event
-from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.security.authenticator import Authenticator, JwtVerifier
 from kvstore.server.security.certificates import Revocations, parse_revocations
-from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
 from kvstore.server.security.key_files import ApiKeys, parse_keys
 from kvstore.server.security.rate_limits import Limits, RateLimit, TenantLimits
 from kvstore.server.security.sessions import Principal, Session, SessionTable
@@ -217,8 +216,12 @@ class Trust:
         if config.auth_keys is not None:
             keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
         if config.jwt_key is not None:
-            audience, issuer = config.jwt_audience or "", config.jwt_issuer or ""
-            verify = partial(JwtVerifier, terms=JwtTerms(config.jwt_algorithm, audience, issuer))
+            verify = partial(
+                JwtVerifier,
+                algorithm=config.jwt_algorithm,
+                audience=config.jwt_audience or "",
+                issuer=config.jwt_issuer or "",
+            )
             verifier = WatchedFile((config.jwt_key,), verify, partial(verify, None))
         if config.tls_crl is not None and config.tls_client_ca is not None:
             parse: Callable[..., Revocations] = partial(parse_revocations, wall_clock=time.time)

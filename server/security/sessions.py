@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -170,9 +171,16 @@ class SessionTable:
         process: int = 0,
     ) -> Session:
         """Open a session. Raises QuotaExceededError or ShuttingDownError."""
-        session = self._make(client, tenant, owner, roles, representation)
-        session.process = process
-        self._admit(session)
+        session = self._admit(
+            tenant=tenant,
+            client=client,
+            representation=representation,
+            namespace=namespace(self._tenant_salt(tenant), representation),
+            representation_digest=representation_digest(representation),
+            owner=owner,
+            roles=roles,
+            process=process,
+        )
         for callback in self.on_open:
             callback(session)
         return session
@@ -182,7 +190,6 @@ class SessionTable:
 
         Raises QuotaExceededError or ShuttingDownError.
         """
-        session = self._make(node_id, owner.tenant, owner, frozenset({"peer"}))
         with self._lock:
             others = [one for one in self.by_id.values() if one.is_peer]
         for one in others:
@@ -190,34 +197,21 @@ class SessionTable:
                 self.close(one.session_id)
         if len(others) >= MAX_PEER_SESSIONS:
             raise QuotaExceededError("peer_sessions", MAX_PEER_SESSIONS, "this server")
-        self._admit(session)
-        return session
-
-    def _make(
-        self,
-        client: str,
-        tenant: str,
-        owner: Principal,
-        roles: frozenset[str],
-        model: Representation | None = None,
-    ) -> Session:
-        """Return a session that is not admitted yet; without a *model* another server's."""
-        space = namespace(self._tenant_salt(tenant), model) if model else _NO_SPACE
-        return Session(
-            int.from_bytes(self._random_bytes(8), "little") or 1,
-            tenant,
-            client,
-            model or _NO_MODEL,
-            space,
-            representation_digest(model) if model else b"",
-            self._random_bytes(TOKEN_BYTES),
-            self._clock(),
-            owner,
-            roles,
-            is_peer=model is None,
+        return self._admit(
+            tenant=owner.tenant,
+            client=node_id,
+            representation=_NO_MODEL,
+            namespace=_NO_SPACE,
+            representation_digest=b"",
+            owner=owner,
+            roles=frozenset({"peer"}),
+            is_peer=True,
         )
 
-    def _admit(self, session: Session) -> None:
+    def _admit(self, **terms: Any) -> Session:
+        session_id = int.from_bytes(self._random_bytes(8), "little") or 1
+        token, now = self._random_bytes(TOKEN_BYTES), self._clock()
+        session = Session(session_id, attach_token=token, heard_at=now, opened_at=now, **terms)
         with self._lock:
             if self.is_draining:
                 raise ShuttingDownError("the server drains; no new sessions")
@@ -226,8 +220,8 @@ class SessionTable:
             spared = self._limit // SPARED_SHARE
             if spared and len(self.by_id) >= self._limit - spared:
                 self._check_share(session, spared)
-            session.opened_at = self._clock()
-            self.by_id[session.session_id] = session
+            self.by_id[session_id] = session
+        return session
 
     def _check_share(self, session: Session, spared: int) -> None:
         """Raise QuotaExceededError where tenant or process have *spared* sessions already."""

@@ -140,21 +140,6 @@ class EventLog:
             return None
         return Event(key, self._names[tier], tokens, parent, _FIDELITIES[fidelity], number, own)
 
-    def reader(self, space: Namespace | None = None) -> EventReader:
-        """Return a reader of the events of *space*, or of all."""
-        return EventReader(self, space)
-
-    def since(self, number: int) -> list[Event] | None:
-        """Return the events behind *number*, PAGE_EVENTS at most; None if some are overwritten."""
-        stop = min(self.last, number + PAGE_EVENTS) + 1
-        page = []
-        for at in range(number + 1, stop):
-            event = self.get(at)
-            if event is None:
-                return None
-            page.append(event)
-        return page
-
     def count(self, space: Namespace | None) -> int:
         """Return the own number of the latest event of *space*; of all without one."""
         return self.last if space is None else self._counts.get(space, self._least)
@@ -222,15 +207,17 @@ class EventReader:
         return Page(events, 0 if row else self.cursor, cleared)
 
     def _news(self, at: int) -> Page | None:
-        while page := self._log.since(at):
-            self._at = at = page[-1].number
-            mine = [one for one in page if self._space is None or one.space == self._space]
+        log, space = self._log, self._space
+        while at < log.last:
+            stop = min(log.last, at + PAGE_EVENTS)
+            page = [event for event in map(log.get, range(at + 1, stop + 1)) if event is not None]
+            if len(page) < stop - at:  # some are overwritten
+                self._at = None
+                log.on_restart()
+                return self.poll()
+            self._at = at = stop
+            mine = [one for one in page if space is None or one.space == space]
             if mine:
-                last = mine[-1]
-                self.cursor = last.number if self._space is None else last.own
+                self.cursor = mine[-1].number if space is None else mine[-1].own
                 return Page(mine, self.cursor)
-        if page is None:
-            self._at = None
-            self._log.on_restart()
-            return self.poll()
         return None

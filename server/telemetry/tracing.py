@@ -1,15 +1,19 @@
-"""Tracing: spans of calls and of their use of tiers, by OpenTelemetry, the extra ``tracing``.
+"""Tracing: request ids, and spans of calls and of their use of tiers.
 
-Nothing here is loaded unless ``--tracing-endpoint`` is set. Spans have names,
-sizes and outcomes; no key, token, tenant or text of a caller is in them but its request id.
+All log lines of one call have its request id, in whatever thread they are written. Spans go to
+OpenTelemetry, the extra ``tracing``, which is loaded only for ``--tracing-endpoint``; they have
+names, sizes and outcomes, and no key, token, tenant or text of a caller but its request id.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import structlog
@@ -18,11 +22,18 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.messages import ERROR_NAME
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server.telemetry.request_ids import CURRENT
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
+
+HEADER = "x-request-id"
+"""Of a caller that gives its call an id; else one is made up once something is logged."""
+MAX_ID_CHARS = 128
+"""Longer ones, and what is not printable ASCII, are not taken."""
+
+NUMBERS = count(int.from_bytes(os.urandom(8), "big") >> 1)
+"""Of ids that are made up: from a start that no other server has."""
 
 QUEUE_SPANS = 2048
 """Waiting to be sent; more are dropped."""
@@ -31,6 +42,35 @@ EXPORT_TIMEOUT_S = 2
 _CARRIED = ("traceparent", "tracestate")  # W3C Trace Context
 
 logger = structlog.get_logger(__name__)
+
+
+class RequestId(NamedTuple):
+    """The id of a call; its *metadata* are read only when something is logged."""
+
+    number: int
+    metadata: Callable[[], Any] = tuple
+
+    @override
+    def __str__(self) -> str:
+        sent = (value for name, value in self.metadata() or () if name == HEADER)
+        texts = (one for one in sent if isinstance(one, str) and len(one) <= MAX_ID_CHARS)
+        given = next(texts, "")
+        is_fit = given.isascii() and given.isprintable()
+        return (is_fit and given) or f"{self.number:016x}"
+
+
+CURRENT: ContextVar[RequestId | None] = ContextVar("request_id", default=None)
+"""Of the call at work, and of the moves that it begins."""
+
+
+def add_request_id(
+    logger: object, name: str, fields: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Add the id of the call at work to a log line's *fields*; for structlog."""
+    current = CURRENT.get()
+    if current is not None:
+        fields["request_id"] = str(current)
+    return fields
 
 
 class Tracing:
