@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +35,12 @@ _LATE_S = 0.02
 """For an answer that has come when its time is up: others may have been waited for before."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerSession:
-    """A session that another server opened for this one.
-
-    ``address`` is where its streams are, tcp://host:port; with a ``certificate``, in DER, they are
-    encrypted. ``boot_id`` is of the server's present start.
-    """
-
-    address: str
-    certificate: bytes
-    session_id: int
-    token: bytes
-    heartbeat_ms: int
-    max_frame_bytes: int
-    max_batch_chunks: int
-    boot_id: int = 0
+Dial = Callable[[str, str, float], pb.OpenPeerResponse]
+"""From a peer's address, this node's id and the seconds that it may take, to the session there."""
 
 
-Dial = Callable[[str, str, float], PeerSession]
-"""A peer's address, this node's id and the seconds that it may take."""
-
-
-def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> PeerSession:
-    """Open a session at the peer at *address*, host:port.
+def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
+    """Open a session at the peer at *address*, host:port, whose streams have their address in it.
 
     Raises TierUnavailableError when it does not, InvalidRequestError for credentials that cannot
     be used.
@@ -73,19 +54,13 @@ def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> 
         except grpc.RpcError as error:
             why = f"{address}: {error.code().name}: {(error.details() or '')[:200]}"
             raise TierUnavailableError("peer", why) from None
-    bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
-    if not bulk_address.startswith("tcp://"):
+    reply.bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
+    if not reply.bulk_address.startswith("tcp://"):
         raise TierUnavailableError("peer", f"{address}: has no bulk channel")
-    return PeerSession(
-        bulk_address,
-        reply.bulk_certificate,
-        reply.session_id,
-        reply.attach_token,
-        max(1, reply.heartbeat_ms),
-        min(reply.max_frame_bytes, MAX_FRAME_BYTES),
-        max(1, reply.max_batch_chunks),
-        reply.server.boot_id,
-    )
+    reply.heartbeat_ms = max(1, reply.heartbeat_ms)
+    reply.max_frame_bytes = min(reply.max_frame_bytes, MAX_FRAME_BYTES)
+    reply.max_batch_chunks = max(1, reply.max_batch_chunks)
+    return reply
 
 
 def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] | None:
@@ -131,7 +106,7 @@ class StreamLink:
     A read that does not come to its end leaves the link closed. *clock* returns monotonic seconds.
     """
 
-    def __init__(self, session: PeerSession, clock: Callable[[], float]) -> None:
+    def __init__(self, session: pb.OpenPeerResponse, clock: Callable[[], float]) -> None:
         self.session = session
         self._clock = clock
         self._wire: FramedSocket | None = None
@@ -150,13 +125,13 @@ class StreamLink:
         """
         session = self.session
         if within_s <= 0:
-            raise DeadlineError(f"{session.address}: there is no time to connect")
+            raise DeadlineError(f"{session.bulk_address}: there is no time to connect")
         deadline = self._clock() + within_s
-        wire = connect_wire(session.address, session.certificate, deadline, self._clock)
+        wire = connect_wire(session.bulk_address, session.bulk_certificate, deadline, self._clock)
         self._wire, self._is_pending = wire, True
         try:
             wire.set_timeout(max(0.001, deadline - self._clock()), deadline)
-            attach = pb.StreamAttach(session_id=session.session_id, token=session.token)
+            attach = pb.StreamAttach(session_id=session.session_id, token=session.attach_token)
             wire.send(pb.StreamMessage(attach=attach))
             answer, _ = wire.receive()
             if answer.HasField("failed"):

@@ -35,7 +35,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey, Namespace
 from kvstore.server.cluster.membership import NodeAddress
-from kvstore.server.cluster.peer_connections import Dial, PeerSession, StreamLink
+from kvstore.server.cluster.peer_connections import Dial, StreamLink
 from kvstore.server.settings.values import MAX_QUERIED_PEERS, Limits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
@@ -81,7 +81,7 @@ class PeerNode:
         """Of the start that the directory named last; 0: it named none."""
         self.is_self = False
         self.answered_at = 0.0
-        self.session: PeerSession | None = None
+        self.session: pb.OpenPeerResponse | None = None
         """What it opened for this server, as far as is known."""
         self._clock = clock
         self._opened_at = 0.0
@@ -109,7 +109,7 @@ class PeerNode:
         """Whether it may be used: it opened a session, answers, and is not barred."""
         return self.session is not None and not self.breaker.reason and not self.is_barred
 
-    def open_session(self, session: PeerSession) -> None:
+    def open_session(self, session: pb.OpenPeerResponse) -> None:
         """Use *session* from now on. The streams of an earlier one are closed."""
         self.forget()
         with self._lock:
@@ -145,11 +145,11 @@ class PeerNode:
             return None
         until_s = int(self._clock() - opened_at) + GUEST_S
         return pb.LendPeerResponse(
-            bulk_address=session.address,
-            bulk_certificate=session.certificate,
+            bulk_address=session.bulk_address,
+            bulk_certificate=session.bulk_certificate,
             session_id=session.session_id,
             until_s=until_s,
-            token=guest_token(session.token, session.session_id, space, until_s),
+            token=guest_token(session.attach_token, session.session_id, space, until_s),
             valid_ms=1000 * GUEST_S,
         )
 
@@ -330,7 +330,7 @@ class Peers:
             if peer.breaker.reason or peer.session is None:  # it may have been started again
                 peer.forget()
                 session = self._dial(peer.address, self._node_id, _DIAL_S)
-                peer.is_self = session.boot_id == self._boot_id
+                peer.is_self = session.server.boot_id == self._boot_id
                 if peer.is_self:
                     return
                 peer.open_session(session)

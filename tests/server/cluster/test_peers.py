@@ -171,7 +171,7 @@ def test_who_is_in_its_own_list_does_not_ask_itself(
 
 
 def boot_id_of(server: LocalServer) -> int:
-    return dial_peer(Settings(), server.address, "me", 20.0).boot_id
+    return dial_peer(Settings(), server.address, "me", 20.0).server.boot_id
 
 
 class OneNode:
