@@ -151,11 +151,10 @@ class Announcements:
 
 
 class Directory:
-    """Who holds which chunks in memory: announces this node's, finds others'.
+    """Who holds which chunks in memory: announces this node's, finds others'. Thread-safe.
 
-    All names in Redis begin with *prefix*. ``start`` begins to beat and to write in a thread
-    of its own. Redis may be down at any time: then nobody is found, and updates wait, bounded.
-    Closes *link* as it is closed. *clock* returns monotonic seconds. Thread-safe.
+    All names in Redis begin with *prefix*. Redis may be down at any time: then nobody is found, and
+    updates wait, bounded. Closes *link* as it is closed. *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -194,8 +193,8 @@ class Directory:
     def holders(self, keys: Sequence[ChunkKey], deadline_s: float) -> Holders:
         """Return which other living nodes hold each of *keys*, in any order.
 
-        Takes *deadline_s* seconds at most, and one round trip for MAX_READ_KEYS. Keys that
-        nobody holds are left out, and so are all once Redis does not answer: never raises.
+        Takes *deadline_s* seconds at most. Keys that nobody holds are left out, and so are all once
+        Redis does not answer: never raises.
         """
         nodes = self._living()
         found: Holders = {}
@@ -334,7 +333,7 @@ class Directory:
         self._count_dropped(self._announcements.put_back(self._undelivered))
         self._undelivered = []
         if self._membership.state is not before:
-            self._log_state()
+            self._log_state(self._membership.state, self._membership.rival)
         names = [(self._name(key), member) for key, member in self._take_dead()]
         self._link.ask([(name, (b"SREM", name, member)) for name, member in names])
         self._flush()
@@ -348,17 +347,15 @@ class Directory:
             self._unknown.pop(one, None)
         return dead[:BATCH_UPDATES]
 
-    def _log_state(self) -> None:
-        state, rival = self._membership.state, self._membership.rival
+    def _log_state(self, state: MembershipState, rival: NodeAddress | None) -> None:
         if state is MembershipState.known:
             logger.info("this node is in the directory", node_id=self.me.node_id)
             return
-        fix = "give some nodes another --redis-prefix"
-        if state is MembershipState.taken:
-            fix = "give each node another --node-id"
+        is_taken = state is MembershipState.taken
+        what = "each node another --node-id" if is_taken else "some nodes another --redis-prefix"
         logger.error(
             "this node stays out of the directory", reason=state.value, node_id=self.me.node_id,
-            other=rival.grpc_address if rival else "", fix=fix,
+            other=rival.grpc_address if rival else "", fix=f"give {what}",
         )  # fmt: skip
 
     def _flush(self) -> None:

@@ -90,12 +90,10 @@ class NodeAddress:
             raise InvalidRequestError("node_id", self.node_id, fix)
         if not 0 < self.incarnation < 1 << 64:
             raise InvalidRequestError("incarnation", self.incarnation, "give 1 to 2^64-1")
-        for name in ("bulk_address", "grpc_address"):
-            value = getattr(self, name)
-            if len(value) > MAX_ADDRESS_CHARS or not re.fullmatch("[!-~]*", value):
-                raise InvalidRequestError(name, value, "give host:port without spaces")
-        if not self.grpc_address:
-            raise InvalidRequestError("grpc_address", "", "give host:port")
+        for name, least in (("bulk_address", 0), ("grpc_address", 1)):
+            if not re.fullmatch(f"[!-~]{{{least},{MAX_ADDRESS_CHARS}}}", getattr(self, name)):
+                fix = "give host:port without spaces"
+                raise InvalidRequestError(name, getattr(self, name), fix)
 
     @classmethod
     def parse(cls, node_id: bytes, row: bytes) -> NodeAddress | None:
@@ -127,9 +125,8 @@ class Membership:
         self._incarnation = me.incarnation
         self._names = [b"%b{%b}:nodes" % (prefix.encode(), tag) for tag in _TAGS]
         places = f"{me.grpc_address} {me.bulk_address or '-'}"
-        head = [me.node_id.encode(), b"%d" % me.incarnation]
-        self._row = (head[0], b"%d" % ttl_ms, head[1], places.encode(), b"%d" % MAX_NODES)
-        self._leave = tuple(head)
+        self._leave = node_id, incarnation = me.node_id.encode(), b"%d" % me.incarnation
+        self._row = (node_id, b"%d" % ttl_ms, incarnation, places.encode(), b"%d" % MAX_NODES)
         self.state = MembershipState.unknown
         self.rival: NodeAddress | None = None
         """Who has this node's id, if that is known."""
@@ -137,10 +134,9 @@ class Membership:
         """The other nodes; replaced as a whole."""
 
     def beat(self) -> bool:
-        """Write that this node lives and read which others do.
+        """Write that this node lives and read which others do. Raises TierUnavailableError.
 
-        Return whether a server had forgotten it, and so may have lost entries. Raises
-        TierUnavailableError.
+        Return whether a server had forgotten it, and so may have lost entries.
         """
         calls: list[Call] = [(name, (b"EVAL", _BEAT, 1, name, *self._row)) for name in self._names]
         try:

@@ -144,10 +144,9 @@ class StreamLink:
             self._close_if_pending()
 
     def begin_find(self, keys: Sequence[ChunkKey], deadline: float) -> None:
-        """Request which of *keys*, of one namespace, are in the peer's memory; ``end_find`` waits.
+        """Request which of *keys*, of one namespace, are in the peer's memory by *deadline*.
 
-        *deadline* is a point on the clock. Raises DeadlineError, LeaseExpiredError when the peer
-        hung up since the last request.
+        Raises DeadlineError, LeaseExpiredError when the peer hung up since the last request.
         """
         left_s = max(_LATE_S, deadline - self._clock())
         find = pb.FindRequest(deadline_ms=max(1, int(1000 * left_s)), **self._naming(keys))
@@ -157,8 +156,8 @@ class StreamLink:
     def end_find(self, keys: Sequence[ChunkKey], deadline: float) -> list[ChunkInfo | None]:
         """Return what the peer has of the *keys* of ``begin_find``.
 
-        Raises as ``begin_find``, the peer's own errors, and InvalidFrameError or
-        InvalidRequestError for what is no answer to that.
+        Raises as that, the peer's own errors, and InvalidFrameError or InvalidRequestError for what
+        is no answer.
         """
         wire, now = self._wire, self._clock()
         assert wire is not None
@@ -185,10 +184,8 @@ class StreamLink:
 
         Nothing is yielded when the peer does not have it in memory. The bytes are not verified.
         The whole frames *following* are part of the same request, and are to be read next,
-        in that order, while ``coming`` names one. Raises DeadlineError when nothing comes for
-        *silence_s*, or not all of it in MOST_SILENCES such times; LeaseExpiredError when the peer
-        hung up since the last request, its own errors, and InvalidFrameError or
-        InvalidRequestError for parts that are not of this.
+        in that order, while ``coming`` names one. Raises as ``end_find``; DeadlineError when
+        nothing comes for *silence_s*, or not all of it in MOST_SILENCES such times.
         """
         end, arrived, is_whole = offset + len(out), 0, False
         sizes = {len(out), info.size_bytes}
@@ -204,7 +201,7 @@ class StreamLink:
                 answer, size_bytes = self._receive(wire, arrived)
                 if answer.HasField("done"):
                     self._is_pending = False
-                    continue
+                    break
                 self._check(answer, size_bytes, offset + arrived, end)
                 for start in range(0, size_bytes, STEP_BYTES):
                     stop = min(start + STEP_BYTES, size_bytes)

@@ -55,6 +55,9 @@ _JOIN_S = 3.0
 _PATIENT = 0.25
 """Of a timeout: a request that had less time than this counts nothing against a peer."""
 _EWMA_WEIGHT = 0.2
+_SESSION_ENDED = (
+    LeaseExpiredError, UnauthenticatedError, PermissionDeniedError, ShuttingDownError,
+)  # fmt: skip
 _NO_KEY = ChunkKey(bytes(32))
 """A query for it tells whether a peer answers: nobody has it."""
 
@@ -114,8 +117,7 @@ class PeerNode:
         self.forget()
         with self._lock:
             self.session = session
-            self._opened_at = self._clock()
-        self.answered_at = self._clock()
+            self._opened_at = self.answered_at = self._clock()
 
     def forget(self) -> None:
         """Its session is over, or it is another server by now. Idempotent."""
@@ -136,8 +138,7 @@ class PeerNode:
     def grant_direct_reads(self, space: Namespace) -> pb.LendPeerResponse | None:
         """Let a client of this server read chunks of *space* there; None unless it is up.
 
-        The client brings the grant to the peer. Time counts from the start of this server's
-        session there, so that the clocks of two hosts need not agree.
+        Time counts from the start of this session, so that clocks of hosts need not agree.
         """
         with self._lock:
             session, opened_at = self.session, self._opened_at
@@ -201,10 +202,7 @@ class PeerNode:
         """Take note of a failed request; return the counter that it belongs to."""
         if isinstance(error, QuotaExceededError):
             return "peer_refusals"  # it is busy, or we are: a miss
-        if isinstance(
-            error,
-            LeaseExpiredError | UnauthenticatedError | PermissionDeniedError | ShuttingDownError,
-        ):
+        if isinstance(error, _SESSION_ENDED):
             self.forget()
             return "peer_lost_sessions"
         if isinstance(error, InvalidFrameError | InvalidRequestError):
@@ -337,20 +335,17 @@ class Peers:
                 if self._stopping.is_set():  # nobody else hangs up on it any more
                     peer.forget()
             self.query({peer: [_NO_KEY]})
-        except InvalidRequestError as error:
+        except (InvalidRequestError, TierUnavailableError) as error:
             peer.breaker.fail(str(error))
-            logger.warning("peer cannot be asked", peer=peer.address, reason=str(error))
-        except TierUnavailableError as error:
-            peer.breaker.fail(str(error))
-            logger.debug("peer is not there", peer=peer.address, reason=str(error))
+            log = logger.warning if isinstance(error, InvalidRequestError) else logger.debug
+            log("peer cannot be used", peer=peer.address, reason=str(error))
 
     # --- finding
 
     def find(self, keys: Sequence[ChunkKey], until: float = math.inf) -> dict[ChunkKey, PeerChunk]:
         """Return which of *keys*, of one namespace, are in the memory of peers that are up.
 
-        Takes two timeouts at most, the directory's and the peers', and ends by *until*. Never
-        raises.
+        Takes a timeout for the directory and one for peers, and ends by *until*. Never raises.
         """
         wanted = self._choose(keys, until)
         if not wanted:
@@ -407,7 +402,7 @@ class Peers:
     def query(
         self, wanted: Mapping[PeerNode, Sequence[ChunkKey]], until: float = math.inf
     ) -> dict[PeerNode, list[ChunkInfo]]:
-        """Query all at once, and wait for each until one timeout has passed, or until *until*.
+        """Query all at once, for one timeout or until *until*.
 
         Return which of its keys, of one namespace, each peer has that answers. One for which no
         time is left when its turn comes is left out, which counts nothing against it.
@@ -417,7 +412,6 @@ class Peers:
         found: dict[PeerNode, list[ChunkInfo]] = {}
 
         def failed(peer: PeerNode, error: KVStoreError, left_s: float) -> None:
-            """*left_s* seconds were left when its turn came."""
             if not isinstance(error, DeadlineError) or left_s >= _PATIENT * self._timeout_s:
                 self._counters.add(peer.note_failure(error))
 
@@ -483,9 +477,9 @@ class Peers:
     ) -> Generator[tuple[PeerNode, int], None, None]:
         """Fill *out* with a frame from byte *offset*; yield the sender and how much has come.
 
-        The fastest of the chunk's peers that is up and has it sends it; without one nothing is
-        yielded. Raises TierUnavailableError when one fails half way. Nothing is verified. The
-        thread reads *following* next: the same request is for those that the sender has.
+        The fastest of the chunk's peers that is up and has it sends it, unverified; without one
+        nothing is yielded. Raises TierUnavailableError when one fails half way. The thread reads
+        *following* next: the same request is for those that the sender has.
         """
         if self._reads.run is not None and self._reads.run[1].coming != chunk.info.key:
             self._hang_up()  # on a thread's own link, which sends something else

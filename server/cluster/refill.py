@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import takewhile
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey
@@ -68,11 +69,8 @@ class Refill:
             self._rests_until_s = self._moves.clock() + CHECK_S
             raise
         self._row = row
-        for at, key in enumerate(missing):
-            if at < MAX_COPIES and self._copy(key):
-                continue
-            self._queue({left: due[left] for left in missing[at:]})
-            break
+        copied = sum(1 for _ in takewhile(self._copy, missing[:MAX_COPIES]))
+        self._queue({left: due[left] for left in missing[copied:]})
         if missing:  # whatever took these took others, too
             self._next_s = self._moves.clock()
         return bool(missing)

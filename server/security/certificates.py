@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,8 +55,8 @@ def parse_revocations(
 ) -> Revocations:
     """Return what the lists of *data* revoke, all in PEM.
 
-    Each has to be signed by one of *authorities* and not to be out of date. Lists of changes or
-    for others' certificates are refused. Raises InvalidRequestError.
+    Raises InvalidRequestError for lists that none of *authorities* signed, that are out of date, of
+    changes alone, or for others' certificates.
     """
     from cryptography import x509
 
@@ -88,8 +89,7 @@ def _check(
 
 
 def _until_s(one: x509.CertificateRevocationList) -> float:
-    until = one.next_update_utc
-    return until.timestamp() if until is not None else float("inf")
+    return one.next_update_utc.timestamp() if one.next_update_utc else math.inf
 
 
 def _refused(value: object, fix: str) -> InvalidRequestError:

@@ -39,9 +39,8 @@ peer: another server, which reads chunks of any tenant whose keys it can name.""
 class Principal:
     """Proven by a key, a token or a certificate. ``expires_at`` is in seconds of the wall clock.
 
-    ``name`` says by what: ``key:ID``, ``jwt:SUBJECT``, ``cert:NAME``; ``proof`` names the JWT's
-    signing key or the certificate, either of which may be taken back. Raises InvalidRequestError
-    for a tenant or role that there cannot be.
+    ``name`` is ``key:ID``, ``jwt:SUBJECT`` or ``cert:NAME``; ``proof`` names the JWT's signing key
+    or the certificate, which may be revoked. Raises InvalidRequestError for bad tenants or roles.
     """
 
     name: str
@@ -53,9 +52,8 @@ class Principal:
     def __post_init__(self) -> None:
         check_tenant(self.tenant)
         if not self.roles or not self.roles <= ROLES:
-            raise InvalidRequestError(
-                "roles", sorted(self.roles), "name some of read, write, admin, peer"
-            )
+            fix = "name some of read, write, admin, peer"
+            raise InvalidRequestError("roles", sorted(self.roles), fix)
 
     def is_admin(self) -> bool:
         """Whether it may see and change what is no tenant's."""
@@ -134,9 +132,8 @@ class Challenge:
 class SessionTable:
     """Live sessions by id.
 
-    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_open`` callbacks run
-    for each session that was opened, ``on_close`` for each that ends, however it ends, outside
-    the lock.
+    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_open`` and ``on_close``
+    are called for each session that was opened or ended, outside the lock.
     """
 
     def __init__(

@@ -75,13 +75,9 @@ class EventLog:
     came.
 
     One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: a
-    row is written and read in one call of ``struct`` each, between which the interpreter does not
-    change threads, and it has its number, so a reader that is late sees that another is in its
-    place. Writers never wait for readers. *held* lists what is there now; *on_restart* is called
-    when a reader fell behind what the log keeps.
-
-    As objects 65,536 events take 21 MB, and a server grows by that while it fills them; as bytes
-    they take 4.6 MB, all of it at the start.
+    row is written and read in one call of ``struct`` each, and has its number, so a reader that is
+    late sees that another is in its place. *held* lists what is there now; *on_restart* is called
+    when a reader fell behind. 65,536 events take 4.6 MB, from the start; as objects 21 MB.
     """
 
     def __init__(

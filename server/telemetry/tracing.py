@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import count
@@ -39,7 +39,6 @@ QUEUE_SPANS = 2048
 """Waiting to be sent; more are dropped."""
 EXPORT_TIMEOUT_S = 2
 """What a collector that does not answer may take; at the end twice that."""
-_CARRIED = ("traceparent", "tracestate")  # W3C Trace Context
 
 logger = structlog.get_logger(__name__)
 
@@ -117,7 +116,9 @@ class Tracing:
 
         @contextmanager
         def scope(request: Any, context: grpc.ServicerContext) -> Iterator[None]:
-            carried = self._carrier.extract(_carried(context))
+            metadata: Any = context.invocation_metadata() or ()
+            texts = {name: value for name, value in metadata if isinstance(value, str)}
+            carried = self._carrier.extract(texts)
             kind = self._api.SpanKind.SERVER
             spanning = self._span(f"{service}/{name}", attributes, kind=kind, context=carried)
             request_id = CURRENT.get()
@@ -160,21 +161,14 @@ class Tracing:
 
     def on_tier(self, tier: str, what: str, work: Callable[[], bool]) -> bool:
         """Return what *work* returns, run in a span of the call that began it, if it is traced."""
-        asking = self._api.get_current_span().get_span_context()
-        if not (asking.is_valid and asking.trace_flags.sampled):  # the call itself may have ended
+        parent = self._api.get_current_span().get_span_context()
+        if not (parent.is_valid and parent.trace_flags.sampled):  # the call itself may have ended
             return work()
         with self._span(f"{tier} {what}", {"kvstore.tier": tier}) as span:
-            done = False
-            try:
-                done = work()
-                return done
-            finally:
-                span.set_attribute("kvstore.done", bool(done))
-
-
-def _carried(context: grpc.ServicerContext) -> dict[str, str]:
-    metadata: Sequence[tuple[str, Any]] = context.invocation_metadata() or ()
-    return {name: value for name, value in metadata if name in _CARRIED and isinstance(value, str)}
+            span.set_attribute("kvstore.done", False)
+            done = work()
+            span.set_attribute("kvstore.done", bool(done))
+            return done
 
 
 class _ToLog(logging.Handler):
@@ -183,9 +177,6 @@ class _ToLog(logging.Handler):
     @override
     def emit(self, record: logging.LogRecord) -> None:
         logger.log(record.levelno, "tracing", reason=record.getMessage())
-
-
-_TO_LOG = _ToLog()
 
 
 def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
@@ -202,7 +193,7 @@ def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
         fix = f"needs OpenTelemetry ({error}): install kvstore-server[tracing]"
         raise InvalidRequestError("tracing_endpoint", endpoint, fix) from None
     library_log = logging.getLogger("opentelemetry")
-    library_log.addHandler(_TO_LOG)
+    library_log.handlers = [_ToLog()]
     library_log.propagate = False
     exporter = OTLPSpanExporter(
         endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_TIMEOUT_S
