@@ -68,17 +68,14 @@ logger = structlog.get_logger(__name__)
 
 
 class Announcements:
-    """The keys that this node announces, at most *limit*, and those whose entry is to be written.
-
-    Thread-safe, bounded and without I/O; *clock* returns seconds.
-    """
+    """At most *limit* keys that this node announces, and those still to be written. Thread-safe."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._limit = limit
         self._clock = clock
-        self._held: OrderedDict[ChunkKey, float] = OrderedDict()
+        self.held: OrderedDict[ChunkKey, float] = OrderedDict()
         """When each key was last announced, the oldest first."""
-        self._pending: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.pending: OrderedDict[ChunkKey, None] = OrderedDict()
         self._lost_at = -math.inf
         # Guards the tables.
         self._lock = threading.Lock()
@@ -89,17 +86,17 @@ class Announcements:
             return sum(not self._hold(key) for key in keys)
 
     def _hold(self, key: ChunkKey) -> bool:
-        has_room = key in self._held or len(self._held) < self._limit
+        has_room = key in self.held or len(self.held) < self._limit
         if not has_room or not self._queue(key):
             return False
-        self._held[key] = self._clock()
-        self._held.move_to_end(key)
+        self.held[key] = self._clock()
+        self.held.move_to_end(key)
         return True
 
     def _queue(self, key: ChunkKey, limit: int = MAX_PENDING) -> bool:
-        has_room = key in self._pending or len(self._pending) < limit
+        has_room = key in self.pending or len(self.pending) < limit
         if has_room:
-            self._pending[key] = None
+            self.pending[key] = None
         return has_room
 
     def withdraw(self, keys: Iterable[ChunkKey]) -> int:
@@ -108,22 +105,20 @@ class Announcements:
         What could not be withdrawn ends by its lifetime, as it is not repeated.
         """
         with self._lock:
-            known = [key for key in keys if self._held.pop(key, None) is not None]
+            known = [key for key in keys if self.held.pop(key, None) is not None]
             return sum(not self._queue(key) for key in known)
 
     def take(self, count: int) -> list[tuple[ChunkKey, bool]]:
         """Take the *count* keys that wait longest, and whether this node holds each now."""
         with self._lock:
-            count = min(count, len(self._pending))
-            keys = [self._pending.popitem(last=False)[0] for _ in range(count)]
-            return [(key, key in self._held) for key in keys]
+            count = min(count, len(self.pending))
+            keys = [self.pending.popitem(last=False)[0] for _ in range(count)]
+            return [(key, key in self.held) for key in keys]
 
     def put_back(self, keys: Sequence[ChunkKey]) -> int:
-        """The last updates of *keys* did not arrive: they wait again.
-
-        Half of the room stays free for others. Return how many had none.
-        """
+        """Have *keys*, whose updates did not arrive, wait again. Return how many had no room."""
         with self._lock:
+            # Half of the room stays free for others.
             return sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
 
     def lost(self) -> None:
@@ -135,19 +130,11 @@ class Announcements:
         """Announce again what was lost, or announced half a lifetime ago, *count* at most."""
         with self._lock:
             due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
-            for _ in range(min(count, len(self._held), MAX_PENDING - len(self._pending))):
-                key, announced_at = next(iter(self._held.items()))
+            for _ in range(min(count, len(self.held), MAX_PENDING - len(self.pending))):
+                key, announced_at = next(iter(self.held.items()))
                 if announced_at >= due:
                     break
                 self._hold(key)
-
-    @property
-    def waiting(self) -> int:
-        """Updates to be sent."""
-        return len(self._pending)
-
-    def __len__(self) -> int:
-        return len(self._held)
 
 
 class Directory:
@@ -359,10 +346,7 @@ class Directory:
         )  # fmt: skip
 
     def _flush(self) -> None:
-        """Send what waits. Raises TierUnavailableError.
-
-        What does not arrive, as part of a Cluster is lost or all of it, waits for the next beat.
-        """
+        """Send what waits; what does not arrive waits on. Raises TierUnavailableError."""
         while self._membership.state is MembershipState.known and not self._stopping.is_set():
             self._announcements.repeat(BATCH_UPDATES)
             updates = self._announcements.take(BATCH_UPDATES)
@@ -397,8 +381,8 @@ class Directory:
             incarnation=self.me.incarnation,
             standing=self._membership.state.name,
             failure=self._failure,
-            announced=len(self._announcements),
-            waiting=self._announcements.waiting + len(self._undelivered),
+            announced=len(self._announcements.held),
+            waiting=len(self._announcements.pending) + len(self._undelivered),
             nodes=[as_message(pb.DirectoryNode, node) for node in nodes],
         )
 

@@ -64,10 +64,7 @@ def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> 
 
 
 def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] | None:
-    """Return what shows the key to the peer at *address*; None without one.
-
-    Raises InvalidRequestError when it may not be shown there.
-    """
+    """Return what shows the key at *address*, if any. Raises InvalidRequestError if it may not."""
     path = config.peer_key
     if path is None:
         return None
@@ -119,10 +116,7 @@ class StreamLink:
         """Which of them was read last."""
 
     def connect(self, within_s: float) -> None:
-        """Connect, and attach to the session.
-
-        Raises TierUnavailableError, DeadlineError, the peer's own errors.
-        """
+        """Connect and attach. Raises TierUnavailableError, DeadlineError, the peer's own errors."""
         session = self.session
         if within_s <= 0:
             raise DeadlineError(f"{session.bulk_address}: there is no time to connect")

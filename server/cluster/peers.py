@@ -65,10 +65,7 @@ logger = structlog.get_logger(__name__)
 
 
 class PeerNode:
-    """One other server: its session, connections, speed and faults. Thread-safe.
-
-    ``address`` is where its gRPC service is; *clock* returns monotonic seconds.
-    """
+    """One other server, whose gRPC service is at ``address``. Thread-safe."""
 
     def __init__(
         self, address: str, breaker: Breaker, clock: Callable[[], float], number: int = 0

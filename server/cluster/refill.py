@@ -82,10 +82,7 @@ class Refill:
                 self._again[key] = was_missing or self._again.get(key, False)
 
     def _missing(self, due: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
-        """Return what the slot has lost of *due*, and this server has elsewhere.
-
-        What never was on the slot is not lost, unless it was missing before.
-        """
+        """Return what of *due* was on the slot, is there no more, and is elsewhere here."""
         moves = self._moves
         here = {slot.name for slot in moves.tiers.sources if not slot.tier.shared}
         holders = {key: set(moves.catalog.holders(key)) for key in due}

@@ -55,10 +55,7 @@ SERVICES: Mapping[str, str] = {
 
 @lru_cache(256)
 def role_for(method: str) -> str:
-    """Return the role that *method*, ``/service/name`` or a name of ours, needs.
-
-    Raises PermissionDeniedError for a method that has no row.
-    """
+    """Return the role that *method* needs. Raises PermissionDeniedError for one without a row."""
     service, _, name = method.strip("/").rpartition("/")
     role = SERVICES.get(service) or METHODS.get(name)
     if role is None:
@@ -139,10 +136,7 @@ class Authorizer:
         return session
 
     def admit_on(self, session: Session, method: str, *, is_counted: bool = True) -> None:
-        """Check a call on *session*, which counts for its tenant's rate unless others did.
-
-        Raises PermissionDeniedError or QuotaExceededError.
-        """
+        """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
         role = role_for(method)
         if role != ANY and role not in session.roles:
             raise PermissionDeniedError(f"{method.rpartition('/')[2]}: this session may not {role}")
@@ -192,10 +186,7 @@ class Authorizer:
 
 
 class Trust:
-    """What decides about callers, by a server's settings. ``tick`` is called now and then.
-
-    Raises InvalidRequestError for files that cannot be used.
-    """
+    """What decides about callers. Raises InvalidRequestError for files that cannot be used."""
 
     def __init__(
         self, config: Settings, sessions: SessionTable, clock: Callable[[], float]

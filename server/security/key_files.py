@@ -150,10 +150,7 @@ def next_key(
 
 
 def write_keys(path: Path, rows: Sequence[ApiKey] | Sequence[EncryptionKey]) -> None:
-    """Put *rows* in the place of the file at *path*, all or nothing, for this user's eyes only.
-
-    Raises InvalidRequestError.
-    """
+    """Replace the file at *path* by *rows*, for this user alone. Raises InvalidRequestError."""
     data = "".join(row.model_dump_json() + "\n" for row in rows).encode()
     is_encrypting = any(isinstance(row, EncryptionKey) for row in rows)
     (parse_encryption_keys if is_encrypting else parse_keys)(data)

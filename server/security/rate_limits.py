@@ -50,10 +50,7 @@ class RateLimit:
 
 
 class LogLimit:
-    """A processor for structlog: keeps callers from filling the log.
-
-    Of lines with one event so many a second are kept, of refusals for each class of error.
-    """
+    """A processor for structlog: LINES_PER_S of each event, of refusals by class of error."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._limits = defaultdict[tuple[str, str], RateLimit](
@@ -92,10 +89,7 @@ NO_LIMITS = Limits()
 
 
 class TenantLimits:
-    """The limits of every tenant, and the rates they are held to. Thread-safe.
-
-    *clock* returns monotonic seconds.
-    """
+    """The limits of every tenant, and the rates they are held to. Thread-safe."""
 
     def __init__(self, limits: Mapping[str, Limits], clock: Callable[[], float]) -> None:
         self.by_tenant = dict(limits)

@@ -183,10 +183,7 @@ class SessionTable:
         return session
 
     def open_peer(self, node_id: str, owner: Principal) -> Session:
-        """Open a session of another server; an earlier one of the same ends.
-
-        Raises QuotaExceededError or ShuttingDownError.
-        """
+        """Open another server's session; its earlier one ends. Raises as ``open``."""
         with self._lock:
             others = [one for one in self.by_id.values() if one.is_peer]
         for one in others:

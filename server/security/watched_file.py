@@ -24,10 +24,9 @@ logger = structlog.get_logger(__name__)
 class WatchedFile(Generic[T]):
     """What *parse* makes of some files, read again once one of them has changed. Thread-safe.
 
-    *parse* gets their bytes in the order of *paths* and raises InvalidRequestError for bytes that
-    will not do: the constructor raises it too, later the last value is kept, and the error logged.
-    Where *gone* is given, ``value`` is what it returns once a file was missing twice in a row:
-    to delete a file of keys revokes them.
+    *parse* raises InvalidRequestError for bytes that will not do: the constructor raises it too,
+    later the last value is kept, and the error logged. Where *gone* is given, ``value`` is what it
+    returns once a file was missing twice in a row: to delete a file of keys revokes them.
     """
 
     def __init__(
@@ -81,10 +80,7 @@ def _look(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_guarded(path: Path) -> bytes:
-    """Return the bytes of a file that nobody but this user and root can change.
-
-    Raises InvalidRequestError.
-    """
+    """Return a file's bytes. Raises InvalidRequestError where others than root could change it."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())

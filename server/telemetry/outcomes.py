@@ -61,6 +61,3 @@ class Outcomes:
         """Return what last became of a chunk; None when that is not known."""
         with self._lock:
             return self._by_key.get(key)
-
-    def __len__(self) -> int:
-        return len(self._by_key)

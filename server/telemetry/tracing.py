@@ -180,10 +180,7 @@ class _ToLog(logging.Handler):
 
 
 def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
-    """Return the tracing to *endpoint*; None without one.
-
-    Raises InvalidRequestError when OpenTelemetry is not installed.
-    """
+    """Return the tracing to *endpoint*. Raises InvalidRequestError without OpenTelemetry."""
     if endpoint is None:
         return None
     try:

@@ -337,7 +337,7 @@ def test_entries_hold_only_the_newest_word_and_stay_bounded() -> None:
     assert entries.take(10) == [(key(0), True), (key(2), False)]
     assert entries.put_back([key(0), key(1), key(2)]) == 0
     assert entries.take(10) == [(key(0), True), (key(1), True), (key(2), False)], "what is true now"
-    assert len(entries) == 2
+    assert len(entries.held) == 2
     entries = Announcements(2 * MAX_PENDING, lambda: now[0])
     assert entries.announce([key(n) for n in range(MAX_PENDING + 1)]) == 1
     assert entries.withdraw([key(0), key(MAX_PENDING)]) == 0
@@ -352,7 +352,7 @@ def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten() -> No
     entries.announce([key(2)])
     entries.take(10)
     entries.repeat(9)
-    assert entries.waiting == 0
+    assert not entries.pending
     now[0] = 1900.0
     entries.repeat(9)
     assert entries.take(10) == [(key(1), True)]
