@@ -77,8 +77,7 @@ class Announcements:
         """When each key was last announced, the oldest first."""
         self.pending: OrderedDict[ChunkKey, None] = OrderedDict()
         self._lost_at = -math.inf
-        # Guards the tables.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the tables
 
     def announce(self, keys: Iterable[ChunkKey]) -> int:
         """Announce *keys*; return how many were left out for want of room."""

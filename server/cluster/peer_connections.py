@@ -108,12 +108,9 @@ class StreamLink:
         self._clock = clock
         self._wire: FramedSocket | None = None
         self._requests = 0
-        self._is_pending = False
-        """Whether the last request has not had its whole answer."""
-        self._wanted: list[ChunkInfo] = []
-        """By the last request, in the order in which they come."""
-        self._at = 0
-        """Which of them was read last."""
+        self._is_pending = False  # whether the last request has not had its whole answer
+        self._wanted: list[ChunkInfo] = []  # by the last request, in the order in which they come
+        self._at = 0  # which of them was read last
 
     def connect(self, within_s: float) -> None:
         """Connect and attach. Raises TierUnavailableError, DeadlineError, the peer's own errors."""

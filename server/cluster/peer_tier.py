@@ -62,8 +62,7 @@ class PeerTier(Tier):
         self._counters = counters
         self._clock = clock
         self._index: dict[ChunkKey, _Known] = {}
-        # Guards the index where it changes, or is read as a whole.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the index where it changes, or is read as a whole
         peers.after_step = self.check_again
 
     @override

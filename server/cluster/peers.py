@@ -68,12 +68,13 @@ class PeerNode:
     """One other server, whose gRPC service is at ``address``. Thread-safe."""
 
     def __init__(
-        self, address: str, breaker: Breaker, clock: Callable[[], float], number: int = 0
+        self, address: str, limits: Limits, clock: Callable[[], float], number: int = 0
     ) -> None:
         self.address = address
         self.number = number
         """What our clients know it by."""
-        self.breaker = breaker
+        failures, retry_ms = limits.breaker_failures, limits.breaker_retry_ms
+        self.breaker = Breaker(f"peer {address}", failures, retry_ms, clock)
         self.first_byte_s = 1e-3
         self.bytes_per_s = 1e9
         """Exponentially weighted means of its answers."""
@@ -88,12 +89,10 @@ class PeerNode:
         self._idle: list[StreamLink] = []
         self._in_use: set[StreamLink] = set()
         self._faults = 0
-        self._failed_reads = 0
-        """In a row, though it answered finds in between."""
+        self._failed_reads = 0  # in a row, though it answered finds in between
         self._has_answered = False
         self._barred_until = 0.0
-        # Guards the eight above.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the eight above
 
     def load_s(self, size_bytes: int) -> float:
         """Return how long a frame of *size_bytes* would take."""
@@ -273,20 +272,16 @@ class Peers:
         self._numbers = count(1)
         self._static = [self._new(address) for address in addresses[:MAX_QUERIED_PEERS]]
         self._listed: OrderedDict[str, PeerNode] = OrderedDict()
-        # Guards the table of nodes that the directory named.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the table of nodes that the directory named
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._upkeep, name="peers", daemon=True)
 
     def _new(self, address: str) -> PeerNode:
-        failures, retry_ms = self._limits.breaker_failures, self._limits.breaker_retry_ms
-        breaker = Breaker(f"peer {address}", failures, retry_ms, self._clock)
-        return PeerNode(address, breaker, self._clock, next(self._numbers))
+        return PeerNode(address, self._limits, self._clock, next(self._numbers))
 
     def start(self, node_id: str, boot_id: int) -> None:
         """Begin to open sessions, as *node_id*, of whose present start *boot_id* is."""
         self._node_id, self._boot_id = node_id, boot_id
-        self._thread = threading.Thread(target=self._upkeep, name="peers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -294,7 +289,7 @@ class Peers:
         self._stopping.set()
         for peer in self.known():
             peer.forget()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
     def known(self) -> list[PeerNode]:
@@ -369,7 +364,7 @@ class Peers:
                 if node.incarnation not in of_nodes:
                     peer = self._peer_of(node)
                     has_room = peer in wanted or len(wanted) < MAX_QUERIED_PEERS
-                    is_used = peer.is_up and has_room
+                    is_used = peer.is_up and has_room and peer not in self._static
                     of_nodes[node.incarnation] = wanted.setdefault(peer, []) if is_used else []
                 of_node = of_nodes[node.incarnation]
                 if of_node[-1:] != [key]:

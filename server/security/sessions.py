@@ -155,8 +155,7 @@ class SessionTable:
         """Whether new sessions are refused."""
         self.on_open: list[Callable[[Session], None]] = []
         self.on_close: list[Callable[[Session], None]] = []
-        # Guards the table; held for dictionary operations only.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the table; held for dictionary operations only
 
     def open(
         self,

@@ -96,8 +96,7 @@ class EventLog:
         # Multiplied, not made empty: then the pages are there now, rather than one by one.
         self._rows = bytearray(b"\0") * (size * _ROW.size)
         self._counts: OrderedDict[bytes, int] = OrderedDict()
-        self._least = 1
-        """What a namespace that is not in *_counts* counts from."""
+        self._least = 1  # what a namespace that is not in *_counts* counts from
         self.last = 1
         """The number of the latest event; there was none before 2, as no cursor is 0."""
         self.ended = Flag()

@@ -75,8 +75,7 @@ class RequestLog:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._recording: _Recording | None = None
-        # Guards it; held for appends and copies of lists only.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards it; held for appends and copies of lists only
 
     def note(self, keys: Sequence[ChunkKey], ready: int, tokens: int) -> None:
         """A prompt was looked up. Costs nothing while nobody reads."""
