@@ -27,7 +27,7 @@ from kvstore.server.security.watched_file import WatchedFile
 
 KEY = ed25519.Ed25519PrivateKey.generate()
 PEM = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-TERMS = {"algorithm": "EdDSA", "audience": "kvstore", "issuer": "https://issuer"}
+TERMS: dict[str, Any] = {"algorithm": "EdDSA", "audience": "kvstore", "issuer": "https://issuer"}
 YEAR_S = 365 * 86_400
 ENGINE = frozenset({"read", "write"})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jwt
 import pytest
@@ -24,7 +25,7 @@ from kvstore.server.security.certificates import (
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.settings import load_config
 
-TERMS = {"algorithm": "EdDSA", "audience": "kvstore"}
+TERMS: dict[str, Any] = {"algorithm": "EdDSA", "audience": "kvstore"}
 
 
 def parsed(data: bytes, ca: Authority) -> Revocations:
