@@ -40,10 +40,8 @@ Dial = Callable[[str, str, float], pb.OpenPeerResponse]
 
 
 def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
-    """Open a session at the peer at *address*, host:port, whose streams have their address in it.
-
-    Raises TierUnavailableError when it does not, InvalidRequestError for credentials that cannot
-    be used.
+    """Open a session at the peer at *address*, host:port. Raises TierUnavailableError,
+    InvalidRequestError for credentials that cannot be used.
     """
     metadata = key_metadata(config, address)
     with _channel(config, address) as channel:
@@ -145,10 +143,8 @@ class StreamLink:
         self._begin(pb.StreamMessage(find=find), left_s)
 
     def end_find(self, keys: Sequence[ChunkKey], deadline: float) -> list[ChunkInfo | None]:
-        """Return what the peer has of the *keys* of ``begin_find``.
-
-        Raises as that, the peer's own errors, and InvalidFrameError or InvalidRequestError for what
-        is no answer.
+        """Return what the peer has of the *keys* of ``begin_find``. Raises as that, the peer's own
+        errors, and InvalidFrameError or InvalidRequestError for what is no answer.
         """
         wire, now = self._wire, self._clock()
         assert wire is not None

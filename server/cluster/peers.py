@@ -243,10 +243,9 @@ class _Reads(threading.local):
 
 
 class Peers:
-    """Knows live peers, chooses, queries and fetches. Thread-safe.
+    """Knows live peers, chooses, queries and fetches. Thread-safe. ``step`` is a turn of upkeep.
 
-    Those at *addresses* are always queried. *dial* opens a session at a peer. *clock* returns
-    monotonic seconds. ``start`` begins the upkeep; ``step`` is one turn of it.
+    Those at *addresses* are always queried. *dial* opens a session at a peer.
     """
 
     def __init__(
@@ -394,10 +393,9 @@ class Peers:
     def query(
         self, wanted: Mapping[PeerNode, Sequence[ChunkKey]], until: float = math.inf
     ) -> dict[PeerNode, list[ChunkInfo]]:
-        """Query all at once, for one timeout or until *until*.
+        """Query all at once, for one timeout or until *until*; return what each that answers has.
 
-        Return which of its keys, of one namespace, each peer has that answers. One for which no
-        time is left when its turn comes is left out, which counts nothing against it.
+        One for which no time is left when its turn comes is left out, but not held to have failed.
         """
         started = self._clock()
         deadline = min(started + self._timeout_s, until)

@@ -16,9 +16,8 @@ from kvstore.server.security.certificates import (
     principal_of_certificate,
     proof_of_certificate,
 )
-from kvstore.server.security.key_files import ApiKeys
+from kvstore.server.security.key_files import ApiKeys, WatchedFile
 from kvstore.server.security.sessions import ANYBODY, Principal
-from kvstore.server.security.watched_file import WatchedFile
 
 HEADER = "authorization"
 SCHEME = "Bearer "
@@ -45,9 +44,8 @@ _REFUSED = "the token is not one of this server's callers"
 class JwtVerifier:
     """Verifies tokens under a key; they say ``sub``, ``tenant``, ``roles``, ``exp``, ``aud``.
 
-    There may be several public keys in PEM, one after another, while one follows the other; with
-    None no token is good. *issuer* empty: any. Raises InvalidRequestError for a key that does not
-    go with the algorithm.
+    There may be several public keys in PEM; without *keys* no token is good, without *issuer* any
+    issuer. Raises InvalidRequestError for a key that does not go with the algorithm.
     """
 
     def __init__(self, keys: bytes | None, algorithm: str, audience: str, issuer: str = "") -> None:

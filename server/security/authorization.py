@@ -12,10 +12,9 @@ from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.security.audit_log import AuditLog, Event
 from kvstore.server.security.authenticator import Authenticator, JwtVerifier
 from kvstore.server.security.certificates import Revocations, parse_revocations
-from kvstore.server.security.key_files import ApiKeys, parse_keys
+from kvstore.server.security.key_files import ApiKeys, WatchedFile, parse_keys
 from kvstore.server.security.rate_limits import Limits, RateLimit, TenantLimits
 from kvstore.server.security.sessions import Principal, Session, SessionTable
-from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.rules import Pool
 from kvstore.server.settings.settings import Settings
 from kvstore.server.telemetry.metrics import Counters

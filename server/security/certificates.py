@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.security.sessions import ROLES, Principal
-from kvstore.server.security.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -103,8 +103,7 @@ ENGINE_ROLES = frozenset({"read", "write"})
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
     """Return credentials that take what the files hold at each handshake.
 
-    *client_ca* None: callers need no certificate. Raises InvalidRequestError for files that do
-    not go together.
+    *client_ca* None: callers need none. Raises InvalidRequestError for files that do not match.
     """
     paths = (cert, key) if client_ca is None else (cert, key, client_ca)
     files = WatchedFile(paths, checked_pair)

@@ -24,8 +24,7 @@ REFUSED = "refused"
 class RateLimit:
     """A token bucket that a second fills: *per_s* at once, and so many a second in the long run.
 
-    Thread-safe; *clock* returns monotonic seconds. ``left_out`` counts what was refused since
-    something was taken.
+    Thread-safe. ``left_out`` counts what was refused since something was taken.
     """
 
     def __init__(self, per_s: int, clock: Callable[[], float]) -> None:

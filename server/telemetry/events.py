@@ -1,15 +1,18 @@
-"""Events: which chunks the tiers of this node alone gain and lose, for readers that follow.
+"""Events: which chunks the tiers of this node alone gain and lose, for readers that follow; and
+outcomes: what last became of a chunk, for Explain.
 
-After the KV events of vLLM (vllm/distributed/kv_events.py): numbered, kept for a while for readers
-that missed some, and hints only: acting on one that is wrong ends in a miss.
+Events are as vLLM's (vllm/distributed/kv_events.py): numbered, kept for a while for readers that
+missed some, and hints only: acting on one that is wrong ends in a miss.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 from struct import Struct
 from threading import Event as Flag
+from threading import Lock
 from time import sleep
 from typing import NamedTuple
 
@@ -50,6 +53,9 @@ class Event(NamedTuple):
         return self.key[:DIGEST_BYTES]
 
 
+MAX_OUTCOMES = 16_384
+"""Chunks whose last outcome is remembered; the oldest is forgotten first. About 6 MB."""
+MAX_DETAIL_CHARS = 200
 PAGE_EVENTS = 512
 MAX_SPACES = 4096
 """Namespaces whose events have numbers of their own. One that is pushed out goes on from the number
@@ -71,8 +77,7 @@ class Page(NamedTuple):
 
 
 class EventLog:
-    """The latest *size* events of *tiers*, each in the place of its number, until as many others
-    came.
+    """The latest *size* events of *tiers*, each in the place of its number.
 
     One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: a
     row is written and read in one call of ``struct`` each, and has its number, so a reader that is
@@ -216,3 +221,50 @@ class EventReader:
                 self.cursor = mine[-1].number if space is None else mine[-1].own
                 return Page(mine, self.cursor)
         return None
+
+
+class Fate(Enum):
+    """What can become of a chunk; the value is Explain's word."""
+
+    refused = "refused"
+    invalid = "invalid"
+    evicted = "evicted"
+    corrupt = "corrupt"
+    unreadable = "unreadable"
+    codec_removed = "codec_removed"
+    lost = "lost"
+    deleted = "deleted"
+    expired = "expired"
+
+
+class Outcome(NamedTuple):
+    """*tier* is empty where none was concerned, *at_s* a time on the table's clock."""
+
+    fate: Fate
+    tier: str
+    detail: str
+    at_s: float
+
+
+class Outcomes:
+    """The last outcome of each of the latest chunks. Thread-safe; *clock* returns seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # Ordered: a plain dictionary looks for its first entry among those that were deleted.
+        self._by_key: OrderedDict[ChunkKey, Outcome] = OrderedDict()
+        self._lock = Lock()  # guards the dictionary
+
+    def note(self, key: ChunkKey, fate: Fate, tier: str = "", detail: str = "") -> None:
+        """Keep what became of a chunk in place of what was known of it."""
+        outcome = Outcome(fate, tier, detail[:MAX_DETAIL_CHARS], self._clock())
+        with self._lock:
+            self._by_key[key] = outcome
+            self._by_key.move_to_end(key)
+            if len(self._by_key) > MAX_OUTCOMES:
+                self._by_key.popitem(last=False)
+
+    def of(self, key: ChunkKey) -> Outcome | None:
+        """Return what last became of a chunk; None when that is not known."""
+        with self._lock:
+            return self._by_key.get(key)

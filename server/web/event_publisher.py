@@ -28,7 +28,7 @@ import zmq
 
 from kvstore.proto.types import ROOT, Fidelity
 from kvstore.server.api.event_calls import POLL_S
-from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.settings import Settings
 from kvstore.server.telemetry.events import EventLog, EventReader, Page
 from kvstore.server.telemetry.metrics import Counters

@@ -21,9 +21,8 @@ from structlog.testing import capture_logs
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
 from kvstore.server.security.authenticator import Authenticator, JwtVerifier
 from kvstore.server.security.certificates import principal_of_certificate, server_credentials
-from kvstore.server.security.key_files import ApiKeys, parse_keys
+from kvstore.server.security.key_files import ApiKeys, WatchedFile, parse_keys
 from kvstore.server.security.sessions import ANYBODY, Principal
-from kvstore.server.security.watched_file import WatchedFile
 
 KEY = ed25519.Ed25519PrivateKey.generate()
 PEM = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -22,7 +22,7 @@ from kvstore.server.security.certificates import (
     principal_of_certificate,
     proof_of_certificate,
 )
-from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.settings import load_config
 
 TERMS: dict[str, Any] = {"algorithm": "EdDSA", "audience": "kvstore"}

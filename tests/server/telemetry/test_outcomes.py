@@ -6,8 +6,8 @@ import pytest
 from simulation.clock import FakeClock
 
 from kvstore.proto.types import ChunkKey
-from kvstore.server.telemetry import outcomes
-from kvstore.server.telemetry.outcomes import MAX_DETAIL_CHARS, Fate, Outcomes
+from kvstore.server.telemetry import events as outcomes
+from kvstore.server.telemetry.events import MAX_DETAIL_CHARS, Fate, Outcomes
 
 
 def key(number: int) -> ChunkKey:
