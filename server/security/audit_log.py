@@ -105,9 +105,9 @@ class AuditLog:
                 fields[name] = value[:256] if isinstance(value, str) else value
         if lost:
             fields["lost"] = lost
-        line, self.last = chained(self.last, fields)
+        line, digest = chained(self.last, fields)
         self._file.write(line)
-        self._count += 1
+        self.last, self._count = digest, self._count + 1  # once it is in the file's buffer
         if self._events.empty():
             self._file.flush()
 
