@@ -28,7 +28,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     RepresentationError,
 )
-from kvstore.proto.frame import pack_components, unpack_components
+from kvstore.proto.frame import pack_components, unpack_table
 from kvstore.proto.plans import (
     NO_HINTS,
     EngineTerms,
@@ -120,7 +120,9 @@ def unpack_info(row: bytes) -> ChunkInfo:
         raise InvalidFrameError("row", (version, fidelity), f"this reader knows {_INFO_VERSION}")
     if not 0 <= flops < math.inf:
         raise InvalidFrameError("prefill_flops", flops, "must be finite, not negative")
-    layout = unpack_components(row[_INFO.size :])
+    layout, shard = unpack_table(row[_INFO.size :])
+    if shard is not None:
+        raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
     return ChunkInfo(ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, known, flops)
 
 
@@ -234,7 +236,7 @@ def shard_to_message(shard: Shard) -> pb.Layout:
     """Return the protobuf form of *shard*."""
     message = layout_to_message(shard.whole)
     for extent in shard.extents:
-        message.extents.append(pb.Extent() if extent is None else as_message(pb.Extent, extent))
+        message.extents.append(as_message(pb.Extent, extent) if extent else pb.Extent())
     return message
 
 
@@ -246,8 +248,13 @@ def shard_from_message(message: pb.Layout) -> Shard | None:
     whole = layout_from_message(message)
     if not message.extents:
         return None
-    extents = tuple(_value(Extent, one) if one.ByteSize() else None for one in message.extents)
-    shard = Shard(whole, extents)
+    extents = (
+        Extent(one.first_layer, one.layer_stop, one.first_head, one.head_stop)
+        if one.ByteSize()
+        else None
+        for one in message.extents
+    )
+    shard = Shard(whole, tuple(extents))
     return None if shard.is_whole else shard
 
 

@@ -457,8 +457,7 @@ class PutOutcome(IntEnum):
     """A shard is there; the chunk is once its other shards are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Layers and KV heads of one component; each stop is the number after the last one."""
 
     first_layer: int
