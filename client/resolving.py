@@ -221,7 +221,7 @@ class Resolving(Caller):
             for part in _parts(report, _most(transport)):
                 part.session_id = transport.session.terms.session_id
                 reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
-            return messages.gate_from_message(reply.gate)
+            return messages.as_value(GateView, reply.gate)
 
         return self._with_session(work)
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import IntEnum
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 from google.protobuf.message import Message
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
-    GateView,
     NamedSegment,
     Resolution,
     ResolvedChunk,
     ResolvedSegment,
-    ShadowResult,
     Variant,
 )
 from kvstore.proto.errors import (
@@ -37,7 +38,6 @@ from kvstore.proto.plans import (
     PlannedBatch,
     PlanRange,
     PrefillModel,
-    Reuse,
 )
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -47,16 +47,11 @@ from kvstore.proto.types import (
     ChainDigest,
     ChunkInfo,
     ChunkKey,
-    Component,
-    DType,
     Extent,
     Fidelity,
     KVLayout,
-    LayerGroup,
-    LayerKind,
     Match,
     Representation,
-    RopeParameters,
     Shard,
     check_count,
 )
@@ -86,16 +81,82 @@ _FIDELITY_OF = {fidelity.value: fidelity for fidelity in Fidelity}
 _FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
 
 
+_NAMES = {
+    "open": "is_open", "calibrated": "is_calibrated", "shadow": "is_shadow", "exact": "is_exact",
+}  # fmt: skip
+"""Fields of messages that values have under another name."""
+_FIELDS = {value: field for field, value in _NAMES.items()}
+
+
 def as_message(kind: type[M], value: object, /, **others: Any) -> M:
-    """Return the message of *kind* with what *value* has under its fields' names, and *others*."""
-    same = (name for name in kind.DESCRIPTOR.fields_by_name if name not in others)
-    return kind(**{name: getattr(value, name) for name in same if hasattr(value, name)}, **others)
+    """Return the message of *kind* with what *value* has under its fields' names, and *others*.
+
+    Values within become messages as well. A function among *others* is for those, too, and gets
+    the value whose field it is.
+    """
+    return kind(**_fields(kind.DESCRIPTOR, value, others))
 
 
-def _value(kind: type[V], message: Message, /, **others: Any) -> V:
-    """Return the dataclass *kind* of what *message* has under its fields' names, and *others*."""
-    same = (one.name for one in fields(cast("Any", kind)) if one.name not in others)
-    return kind(**{name: getattr(message, name) for name in same}, **others)
+def _fields(descriptor: Any, value: object, others: dict[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in descriptor.fields]
+    if type(value) is tuple:
+        return dict(zip(names, value, strict=True))
+    found, within = {}, {name: one for name, one in others.items() if callable(one)}
+    for name, field in zip(names, descriptor.fields, strict=True):
+        one = getattr(value, _NAMES.get(name, name), None)
+        if name in others:
+            found[name] = within[name](value) if name in within else others[name]
+        elif one is None:
+            continue
+        elif field.message_type is None:
+            found[name] = one
+        elif type(one) in (tuple, list):
+            found[name] = [_fields(field.message_type, each, within) for each in one]
+        else:
+            found[name] = _fields(field.message_type, one, within)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def as_value(kind: type[V], message: Message, /, **others: Any) -> V:
+    """Return the dataclass *kind* of what *message* has under its fields' names, and *others*.
+
+    Messages within become values as well. Raises what their constructors do, and ValueError for a
+    number that an enumeration does not have.
+    """
+    known = message.DESCRIPTOR.fields_by_name
+    for name, hint in _hints(cast("Any", kind)).items():
+        field = _FIELDS.get(name, name)
+        if name not in others and field in known:
+            others[name] = _as_hint(hint, getattr(message, field))
+    return kind(**others)
+
+
+def _as_hint(hint: Any, found: Any) -> Any:
+    if get_origin(hint) is tuple:
+        each, *others = get_args(hint)
+        return tuple(_as_hint(each, one) for one in found) if others == [...] else _row(found)
+    if is_dataclass(hint):
+        return as_value(cast("Any", hint), found)
+    return hint(found) if isinstance(hint, type) and issubclass(hint, IntEnum) else found
+
+
+def _row(message: Message) -> tuple[Any, ...]:
+    return tuple(getattr(message, field.name) for field in message.DESCRIPTOR.fields)
+
+
+@contextmanager
+def _known(error: type[InvalidRequestError | RepresentationError], field: str) -> Iterator[None]:
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except ValueError as reason:
+        raise error(field, str(reason), "use a kind and dtype we know") from None
 
 
 def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
@@ -131,9 +192,11 @@ def fidelity_number(least: Fidelity) -> int:
     return _FIDELITIES.index(least)
 
 
-def fidelity_of(number: int) -> Fidelity | None:
-    """Return the minimum fidelity that a request states by *number*; None for no such number."""
-    return _FIDELITIES[number] if 0 <= number < len(_FIDELITIES) else None
+def fidelity_of(number: int) -> Fidelity:
+    """Return the minimum fidelity that a request states. Raises InvalidRequestError."""
+    if not 0 <= number < len(_FIDELITIES):
+        raise InvalidRequestError("min_fidelity", number, "use 0 to 3")
+    return _FIDELITIES[number]
 
 
 def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
@@ -159,22 +222,7 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
 
 def representation_to_message(representation: Representation) -> pb.Representation:
     """Return the protobuf form of *representation*."""
-    return as_message(
-        pb.Representation,
-        representation,
-        rope=_rope_to_message(representation.rope),
-        layer_groups=[as_message(pb.LayerGroup, group) for group in representation.layer_groups],
-    )
-
-
-def _rope_to_message(rope: RopeParameters) -> pb.Rope:
-    factors = [pb.RopeFactor(name=name, value=value) for name, value in rope.factors]
-    return as_message(pb.Rope, rope, factors=factors)
-
-
-def _rope(message: pb.Rope) -> RopeParameters:
-    factors = tuple((factor.name, factor.value) for factor in message.factors)
-    return _value(RopeParameters, message, factors=factors)
+    return as_message(pb.Representation, representation)
 
 
 def representation_from_message(message: pb.Representation) -> Representation:
@@ -186,86 +234,42 @@ def representation_from_message(message: pb.Representation) -> Representation:
     check_count("layer_groups", len(message.layer_groups), MAX_LAYER_GROUPS)
     for group in message.layer_groups:
         check_count("layer_ids", len(group.layer_ids), MAX_LAYERS)
-    return _value(
-        Representation,
-        message,
-        layer_groups=tuple(_group(group) for group in message.layer_groups),
-        rope=_rope(message.rope),
-    )
-
-
-def _group(message: pb.LayerGroup) -> LayerGroup:
-    kinds = _kinds(message, RepresentationError, "layer_groups")
-    return _value(LayerGroup, message, **kinds, layer_ids=tuple(message.layer_ids))
-
-
-def _kinds(
-    message: pb.LayerGroup | pb.Component,
-    error: type[InvalidRequestError | RepresentationError],
-    field: str,
-) -> dict[str, Any]:
-    try:
-        return {"kind": LayerKind(message.kind), "dtype": DType(message.dtype)}
-    except ValueError as reason:
-        raise error(field, str(reason), "use a kind and dtype we know") from None
+    with _known(RepresentationError, "layer_groups"):
+        return as_value(Representation, message)
 
 
 def hints_to_message(hints: Hints | None) -> pb.Hints | None:
     """Return the protobuf form of *hints*; None where there are none."""
     if hints is None or hints == NO_HINTS:
         return None
-    return as_message(pb.Hints, hints, reuse=f"REUSE_{hints.reuse.name.upper()}")
+    return as_message(pb.Hints, hints)
 
 
 def hints_from_message(message: pb.Hints) -> Hints:
     """Return the checked hints; NO_HINTS for an empty message. Raises InvalidRequestError."""
-    if not message.ByteSize():
-        return NO_HINTS
-    if int(message.reuse) not in list(map(int, Reuse)):
-        fix = "use 0 (unknown), 1 (discard) or 2 (keep)"
-        raise InvalidRequestError("hints.reuse", message.reuse, fix)
-    return _value(Hints, message, reuse=Reuse(message.reuse))
+    return as_value(Hints, message, reuse=message.reuse) if message.ByteSize() else NO_HINTS
 
 
-def layout_to_message(layout: KVLayout) -> pb.Layout:
-    """Return the protobuf form of *layout*."""
-    return pb.Layout(components=[as_message(pb.Component, one) for one in layout.components])
+def layout_to_message(layout: KVLayout | Shard) -> pb.Layout:
+    """Return the protobuf form of *layout*, or of a shard of a chunk."""
+    if not isinstance(layout, Shard):
+        return as_message(pb.Layout, layout)
+    extents = [as_message(pb.Extent, extent) for extent in layout.extents]
+    return as_message(pb.Layout, layout.whole, extents=extents)
 
 
-def shard_to_message(shard: Shard) -> pb.Layout:
-    """Return the protobuf form of *shard*."""
-    message = layout_to_message(shard.whole)
-    for extent in shard.extents:
-        message.extents.append(as_message(pb.Extent, extent) if extent else pb.Extent())
-    return message
-
-
-def shard_from_message(message: pb.Layout) -> Shard | None:
-    """Return the shard that *message* is of; None for a whole chunk.
+def layout_from_message(message: pb.Layout) -> tuple[KVLayout, Shard | None]:
+    """Return the checked layout of the chunk, and which shard *message* is of; None: all of it.
 
     Raises InvalidRequestError or LayoutMismatchError.
     """
-    whole = layout_from_message(message)
+    with _known(InvalidRequestError, "layout"):
+        whole = as_value(KVLayout, message)
     if not message.extents:
-        return None
-    extents = (
-        Extent(one.first_layer, one.layer_stop, one.first_head, one.head_stop)
-        if one.ByteSize()
-        else None
-        for one in message.extents
-    )
+        return whole, None
+    extents = (Extent(*_row(one)) if one.ByteSize() else None for one in message.extents)
     shard = Shard(whole, tuple(extents))
-    return None if shard.is_whole else shard
-
-
-def layout_from_message(message: pb.Layout) -> KVLayout:
-    """Return the checked layout. Raises InvalidRequestError or LayoutMismatchError."""
-    return KVLayout(
-        tuple(
-            _value(Component, one, **_kinds(one, InvalidRequestError, "layout"))
-            for one in message.components
-        )
-    )
+    return whole, None if shard.is_whole else shard
 
 
 def engine_to_message(engine: EngineTerms | None) -> pb.Prefill | None:
@@ -279,7 +283,7 @@ def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> Engine
     """Return the engine's speed, if the request has it. Raises InvalidRequestError."""
     if not request.HasField("prefill"):
         return None
-    return EngineTerms(_value(PrefillModel, request.prefill), request.prefill.tokens)
+    return EngineTerms(as_value(PrefillModel, request.prefill), request.prefill.tokens)
 
 
 def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
@@ -287,15 +291,14 @@ def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
     if plan is None:
         return
     reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
-    for one in plan.ranges:
-        reply.plan.append(as_message(pb.PlanRange, one))
+    reply.plan.extend(as_message(pb.PlanRange, one) for one in plan.ranges)
 
 
 def plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
     """Return the plan over *asked* chunks; None without one. Raises KVStoreError."""
     if not message.plan and not message.recompute_ms:
         return None
-    ranges = tuple(_value(PlanRange, one) for one in message.plan)
+    ranges = tuple(as_value(PlanRange, one) for one in message.plan)
     bounds = [0, *(one.stop for one in ranges)]
     is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
     if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
@@ -344,47 +347,16 @@ def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegm
     ]
 
 
-def gate_to_message(gate: GateView) -> pb.Gate:
-    """Return the protobuf form of *gate*."""
-    return as_message(pb.Gate, gate, open=gate.is_open, calibrated=gate.is_calibrated)
-
-
-def gate_from_message(message: pb.Gate) -> GateView:
-    """Return the gate of *message*."""
-    return _value(
-        GateView, message, is_open=message.open, is_calibrated=message.calibrated,
-        codecs=tuple(message.codecs),
-    )  # fmt: skip
-
-
-def shadow_from_message(message: pb.ShadowResult) -> ShadowResult:
-    """Return the checked comparison. Raises InvalidRequestError."""
-    return _value(ShadowResult, message)
-
-
 def resolution_to_message(
     found: Resolution, tier_names: Sequence[str], server: pb.Server
 ) -> pb.ResolveResponse:
     """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
-    numbers = {name: number for number, name in enumerate(tier_names)}
-
-    def chunk_of(chunk: ResolvedChunk) -> pb.ResolvedChunk:
-        variants = [as_message(pb.Variant, one, tier=numbers[one.tier]) for one in chunk.variants]
-        return pb.ResolvedChunk(exact=chunk.is_exact, variants=variants, priority=chunk.priority)
-
-    segments = [
-        as_message(pb.ResolvedSegment, one, chunks=list(map(chunk_of, one.chunks)))
-        for one in found.segments
-    ]
     return as_message(
         pb.ResolveResponse,
         found,
         server=server,
-        segments=segments,
         tier_names=tier_names,
-        rope=_rope_to_message(found.rope),
-        gate=gate_to_message(found.gate),
-        shadow=found.is_shadow,
+        tier=lambda variant: tier_names.index(variant.tier),
     )
 
 
@@ -395,16 +367,8 @@ def resolution_from_message(
     names = tuple(message.tier_names)
     try:
         pairs = zip(message.segments, asked, strict=True)
-        return _value(
-            Resolution,
-            message,
-            segments=tuple(_segment(one, wanted, names) for one, wanted in pairs),
-            gate=gate_from_message(message.gate),
-            layer_order=tuple(message.layer_order),
-            rope=_rope(message.rope),
-            is_shadow=message.shadow,
-            more_leases=(),
-        )
+        segments = tuple(_segment(one, wanted, names) for one, wanted in pairs)
+        return as_value(Resolution, message, segments=segments)
     except (ValueError, IndexError) as error:
         raise KVStoreError(f"the server's answer to a resolve is damaged: {error}") from None
 
@@ -430,4 +394,4 @@ def _segment(
 def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
     if len(message.digest) != DIGEST_BYTES or len(message.parent) != DIGEST_BYTES:
         raise ValueError("a digest of another length")
-    return _value(Variant, message, tier=names[message.tier], fidelity=Fidelity(message.fidelity))
+    return as_value(Variant, message, tier=names[message.tier])

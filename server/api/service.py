@@ -21,13 +21,14 @@ from kvstore.proto.buffers import as_bytes
 from kvstore.proto.bulk import GUEST_S
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError, check_text
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
+from kvstore.proto.messages import fidelity_of
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
 from kvstore.proto.unix_socket import Reach, pid_namespace
 from kvstore.server.api.get_stream import REACH, GetStream, parts_of
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import LayeredPutStream, PutStream
 from kvstore.server.api.unix_server import UnixServer
-from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
+from kvstore.server.api.validation import BlendChecks, Checks, outcomes
 from kvstore.server.security.authorization import Trust, access_to
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.rules import Pool
@@ -173,7 +174,7 @@ class DataCalls:
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
             self._store.await_puts(keys, min(deadline, started + request.wait_ms / 1000))
-        least = fidelity(request.min_fidelity)
+        least = fidelity_of(request.min_fidelity)
         match = self._store.lookup(
             session,
             keys,
@@ -223,7 +224,7 @@ class DataCalls:
         session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
-        least = fidelity(request.min_fidelity)
+        least = fidelity_of(request.min_fidelity)
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._unix_server is not None else NO_REACH
@@ -240,15 +241,15 @@ class DataCalls:
         if not (request.ranges or request.layer_major):
             session.reads_from = peers
         if not reach or (request.layer_major and not request.ranges):
-            messages = stream.pieces(parts_of(self._store, request, keys, skipped, terms))
+            pieces = stream.pieces(parts_of(self._store, request, keys, skipped, terms))
         elif request.ranges:
-            messages = stream.ranges(keys, request.ranges)
+            pieces = stream.ranges(keys, request.ranges)
         else:
-            messages = stream.frames(keys)
+            pieces = stream.frames(keys)
         release = not request.lease_id
         has_places = False
         try:
-            for message in messages:
+            for message in pieces:
                 has_places = has_places or message.HasField("places")
                 yield message
             # Through shared memory the client reads after this call and releases by itself; one
@@ -441,7 +442,7 @@ class DataCalls:
             self._store.counters.add("blend_refused_reports")
             raise
         gate = blends.report(session, report)
-        return pb.ReportReuseResponse(server=self._stamp, gate=messages.gate_to_message(gate))
+        return pb.ReportReuseResponse(server=self._stamp, gate=messages.as_message(pb.Gate, gate))
 
     # --- other servers
 

@@ -25,10 +25,10 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.framing import FramedSocket
-from kvstore.proto.messages import hints_from_message
+from kvstore.proto.messages import fidelity_of, hints_from_message
 from kvstore.server.api.get_stream import parts_of
 from kvstore.server.api.put_stream import PutStream
-from kvstore.server.api.validation import Checks, fidelity
+from kvstore.server.api.validation import Checks
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Sending, receive_put
 from kvstore.server.security.authorization import Authorizer
@@ -186,7 +186,7 @@ class BulkService:
     ) -> Generator[LayerPart, None, None]:
         """Yield what is requested, under a lease. Each part's memory is lent until the next."""
         keys = self._checks.keys(session, request.digests)
-        terms = ReadTerms(session, deadline, fidelity(request.min_fidelity))
+        terms = ReadTerms(session, deadline, fidelity_of(request.min_fidelity))
         self._checks.ranges(request.ranges, len(keys))
         skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
         lease_id, known = self._store.open_get(session, keys, request.lease_id)

@@ -347,7 +347,6 @@ class DirectoryReport:
             node_id=self.me.node_id,
             incarnation=self.me.incarnation,
             standing=self.standing.name,
-            nodes=[as_message(pb.DirectoryNode, node) for node in self.nodes],
         )
 
 

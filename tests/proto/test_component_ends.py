@@ -30,7 +30,7 @@ def test_the_table_of_the_format_page_is_what_the_code_writes() -> None:
 
 
 def test_messages_say_the_same() -> None:
-    assert layout_from_message(layout_to_message(LAYOUT)) == LAYOUT
+    assert layout_from_message(layout_to_message(LAYOUT)) == (LAYOUT, None)
 
 
 def test_a_layout_is_as_long_as_its_chunk_and_as_large_as_what_is_kept() -> None:

@@ -27,7 +27,7 @@ from kvstore.proto.frame import (
     unpack_table,
 )
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.messages import pack_info, shard_from_message, shard_to_message, unpack_info
+from kvstore.proto.messages import layout_from_message, layout_to_message, pack_info, unpack_info
 from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, Extent, KVLayout, Shard
 
 LAYOUT = KVLayout.of(WIDE, 16)
@@ -129,7 +129,7 @@ def test_any_rectangles_in_a_table_are_read_back_or_refused(numbers: list[int]) 
     except InvalidFrameError:
         return
     assert pack_components(layout, shard) == bytes(table)
-    assert shard is None or shard_from_message(shard_to_message(shard)) == shard
+    assert shard is None or layout_from_message(layout_to_message(shard)) == (shard.whole, shard)
 
 
 def test_a_shard_of_nothing_or_of_too_few_components_is_none() -> None:
