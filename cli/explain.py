@@ -25,7 +25,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import chain_digests, join_digests
+from kvstore.proto.keys import chain_digests
 from kvstore.proto.messages import MAX_EXPLAINED, REFUSED, as_value
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
 
@@ -117,7 +117,7 @@ def _request(
     if not question.names_chunks:
         return request, None
     space, digests = _digests(address, question)
-    request.digests = join_digests(digests)
+    request.digests = b"".join(digests)
     if question.representation is not None:
         return request, read_representation(question.representation)
     if not space:

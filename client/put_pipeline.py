@@ -20,7 +20,6 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import join_digests
 from kvstore.proto.messages import hints_to_message, layout_to_message
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
 
@@ -200,8 +199,8 @@ def _reserve_request(
     layouts = list(dict.fromkeys(chunk.extent for chunk in group))
     return pb.ReserveRequest(
         session_id=session_id,
-        digests=join_digests(chunk.template.key[DIGEST_BYTES:] for chunk in group),
-        parents=join_digests(chunk.template.parent for chunk in group),
+        digests=b"".join(chunk.template.key[DIGEST_BYTES:] for chunk in group),
+        parents=b"".join(chunk.template.parent for chunk in group),
         frame_bytes=[chunk.frame_bytes for chunk in group],
         layout=[layouts.index(chunk.extent) for chunk in group],
         layouts=list(map(layout_to_message, layouts)),

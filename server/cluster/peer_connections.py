@@ -21,7 +21,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.framing import FramedSocket, connect_wire
-from kvstore.proto.keys import join_digests
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
@@ -180,7 +179,7 @@ class StreamLink:
         find = pb.FindRequest(
             session_id=self.session.session_id,
             key_namespace=keys[0][:DIGEST_BYTES],
-            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
+            digests=b"".join(key[DIGEST_BYTES:] for key in keys),
             deadline_ms=max(1, int(1000 * left_s)),
         )
         try:
@@ -279,7 +278,7 @@ class StreamLink:
         get = pb.GetRequest(
             session_id=self.session.session_id,
             key_namespace=keys[0][:DIGEST_BYTES],
-            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
+            digests=b"".join(key[DIGEST_BYTES:] for key in keys),
             deadline_ms=min(max(1, int(1000 * most_s)), MAX_GET_MS),
             ranges=[pb.FrameRange(index=at, start=first, stop=last) for at, first, last in ranges],
         )
