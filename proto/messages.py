@@ -347,14 +347,11 @@ def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegm
     ]
 
 
-def resolution_to_message(
-    found: Resolution, tier_names: Sequence[str], server: pb.Server
-) -> pb.ResolveResponse:
+def resolution_to_message(found: Resolution, tier_names: Sequence[str]) -> pb.ResolveResponse:
     """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
     return as_message(
         pb.ResolveResponse,
         found,
-        server=server,
         tier_names=tier_names,
         tier=lambda variant: tier_names.index(variant.tier),
     )
