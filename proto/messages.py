@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -85,7 +85,6 @@ _NAMES = {
     "open": "is_open", "calibrated": "is_calibrated", "shadow": "is_shadow", "exact": "is_exact",
 }  # fmt: skip
 """Fields of messages that values have under another name."""
-_FIELDS = {value: field for field, value in _NAMES.items()}
 
 
 def as_message(kind: type[M], value: object, /, **others: Any) -> M:
@@ -98,28 +97,32 @@ def as_message(kind: type[M], value: object, /, **others: Any) -> M:
 
 
 def _fields(descriptor: Any, value: object, others: dict[str, Any]) -> dict[str, Any]:
-    names = [field.name for field in descriptor.fields]
+    rows = _rows(descriptor)
     if type(value) is tuple:
-        return dict(zip(names, value, strict=True))
+        return {name: one for (name, *_), one in zip(rows, value, strict=True)}
     found, within = {}, {name: one for name, one in others.items() if callable(one)}
-    for name, field in zip(names, descriptor.fields, strict=True):
-        one = getattr(value, _NAMES.get(name, name), None)
+    for name, attribute, nested in rows:
+        one = getattr(value, attribute, None)
         if name in others:
             found[name] = within[name](value) if name in within else others[name]
         elif one is None:
             continue
-        elif field.message_type is None:
+        elif nested is None:
             found[name] = one
         elif type(one) in (tuple, list):
-            found[name] = [_fields(field.message_type, each, within) for each in one]
+            found[name] = [_fields(nested, each, within) for each in one]
         else:
-            found[name] = _fields(field.message_type, one, within)
+            found[name] = _fields(nested, one, within)
     return found
 
 
 @lru_cache(maxsize=64)
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _rows(descriptor: Any) -> list[tuple[str, str, Any]]:
+    """Return of each field its name, a value's name for it, and of what messages it is, if any."""
+    return [
+        (field.name, _NAMES.get(field.name, field.name), field.message_type)
+        for field in descriptor.fields
+    ]
 
 
 def as_value(kind: type[V], message: Message, /, **others: Any) -> V:
@@ -128,21 +131,31 @@ def as_value(kind: type[V], message: Message, /, **others: Any) -> V:
     Messages within become values as well. Raises what their constructors do, and ValueError for a
     number that an enumeration does not have.
     """
-    known = message.DESCRIPTOR.fields_by_name
-    for name, hint in _hints(cast("Any", kind)).items():
-        field = _FIELDS.get(name, name)
-        if name not in others and field in known:
-            others[name] = _as_hint(hint, getattr(message, field))
+    for name, attribute, convert in _converters(cast("Any", kind), message.DESCRIPTOR):
+        if attribute not in others:
+            found = getattr(message, name)
+            others[attribute] = found if convert is None else convert(found)
     return kind(**others)
 
 
-def _as_hint(hint: Any, found: Any) -> Any:
+@lru_cache(maxsize=64)
+def _converters(kind: Any, descriptor: Any) -> list[tuple[str, str, Callable[[Any], Any] | None]]:
+    hints = get_type_hints(kind)
+    rows = [(name, attribute) for name, attribute, _ in _rows(descriptor) if attribute in hints]
+    return [(name, attribute, _converter(hints[attribute])) for name, attribute in rows]
+
+
+def _converter(hint: Any) -> Callable[[Any], Any] | None:
+    """Return what makes a field's value one of type *hint*; None: it is one."""
     if get_origin(hint) is tuple:
-        each, *others = get_args(hint)
-        return tuple(_as_hint(each, one) for one in found) if others == [...] else _row(found)
+        each, *rest = get_args(hint)
+        one = _converter(each)
+        if rest != [...]:
+            return _row
+        return tuple if one is None else lambda found: tuple(map(one, found))
     if is_dataclass(hint):
-        return as_value(cast("Any", hint), found)
-    return hint(found) if isinstance(hint, type) and issubclass(hint, IntEnum) else found
+        return partial(as_value, cast("Any", hint))
+    return hint if isinstance(hint, type) and issubclass(hint, IntEnum) else None
 
 
 def _row(message: Message) -> tuple[Any, ...]:
