@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import IntEnum
@@ -17,11 +17,7 @@ from google.protobuf.message import Message
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
-    NamedSegment,
     Resolution,
-    ResolvedChunk,
-    ResolvedSegment,
-    Variant,
 )
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -40,7 +36,6 @@ from kvstore.proto.plans import (
     PrefillModel,
 )
 from kvstore.proto.types import (
-    DIGEST_BYTES,
     MAX_LAYER_GROUPS,
     MAX_LAYERS,
     MAX_ROPE_FACTORS,
@@ -346,20 +341,6 @@ def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> Plan
     )
 
 
-def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegment]:
-    """Return the protobuf form of *segments*."""
-    return [
-        as_message(
-            pb.PromptSegment,
-            one,
-            chains=b"".join(chunk.digest for chunk in one.chunks),
-            contents=b"".join(chunk.content for chunk in one.chunks),
-            tokens=[chunk.tokens for chunk in one.chunks],
-        )
-        for one in segments
-    ]
-
-
 def resolution_to_message(found: Resolution, tier_names: Sequence[str]) -> pb.ResolveResponse:
     """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
     return as_message(
@@ -368,40 +349,3 @@ def resolution_to_message(found: Resolution, tier_names: Sequence[str]) -> pb.Re
         tier_names=tier_names,
         tier=lambda variant: tier_names.index(variant.tier),
     )
-
-
-def resolution_from_message(
-    message: pb.ResolveResponse, asked: Sequence[NamedSegment]
-) -> Resolution:
-    """Return the answer about the segments *asked* for. Raises KVStoreError if it is none."""
-    names = tuple(message.tier_names)
-    try:
-        pairs = zip(message.segments, asked, strict=True)
-        segments = tuple(_segment(one, wanted, names) for one, wanted in pairs)
-        return as_value(Resolution, message, segments=segments)
-    except (ValueError, IndexError) as error:
-        raise KVStoreError(f"the server's answer to a resolve is damaged: {error}") from None
-
-
-def _segment(
-    message: pb.ResolvedSegment, asked: NamedSegment, names: Sequence[str]
-) -> ResolvedSegment:
-    chunks = []
-    for one, chunk in zip(message.chunks, asked.chunks, strict=True):
-        if len(one.priority) not in (0, chunk.tokens):
-            raise ValueError(f"{len(one.priority)} priorities for {chunk.tokens} tokens")
-        variants = tuple(_variant(variant, names) for variant in one.variants)
-        if one.exact and [variant.digest for variant in variants] != [chunk.digest]:
-            raise ValueError("an exact chunk of another name")
-        if variants and not (one.exact or asked.approximate):
-            raise ValueError("variants where none were asked for")
-        chunks.append(ResolvedChunk(one.exact, variants, one.priority))
-    if not 0 <= message.ratio <= 1:
-        raise ValueError(f"ratio {message.ratio}")
-    return ResolvedSegment(tuple(chunks), message.ratio, message.load_ms, message.recompute_ms)
-
-
-def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
-    if len(message.digest) != DIGEST_BYTES or len(message.parent) != DIGEST_BYTES:
-        raise ValueError("a digest of another length")
-    return as_value(Variant, message, tier=names[message.tier])
