@@ -93,8 +93,11 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*."""
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        """Put the whole frame into its room. It stays as it is until it is sealed or aborted.
+
+        Raises InvalidRequestError for a frame of another size and for a spent reservation.
+        """
 
     @abstractmethod
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
@@ -219,6 +222,14 @@ def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
         )
 
 
+def check_size(reservation: Reservation, frame: Bytes) -> None:
+    """Raise InvalidRequestError for a frame that is not of the size that was reserved."""
+    if len(frame) != reservation.info.size_bytes:
+        fix = f"write the whole frame of {reservation.info.size_bytes} bytes"
+        raise InvalidRequestError("frame", len(frame), fix)
+
+
 def spent(reservation: Reservation) -> InvalidRequestError:
     """Return the error for a reservation that was sealed or aborted, or is another tier's."""
-    return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
+    key = reservation.info.key.hex()
+    return InvalidRequestError("reservation", key, "it is spent: reserve anew")

@@ -26,7 +26,15 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import Place, Reach
 from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range, spent
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 from kvstore.tiers.locations import LocationTable
 
 PAGE_BYTES = 4096
@@ -190,14 +198,9 @@ class CpuTier(Tier):
         return sum(slab.holes.used_bytes for slab in self._slabs.values())
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*.
-
-        Raises InvalidRequestError when it would not fit there or the reservation is spent.
-        """
-        frame = self.view(reservation)
-        check_range(len(frame), offset, len(data))
-        copy_bytes(frame[offset : offset + len(data)], data)
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
+        copy_bytes(self.view(reservation), frame)
 
     def view(self, reservation: Reservation) -> Bytes:
         """Return the reserved frame's bytes, writable until it is sealed or aborted.

@@ -25,6 +25,8 @@ from kvstore.tiers.base import (
     Tier,
     TierStats,
     check_range,
+    check_size,
+    spent,
 )
 from kvstore.tiers.disk_files import DataFile, DataFiles, DiskConfig
 from kvstore.tiers.disk_index import (
@@ -209,12 +211,12 @@ class DiskTier(Tier):
             return pending
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        check_range(reservation.info.size_bytes, offset, len(data))
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
         with self._calling():
             with self._lock:
                 pending = self._held(reservation)
-            self._files.write(pending.file, pending.row.offset + offset, data)
+            self._files.write(pending.file, pending.row.offset, frame)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
@@ -412,9 +414,7 @@ class DiskTier(Tier):
     def _held(self, reservation: Reservation) -> PendingRow:
         pending = reservation.place
         if not isinstance(pending, PendingRow) or pending not in self._reserved:
-            raise InvalidRequestError(
-                "reservation", reservation.info.key.hex(), "was sealed or aborted already"
-            )
+            raise spent(reservation)
         return pending
 
     def _release(self, reservation: Reservation) -> PendingRow:

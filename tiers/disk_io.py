@@ -146,7 +146,7 @@ class FileIO:
         return read_summed(fd, groups)
 
     def write(self, fd: int, offset: int, data: Bytes) -> None:
-        """Put *data* at *offset*."""
+        """Put *data* at *offset*, where a block begins."""
         done = 0
         while done < len(data):
             done += os.pwritev(fd, [data[done:].data], offset + done)
@@ -155,9 +155,8 @@ class FileIO:
 class DirectIO(FileIO):
     """Past the page cache: the device alone, at the price of one copy through aligned memory.
 
-    Reads and writes whole blocks. A write that begins or ends within one reads it first, so
-    two writes into one block must come one after the other: frames start on block boundaries,
-    and a reservation has one writer. At most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
+    Reads and writes whole blocks: frames start on block boundaries, and the last block of one is
+    filled up with zeros. At most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
     """
 
     open_flags = os.O_DIRECT
@@ -193,19 +192,14 @@ class DirectIO(FileIO):
         done = 0
         with self._bounce() as bounce:
             while done < len(data):
-                start = (offset + done) % BLOCK_BYTES
-                first = offset + done - start
-                take = min(len(bounce) - start, len(data) - done)
-                size = _whole_blocks(start + take)
-                if start:
-                    _fetch(fd, first, bounce[:BLOCK_BYTES])
-                if size > start + take and (size > BLOCK_BYTES or not start):
-                    _fetch(fd, first + size - BLOCK_BYTES, bounce[size - BLOCK_BYTES : size])
-                copy_bytes(bounce[start : start + take], data[done : done + take])
+                take = min(len(bounce), len(data) - done)
+                size = _whole_blocks(take)
+                copy_bytes(bounce[:take], data[done : done + take])
+                bounce[take:size] = 0
                 written = 0
                 while written < size:
                     # A short write ends on a sector; what is repeated is the same bytes.
-                    step = os.pwritev(fd, [bounce[written:size].data], first + written)
+                    step = os.pwritev(fd, [bounce[written:size].data], offset + done + written)
                     written += step // BLOCK_BYTES * BLOCK_BYTES
                     if step < BLOCK_BYTES:
                         raise OSError(errno.EIO, "the device takes less than a block")
@@ -230,7 +224,7 @@ class DirectIO(FileIO):
     @override
     def check(self, fd: int) -> None:
         with self._bounce() as bounce:
-            _fetch(fd, 0, bounce[:BLOCK_BYTES])
+            os.preadv(fd, [bounce[:BLOCK_BYTES].data], 0)
 
 
 def no_direct(path: Path, error: OSError) -> TierUnavailableError:
@@ -244,12 +238,6 @@ def no_direct(path: Path, error: OSError) -> TierUnavailableError:
 
 def _whole_blocks(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _fetch(fd: int, offset: int, block: Bytes) -> None:
-    """Read one block; what lies behind the end of the file is zero."""
-    count = os.preadv(fd, [block.data], offset)
-    block[count:] = 0
 
 
 def sync_folder(path: Path) -> None:

@@ -29,7 +29,15 @@ from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 
 CELL_BYTES = 1 << 18
 """What a core caches: a cell is decrypted where it was just read, in the time of a copy."""
@@ -173,16 +181,6 @@ READ_CELLS = 4
 """Read at once: a megabyte, which a core's cache still holds when it is decrypted."""
 
 
-@dataclass(slots=True, eq=False)
-class _Draft:
-    """A reserved frame. ``frame`` holds what was written in pieces; None once all was sent."""
-
-    inner: Reservation
-    tenant: str
-    frame: Bytes | None = None
-    is_sent: bool = False
-
-
 class EncryptedTier(Tier):
     """*inner*, encrypted with *keys*. Sizes are those of frames; slack covers what is added.
 
@@ -229,57 +227,29 @@ class EncryptedTier(Tier):
             raise InvalidRequestError("size_bytes", info.size_bytes, "a frame has bytes")
         sealed = replace(info, size_bytes=encrypted_bytes(info.size_bytes))
         inner = self.inner.reserve(sealed, tenant)
-        return Reservation(info, tenant, inner.reserved_bytes, _Draft(inner, tenant))
+        return Reservation(info, tenant, inner.reserved_bytes, inner)
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        draft, size = _draft(reservation), reservation.info.size_bytes
-        check_range(size, offset, len(data))
-        if len(data) == size and draft.frame is None:
-            self._send(reservation, draft, data)
-            draft.is_sent = True
-            return
-        self.inner.write(draft.inner, 0, np.zeros(0, np.uint8))  # is it still to be had?
-        if draft.is_sent and len(data):
-            fix = "all of the frame was written, and is encrypted"
-            raise InvalidRequestError("offset", (offset, len(data)), fix)
-        if draft.frame is None and len(data):
-            draft.frame = np.zeros(size, np.uint8)
-        if draft.frame is not None:
-            copy_bytes(draft.frame[offset : offset + len(data)], data)
-
-    def _send(self, reservation: Reservation, draft: _Draft, frame: Bytes) -> None:
-        key = reservation.info.key
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
         try:
-            cipher = self._keys.new(key, len(frame), draft.tenant)
+            cipher = self._keys.new(reservation.info.key, len(frame), reservation.tenant)
         except UnknownKeyError as error:
             raise TierUnavailableError(self.name, str(error)) from None
-        room = np.empty(CELL_BYTES, np.uint8)
-        room[:HEADER_BYTES] = as_bytes(cipher.header)
+        sealed = np.empty(encrypted_bytes(len(frame)), np.uint8)
+        sealed[:HEADER_BYTES] = as_bytes(cipher.header)
         for cell in cells(len(frame)):
-            begin = HEADER_BYTES if not cell.number else 0
-            end = begin + cell.stop - cell.start + TAG_BYTES
-            cipher.seal(cell, frame[cell.start : cell.stop], room[begin:end])
-            self.inner.write(draft.inner, cell.place - begin, room[:end])
+            end = cell.place + cell.stop - cell.start + TAG_BYTES
+            cipher.seal(cell, frame[cell.start : cell.stop], sealed[cell.place : end])
+        self.inner.write(_inner(reservation), sealed)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        draft = _draft(reservation)
-        if not draft.is_sent:
-            frame = draft.frame
-            if frame is None:
-                frame = np.zeros(reservation.info.size_bytes, np.uint8)
-            try:
-                self._send(reservation, draft, frame)
-            except TierUnavailableError:
-                self.inner.abort(draft.inner)
-                raise
-            draft.frame, draft.is_sent = None, True
-        return self.inner.seal(draft.inner, durable=durable)
+        return self.inner.seal(_inner(reservation), durable=durable)
 
     @override
     def abort(self, reservation: Reservation) -> None:
-        self.inner.abort(_draft(reservation).inner)
+        self.inner.abort(_inner(reservation))
 
     # --- reading
 
@@ -386,7 +356,7 @@ def _plain(info: ChunkInfo) -> ChunkInfo | None:
     return replace(info, size_bytes=size) if size else None
 
 
-def _draft(reservation: Reservation) -> _Draft:
-    if not isinstance(reservation.place, _Draft):
-        raise InvalidRequestError("reservation", reservation.info.key.hex(), "is another tier's")
+def _inner(reservation: Reservation) -> Reservation:
+    if not isinstance(reservation.place, Reservation):
+        raise spent(reservation)
     return reservation.place

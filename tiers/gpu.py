@@ -20,7 +20,15 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
 from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range, spent
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 
 PIECES_PER_LANE = 2
 
@@ -174,16 +182,13 @@ class GpuTier(Tier):
         return Reservation(info, tenant, need_bytes, place)
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*.
-
-        Raises InvalidRequestError when it would not fit there or the reservation is spent.
-        """
-        out = self._slice(self._open(reservation), offset, len(data))
-        if not self.device.is_registered(data):
-            self._staging.upload(self._up, out, data)
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
+        out = self._slice(self._open(reservation), 0, len(frame))
+        if not self.device.is_registered(frame):
+            self._staging.upload(self._up, out, frame)
             return
-        self._up.copy(out, tensor_over(data))
+        self._up.copy(out, tensor_over(frame))
         self._up.record().synchronize()  # the caller may reuse its memory now
 
     def opened(self, reservation: Reservation, stream: Stream) -> torch.Tensor:

@@ -13,25 +13,30 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import structlog
 from redis.exceptions import OutOfMemoryError
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 from kvstore.tiers.redis_chunks import (
-    MAX_PART_BYTES,
     MAX_PARTS,
-    MIN_PART_BYTES,
     WRITE_ID_BYTES,
     KeyNames,
     Manifest,
@@ -55,32 +60,20 @@ MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stamps:
-    """Where write ids (8 bytes, never the same twice) and sealing times come from."""
-
-    write_id: Callable[[], bytes] = lambda: os.urandom(WRITE_ID_BYTES)
-    now_us: Callable[[], int] = lambda: time.time_ns() // 1000
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _PendingWrite:
-    """A reserved frame, in this process until it is sealed or aborted: None then."""
+    """A reserved frame, which is the writer's until it is sealed or aborted."""
 
-    frame: Bytes | None
+    frame: Bytes | None = None
+    is_open: bool = True
 
     @classmethod
     def of(cls, reservation: Reservation) -> _PendingWrite:
-        """Return that of *reservation*. Raises InvalidRequestError for another tier's."""
-        if not isinstance(reservation.place, cls):
-            raise InvalidRequestError("reservation", reservation.place, "it is another tier's")
-        return reservation.place
-
-    def open_frame(self) -> Bytes:
-        """Return the frame. Raises InvalidRequestError once it is spent."""
-        if self.frame is None:
-            raise InvalidRequestError("reservation", "spent", "reserve again")
-        return self.frame
+        """Return that of *reservation*. Raises InvalidRequestError when it is spent."""
+        pending = reservation.place
+        if not isinstance(pending, cls) or not pending.is_open:
+            raise spent(reservation)
+        return pending
 
 
 class CapacityTracker:
@@ -197,7 +190,7 @@ class RedisTier(Tier):
     survives_restart: ClassVar[bool] = True
     shared: ClassVar[bool] = True
 
-    def __init__(  # noqa: PLR0913 - all but the last are the operator's settings
+    def __init__(  # noqa: PLR0913 - the operator's settings
         self,
         url: str,
         capacity_bytes: int,
@@ -207,19 +200,11 @@ class RedisTier(Tier):
         part_bytes: int = (2 << 20) - 64,
         ttl_s: int = 86_400,
         prefix: str = DEFAULT_PREFIX,
-        stamps: Stamps | None = None,
     ) -> None:
-        for field, value in (("timeout_ms", timeout_ms), ("ttl_s", ttl_s)):
-            if not 1 <= value < 1 << 31:
-                raise InvalidRequestError(field, value, "give a positive number")
-        if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
-            limits = f"use {MIN_PART_BYTES} to {MAX_PART_BYTES}"
-            raise InvalidRequestError("part_bytes", part_bytes, limits)
         if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
         self.capacity_bytes = capacity_bytes
         self._part_bytes = part_bytes
-        self._stamps = stamps or Stamps()
         self._client = RedisClient(self.name, url, timeout_ms, connections)
         self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
         self._capacity = CapacityTracker(capacity_bytes)
@@ -262,20 +247,12 @@ class RedisTier(Tier):
         if not fits or not self._capacity.reserve(need_bytes):
             used_bytes = self._capacity.stats().used_bytes
             raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
-        try:
-            pending = _PendingWrite(np.zeros(info.size_bytes, dtype=np.uint8))
-        except MemoryError:
-            self._capacity.end(need_bytes, None)
-            raise TierFullError(self.name, need_bytes, 0) from None
-        return Reservation(info, tenant, need_bytes, pending)
+        return Reservation(info, tenant, need_bytes, _PendingWrite())
 
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*."""
-        frame = _PendingWrite.of(reservation).open_frame()
-        if not 0 <= offset <= len(frame) - len(data):
-            most = f"{len(data)} bytes from there exceed {len(frame)}"
-            raise InvalidRequestError("offset", offset, most)
-        copy_bytes(frame[offset : offset + len(data)], data)
+    @override
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
+        _PendingWrite.of(reservation).frame = frame
 
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         """Send the frame, then make it visible unless another version of its key is.
@@ -283,12 +260,14 @@ class RedisTier(Tier):
         Raises TierFullError, freeing the room, when the server itself takes no more.
         """
         pending = _PendingWrite.of(reservation)
-        frame, pending.frame = pending.open_frame(), None
-        write_id, now_us = self._stamps.write_id(), self._stamps.now_us()
+        if pending.frame is None:
+            raise InvalidRequestError("reservation", reservation.info.key.hex(), "write it first")
+        pending.is_open = False
+        write_id, now_us = os.urandom(WRITE_ID_BYTES), time.time_ns() // 1000
         manifest = Manifest.of(reservation.info, self._part_bytes, write_id, now_us)
         sealed = False
         try:
-            sealed = self._stored.write(manifest, frame)
+            sealed = self._stored.write(manifest, pending.frame)
         except OutOfMemoryError:
             raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
         finally:
@@ -297,9 +276,8 @@ class RedisTier(Tier):
 
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation that will not be sealed. Idempotent."""
-        pending = _PendingWrite.of(reservation)
-        if pending.frame is not None:
-            pending.frame = None
+        with contextlib.suppress(InvalidRequestError):
+            _PendingWrite.of(reservation).is_open = False
             self._capacity.end(reservation.reserved_bytes, None)
 
     @override
@@ -322,9 +300,7 @@ class RedisTier(Tier):
             (current,) = self._stat([key])
             if current is None:
                 return False
-            if not current.covers(offset, len(out)):
-                most = f"{len(out)} bytes from there exceed {current.info.size_bytes}"
-                raise InvalidRequestError("offset", offset, most)
+            check_range(current.info.size_bytes, offset, len(out))
             has_checked = verifier is not None and verifier.has_begun
             if self._stored.read(current, out, offset, bool if has_checked else arrived):
                 # What was checked of one read says nothing of another: a miss, for once.
@@ -360,9 +336,6 @@ class RedisTier(Tier):
     def stats(self) -> TierStats:
         """Count the tier; what expired or was removed by others counts until noticed."""
         return self._capacity.stats()
-
-    def flush(self) -> None:
-        """Do nothing: a sealed frame is already as safe as the server makes it."""
 
     def close(self) -> None:
         """Disconnect, leaving the data. Idempotent."""

@@ -10,12 +10,11 @@ from typing import Any, Final
 
 from redis import exceptions as errors
 
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import KVStoreError, TierUnavailableError
 from kvstore.tiers.redis_connection import (
     Command,
     ConnectionOptions,
     LoadingError,
-    RedisConnection,
     SlotLostError,
     Transfer,
     WrongTypeError,
@@ -24,8 +23,6 @@ from kvstore.tiers.redis_servers import Batch, Clock, Server, Topology
 from kvstore.tiers.redis_url import parse_redis_url, tls_context
 
 DEFAULT_CONNECTIONS = 16
-MAX_CONNECTIONS = 64
-"""The most that may be configured for one server."""
 SLOWEST_BYTES_PER_S = 16 << 20
 """A call ends after the timeout and what its payload takes at this rate."""
 MAX_REPLY_BYTES = 16 << 10
@@ -101,8 +98,6 @@ class RedisClient:
         connections: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        if not 1 <= connections <= MAX_CONNECTIONS:
-            raise InvalidRequestError("connections", connections, f"use 1 to {MAX_CONNECTIONS}")
         parsed = parse_redis_url(url)
         self.url: Final = parsed.shown
         """The URL as it may be shown."""
@@ -218,37 +213,29 @@ class RedisClient:
         Return False when a reply is another than expected. Raises TierUnavailableError.
         """
         deadline = self._deadline(len(transfer.out))
-        error, is_undone = self._transfer_once(name, transfer, deadline)
-        if is_undone and self._may_try_again(deadline):
-            error, _ = self._transfer_once(name, transfer, deadline)
+        error = self._try_transfer(name, transfer, deadline)
+        # What was reported to have come is not requested again.
+        is_curable = isinstance(error, (*_UNREACHED, *_ELSEWHERE)) and not transfer.filled_bytes
+        if is_curable and self._may_try_again(deadline):
+            error = self._try_transfer(name, transfer, deadline)
         if error is None or isinstance(error, (errors.InvalidResponse, WrongTypeError)):
             return error is None
         raise self._partial_failure(error)
 
-    def _transfer_once(
-        self, name: bytes, transfer: Transfer, deadline: float
-    ) -> tuple[Exception | None, bool]:
-        """Return why it failed, if it did, and whether then nothing was done."""
+    def _try_transfer(self, name: bytes, transfer: Transfer, deadline: float) -> Exception | None:
+        """Return why it failed, if it did."""
         server: Server | None = None
-        connection: RedisConnection | None = None
-        is_done = False
         try:
             server = self._topology.server_of(name, deadline)
-            connection = server.acquire(deadline)
-            transfer.run(connection, server.window)
-            is_done = True
+            with server.connection(deadline) as connection:
+                transfer.run(connection, server.window)
         except KVStoreError:  # of the caller that checks what arrives
             raise
         except (OSError, errors.RedisError) as error:
             if server is not None and isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
                 self._topology.note_failure(server, error)
-            # What was reported to have come is not requested again.
-            is_refused = isinstance(error, _ELSEWHERE) and not transfer.filled_bytes
-            return error, connection is None or is_refused
-        finally:
-            if server is not None and connection is not None:
-                server.release(connection, is_clean=is_done)
-        return None, False
+            return error
+        return None
 
     def masters(self) -> list[Server]:
         """Return the servers that hold keys. Raises TierUnavailableError."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import select
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, LifoQueue
 from typing import Final
@@ -111,6 +111,16 @@ class Server:
         if self._is_closed:
             self.close()
 
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[RedisConnection]:
+        """Give a connection for replies that are all read, unless this raises."""
+        connection, is_clean = self.acquire(deadline), False
+        try:
+            yield connection
+            is_clean = True
+        finally:
+            self.release(connection, is_clean=is_clean)
+
     def close(self) -> None:
         """Hang up; what is in use follows as it comes back. Idempotent."""
         self._is_closed = True
@@ -175,13 +185,9 @@ class Batch:
 
 def converse(server: Server, command: Command, deadline: float) -> Reply:
     """Send *command* to one server and return the reply; an error is raised."""
-    batch = Batch(server, {0: command})
-    try:
-        batch.send(deadline)
-        batch.receive(MAX_TOPOLOGY_BYTES)
-    finally:
-        batch.close()
-    reply = batch.error or batch.replies[0]
+    with server.connection(deadline) as connection:
+        connection.send(pack(command))
+        (reply,) = connection.read_replies(1, MAX_TOPOLOGY_BYTES)
     if isinstance(reply, Exception):
         raise reply
     return reply

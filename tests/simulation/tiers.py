@@ -118,12 +118,12 @@ class DictTier(Tier):
         return Reservation(info, tenant, need_bytes, place)
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
         self._try("write")
-        frame = self._open.get(reservation.place)
-        if frame is None or not 0 <= offset <= len(frame) - len(data):
-            raise InvalidRequestError("reservation", offset, "spent, or too small")
-        frame[offset : offset + len(data)] = data
+        room = self._open.get(reservation.place)
+        if room is None or len(room) != len(frame):
+            raise InvalidRequestError("reservation", len(frame), "spent, or of another size")
+        room[:] = frame
 
     def _close_reservation(self, reservation: Reservation) -> Bytes:
         frame = self._open.pop(reservation.place, None)
@@ -301,9 +301,9 @@ class GatedDisk(SimDisk):
         self.reached.clear()
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
         self._pass()
-        super().write(reservation, offset, data)
+        super().write(reservation, frame)
 
     @override
     def read(

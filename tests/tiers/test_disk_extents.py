@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contracts.chunks import make_info
-from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, fill
+from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of
 from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
 
 from kvstore.proto.errors import (
@@ -41,7 +41,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 def put_for(tier: DiskTier, tenant: str, seed: int, size_bytes: int = FRAME_BYTES) -> ChunkInfo:
     info = make_info(seed, size_bytes)
     reservation = tier.reserve(info, tenant)
-    fill(tier, reservation, bytes_of(info))
+    tier.write(reservation, bytes_of(info))
     assert tier.seal(reservation)
     return info
 
