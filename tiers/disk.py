@@ -14,7 +14,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from kvstore.proto.buffers import READ_LOOP_FROM_BYTES, Bytes
-from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
@@ -54,9 +54,7 @@ RUN_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """Settings of a disk tier that have defaults.
-
-    *others* are further folders. *is_direct* reads and writes past the page cache.
+    """*others* are further folders. *is_direct* reads and writes past the page cache.
     *largest_frame_bytes* is what a data file of a new tier can hold at least.
     """
 
@@ -88,13 +86,10 @@ class DiskTier(Tier):
     shows nobody else's bytes: TierFullError may come while bytes are free, and evicting the
     ``chunks_sharing_block`` of one file makes its room anyone's.
 
-    The first folder takes ``index_bytes`` besides its capacity. ``dropped_rows`` counts what was
-    unusable in the index at start. When one of several folders fails, what lies there is
-    unavailable and nothing is put there for a while; the others serve.
-
-    A durable chunk stays until it is deleted. What is deleted may come back after a crash,
-    over bytes that are already another chunk's: that frame then has another key or fails its
-    checksum, which every caller checks.
+    When one of several folders fails, what lies there is unavailable and nothing is put there for
+    a while; the others serve. A durable chunk stays until it is deleted. What is deleted may come
+    back after a crash, over bytes that are already another chunk's: that frame then has another
+    key or fails its checksum, which every caller checks.
     """
 
     name: ClassVar[str] = TIER
@@ -111,12 +106,11 @@ class DiskTier(Tier):
         options: DiskOptions = DiskOptions(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Own the folder *path* and recover what it holds; *clock* gives seconds.
+        """Own the folder *path*, which takes *index_bytes* more, and recover what it holds.
 
         *file_bytes*, the size of the data files, bounds a frame and counts only for a new
         folder. Raises TierUnavailableError, naming the fix, when a folder is another process's,
-        of another format or tier, not writable or too small. Files of a failed first start are
-        removed.
+        of another format or tier, not writable or too small; what was made is then removed.
         """
         self._index = DiskIndex(path / "index", index_bytes)
         configs = [DiskConfig(path, capacity_bytes), *options.others]
@@ -142,10 +136,7 @@ class DiskTier(Tier):
                 self._commit.note_owner(number, None)
 
     def _recover(self) -> int:
-        """Open index and files and find the chunks again; return the next sequence.
-
-        Raises TierUnavailableError; what this start made is then taken back.
-        """
+        """Open index and files and find the chunks again; return the next sequence."""
         try:
             rows = self._index.open(
                 lambda row: self._files.reserve_at(row.file, row.offset, row.info.size_bytes)
@@ -166,8 +157,6 @@ class DiskTier(Tier):
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        if size_bytes < 1:
-            raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     @override
@@ -176,11 +165,6 @@ class DiskTier(Tier):
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        """Take room for a frame of ``info.size_bytes``.
-
-        Raises TierFullError, also while the index is full, and TierUnavailableError while
-        the index cannot be written or files cannot be synced.
-        """
         size = self.allocated_bytes(info.size_bytes)
         with self._calling():
             if self._commit.index_full:
@@ -220,11 +204,8 @@ class DiskTier(Tier):
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible; with *durable* return once it is committed.
-
-        A durable seal of a key that is sealed but not yet committed waits for that commit.
-        Raises TierUnavailableError, or TierFullError when the index is full; the room is
-        then free.
+        """Make the frame visible; with *durable* return once its key, whoever sealed it, is
+        committed. Raises TierFullError, too, when the index is full; the room is then free.
         """
         with self._calling():
             with self._lock:
@@ -309,7 +290,6 @@ class DiskTier(Tier):
 
     @override
     def delete(self, key: ChunkKey) -> bool:
-        """Forget *key* and free its room; the index follows with the next group."""
         with self._lock:
             self._check_open()
             is_here = self._remove(key)
@@ -331,7 +311,6 @@ class DiskTier(Tier):
 
     @override
     def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
-        """Return the sealed chunks of the data file that holds *key*; none when absent."""
         with self._lock:
             place = self._chunks.location(key)
             return [] if place is None else self._chunks.keys_in(place.number)

@@ -69,21 +69,17 @@ class DirectoryId(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> DirectoryId | None:
-        """Return what the folder *path* says it is; None when it says nothing.
-
-        Raises TierUnavailableError when that is damaged, or of an unknown version.
-        """
+        """Return what the folder *path* says it is; None when it says nothing."""
         words = read_signed_line(path / "DISK", "disk-set", 1)
         return None if words is None else cls(words[0], int(words[1]), int(words[2]))
 
 
 class DataFile:
-    """One file of frames. It has one owner from its first frame until it is deleted.
+    """One file of frames. It has one owner from its first frame until it is deleted; nobody owns a
+    blank one.
 
-    The lock of ``DataFiles`` guards ``free`` and ``owner``; nobody owns a blank file, to which
-    nothing was ever written. ``is_known`` is False for a file of which nobody knows whose bytes
-    it ever held: it is never shared. The descriptor is closed with the last reference, so that
-    a read or sync under way never meets a closed one.
+    ``is_known`` is False for a file of which nobody knows whose bytes it ever held: it is never
+    shared. The descriptor is closed with the last reference: no read or sync meets a closed one.
     """
 
     __slots__ = (
@@ -137,9 +133,8 @@ class DiskDirectory:
         """Own the folder and plan its capacity there, floored to whole blocks.
 
         *spare_bytes* must be free besides. A larger capacity than last time adds files, a
-        smaller one deletes those with the highest numbers. Raises TierUnavailableError; *undo*
-        then takes back what was created, but for the lock file: one that was opened before it
-        was unlinked would lock nothing.
+        smaller one deletes those with the highest numbers. *undo* takes back what is created, but
+        for the lock file: one that was opened before it was unlinked would lock nothing.
         """
         sizes = (("capacity_bytes", config.capacity_bytes), ("file_bytes", file_bytes))
         for name, value in sizes:
@@ -282,8 +277,7 @@ class DataFiles:
         """Own every folder and check that they are those of one tier, in their order.
 
         *file_bytes* counts only for a new folder. *index_bytes* must be free in the first one
-        besides. *clock* gives monotonic seconds. Raises TierUnavailableError, taking back
-        what was created.
+        besides. Raises TierUnavailableError, taking back what was created.
         """
         self.lock = Lock()
         self.by_number: dict[int, DataFile] = {}
@@ -319,9 +313,8 @@ class DataFiles:
     def open(self, owners: Mapping[int, str]) -> None:
         """Make the files that are missing, open all, and give those in *owners* to theirs.
 
-        A file that nobody owns is blank, or made anew. One with chunks and no owner is from
-        before files had owners, or its owner's row was lost: it serves them, and is never
-        shared. No number in *owners* is given to a new file. Raises TierUnavailableError.
+        A file that nobody owns is blank, or made anew. One with chunks whose owner's row was lost
+        serves them, and is never shared. No number in *owners* is given to a new file.
         """
         found = set(self.by_number)
         self._next_number = 1 + max([*owners, *found], default=-1)
@@ -467,11 +460,7 @@ class DataFiles:
                 self._missing += missing
 
     def open_shared(self, number: int, tenant: str) -> int:
-        """Return a new descriptor of a data file, read-only and the caller's to close.
-
-        Raises InvalidRequestError for an unknown file or one whose history is unknown,
-        PermissionDeniedError for another tenant's.
-        """
+        """Return a new descriptor of a data file, as ``Tier.extent_file`` does."""
         with self.lock:
             file = self.by_number.get(number)
             owner = None if file is None or not file.is_known else file.owner
@@ -506,10 +495,8 @@ class DataFiles:
         file.directory.failure = ""
 
     def sync(self, file: DataFile) -> None:
-        """Make what was written to *file* durable.
-
-        Raises TierUnavailableError. After a failure the kernel may have dropped any byte not
-        yet durable, and the next call succeeds all the same: compare ``sync_failures``.
+        """Make what was written to *file* durable. After a failure the kernel may have dropped any
+        byte not yet durable, and the next call succeeds all the same: compare ``sync_failures``.
         """
         try:
             os.fdatasync(file.fd)

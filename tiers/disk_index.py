@@ -129,10 +129,9 @@ def _checked_body(key: bytes, value: bytes, least_bytes: int) -> bytes:
 
 
 class DiskIndex:
-    """Rows by key, changed in transactions that are durable when they return.
+    """Rows by key, changed in transactions that are durable when they return. One thread at a time.
 
-    ``dropped`` counts rows and pages that were unusable at start, and ``owners`` says whose
-    each data file was then. One thread at a time.
+    ``dropped`` counts what was unusable at start, ``owners`` says whose each data file was then.
     """
 
     def __init__(self, path: Path, index_bytes: int) -> None:
@@ -159,11 +158,10 @@ class DiskIndex:
     def open(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
         """Return the usable rows in order of sealing, ready to commit.
 
-        *claim* says whether a row's place is free; of two that overlap the one sealed later is
-        asked first. A child process reads the rows, and a fresh file is written from them: this
-        process maps no page that it has not written, but where that cannot be, as there is no
-        room for both files, and the child found no damage. Raises TierUnavailableError; a sound
-        index then stays.
+        *claim* takes a row's place if it is free, of two that overlap that of the later. A child
+        process reads the rows, and a fresh file is written from them: this process maps no page
+        that it has not written, but where there is no room for both files and the child found no
+        damage. Raises TierUnavailableError; a sound index then stays.
         """
         self._undo.callback(self.close)
         try:
@@ -338,11 +336,8 @@ def _steps(changes: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _open_environment(path: Path, index_bytes: int, *, sync: bool = True) -> lmdb.Environment:
-    """Never writemap: a full or shortened file would then be a SIGBUS.
-
-    The folder's lock keeps other processes out and the tier commits from one thread at a
-    time, so LMDB's own lock file is not needed.
-    """
+    # Never writemap: a full or shortened file would then be a SIGBUS. The folder's lock keeps
+    # other processes out and one thread commits at a time: LMDB's own lock file is not needed.
     return lmdb.open(
         str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600,
         sync=sync,
@@ -351,9 +346,8 @@ def _open_environment(path: Path, index_bytes: int, *, sync: bool = True) -> lmd
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Rows and deletes that become durable together; deletes come first.
-
-    ``owners`` says of data files that changed hands whose they are now, None for deleted ones.
+    """Rows and deletes that become durable together; deletes come first. ``owners`` says of data
+    files that changed hands whose they are now, None for deleted ones.
     """
 
     rows: dict[ChunkKey, PendingRow] = field(default_factory=dict)
@@ -369,7 +363,6 @@ class Batch:
 @dataclass(slots=True, eq=False)
 class PendingRow:
     """A row from the reservation of its room until the index has it; failed until then.
-
     *sync_failures* are those of *file* when the room was reserved.
     """
 

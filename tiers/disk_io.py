@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import LifoQueue
-from subprocess import DEVNULL, PIPE, Popen
-from threading import Timer
+from subprocess import DEVNULL, TimeoutExpired, run
 from typing import ClassVar
 
 import numpy as np
@@ -35,8 +34,6 @@ PROBE_BYTES = 1 << 20
 READ_LIMIT_S = 60.0
 """How long an index may take to read at start. A start that needs longer is refused."""
 _HEAD = struct.Struct("<HI")
-_MAX_WORDS = 8192
-"""What is read of a traceback, in bytes."""
 _OTHER_VERSION = 3
 _DAMAGED = 4
 _DAMAGE = (_DAMAGED, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE)
@@ -70,13 +67,14 @@ except lmdb.Error as error:
     raise
 used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
 os.posix_fadvise(file.fileno(), 0, min(used, size), os.POSIX_FADV_WILLNEED)
-last, count, out = None, 0, sys.stdout.buffer
+last, count, left, out = None, 0, size, sys.stdout.buffer
 try:
     with env.begin(buffers=True) as transaction:
         cursor = transaction.cursor()
         for key, value in cursor.iterprev() if is_backward else cursor.iternext():
             key, value = bytes(key), value[:8192]
-            if last is not None and (key >= last if is_backward else key <= last):
+            left -= len(key) + len(value)
+            if left < 0 or last is not None and (key >= last if is_backward else key <= last):
                 sys.exit(4)
             out.write(struct.pack("<HI", len(key), len(value)) + key)
             out.write(value)
@@ -90,16 +88,13 @@ with ``_DAMAGED`` if it did, with ``_OTHER_VERSION`` where both meta pages are o
 of LMDB. An exception that says nothing about the file, such as MemoryError, is exit status 1.
 
 LMDB trusts its pages: a zeroed one aborts the process, a missing one is a SIGBUS, and a last
-page behind the end of the file may be more than can be mapped. Keys out of order are damage too,
-and could make a walk endless. Values are cut to 8 KiB.
+page behind the end of the file may be more than can be mapped. Keys out of order and more than
+the file can hold are damage too, and could make a walk endless. Values are cut to 8 KiB.
 """
 
 
 class FileIO:
-    """How data files are read and written: here through the page cache. Thread-safe.
-
-    What was written or read lately costs a copy.
-    """
+    """How data files are read and written: here through the page cache. Thread-safe."""
 
     open_flags: ClassVar[int] = 0
     can_sum: ClassVar[bool] = True
@@ -250,9 +245,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write_durably(file: Path, data: bytes) -> None:
-    """Replace *file* by one that holds *data*, for this user alone whatever the umask.
-
-    A crash leaves the old or the new one. Raises OSError.
+    """Replace *file* by one that holds *data*, for this user alone whatever the umask. A crash
+    leaves the old or the new one. Raises OSError.
     """
     draft = file.with_name(f"{file.name}.new")
     draft.unlink(missing_ok=True)  # one that a crash left may have another mode
@@ -317,9 +311,8 @@ def allocate_file(path: Path, size_bytes: int, *, is_new: bool = True) -> None:
 
 
 def take_lock(path: Path) -> int:
-    """Lock the folder *path* and return the descriptor that holds the lock.
-
-    Raises OSError, and TierUnavailableError while another process has it.
+    """Lock the folder *path* and return the descriptor that holds the lock. Raises OSError, and
+    TierUnavailableError while another process has it.
     """
     fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -346,37 +339,29 @@ def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
     it met damage. Raises OSError, InvalidFrameError when the file is of another version of LMDB,
     and TierUnavailableError when the child ended in a way that says nothing about the file.
     """
-    with file.open("rb") as stream:
-        left = os.fstat(stream.fileno()).st_size
     command = [sys.executable, "-c", _READER, str(file), direction, *sys.path]
-    # In a session of its own: a Ctrl-C that is meant for the server would end it.
-    with Popen(  # noqa: S603 - no shell, and a program of our own
-        command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        limit = Timer(READ_LIMIT_S, child.kill)
-        limit.start()
-        try:
-            while len(head := child.stdout.read(_HEAD.size)) == _HEAD.size:
-                key_bytes, value_bytes = _HEAD.unpack(head)
-                row = child.stdout.read(key_bytes + value_bytes)
-                rows[row[:key_bytes]] = row[key_bytes:]
-                left -= len(row)
-                if left < 0:  # more than the file can hold
-                    child.kill()
-                    return _DAMAGED
-            words = child.stderr.read(_MAX_WORDS).decode(errors="replace").split("\n")
-            status = child.wait()
-        finally:
-            limit.cancel()
+    try:
+        # In a session of its own: a Ctrl-C that is meant for the server would end it.
+        done = run(  # noqa: S603 - no shell, and a program of our own
+            command, stdin=DEVNULL, capture_output=True, check=False, start_new_session=True,
+            timeout=READ_LIMIT_S,
+        )  # fmt: skip
+        status, data, words = done.returncode, done.stdout, done.stderr.decode(errors="replace")
+    except TimeoutExpired:
+        status, data, words = -signal.SIGKILL, b"", ""
+    at = 0
+    while at + _HEAD.size <= len(data):
+        key_bytes, value_bytes = _HEAD.unpack_from(data, at)
+        start = at + _HEAD.size + key_bytes
+        at = start + value_bytes
+        rows[data[start - key_bytes : start]] = data[start:at]
     if status == _OTHER_VERSION:
         raise InvalidFrameError("index", str(file), "it is of another version of LMDB")
     if status and status not in _DAMAGE:
         reason = f"its reader ended with status {status}"
         if status == -signal.SIGKILL:
             reason += f": it took {READ_LIMIT_S:g} s, or memory ran out"
-        last = next((line for line in reversed(words) if line.strip()), "")
+        last = next((line for line in reversed(words.split("\n")) if line.strip()), "")
         raise refused(
             file.parent,
             f"could not be read: {reason}{last and f' ({last})'}",

@@ -16,7 +16,7 @@ import hmac
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
-from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import ChunkCorruptError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import (
@@ -201,9 +201,6 @@ class EncryptedTier(Tier):
         self.capacity_bytes = inner.capacity_bytes
         self.dropped_rows = inner.dropped_rows
 
-    def __repr__(self) -> str:
-        return f"EncryptedTier({self.inner!r})"
-
     @property
     @override
     def write_error(self) -> str:
@@ -211,8 +208,6 @@ class EncryptedTier(Tier):
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        if size_bytes < 1:
-            raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
         return self.inner.allocated_bytes(encrypted_bytes(size_bytes))
 
     @override
@@ -223,8 +218,6 @@ class EncryptedTier(Tier):
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        if info.size_bytes < 1:
-            raise InvalidRequestError("size_bytes", info.size_bytes, "a frame has bytes")
         sealed = replace(info, size_bytes=encrypted_bytes(info.size_bytes))
         inner = self.inner.reserve(sealed, tenant)
         return Reservation(info, tenant, inner.reserved_bytes, inner)
@@ -270,18 +263,15 @@ class EncryptedTier(Tier):
             sealed = room[: last.place - first + last.stop - last.start + TAG_BYTES]
             if not self.inner.read(key, sealed, first):
                 return False
-            bodies = (sealed[cell.place - first :] for cell in group)
-            if not all(map(partial(_decrypt, cipher, out, offset), group, bodies)):
-                raise ChunkCorruptError(key, "what lies there does not decrypt")
+            for cell in group:
+                if not _decrypt(cipher, out, offset, cell, sealed[cell.place - first :]):
+                    raise ChunkCorruptError(key, "what lies there does not decrypt")
             if verifier is not None:
                 verifier.update(min(last.stop, len(out)))
         return cipher is not None
 
     def _cipher_for(self, header: Bytes, info: ChunkInfo) -> FrameCipher | None:
-        """Return the cipher of a header that was read; None for one that is others' to open.
-
-        Raises ChunkCorruptError.
-        """
+        """Return the cipher of a header that was read; None for one that is others' to open."""
         try:
             return self._keys.cipher_for(header.tobytes(), info.key, info.size_bytes)
         except UnknownKeyError as error:

@@ -125,10 +125,8 @@ class GpuTier(Tier):
     Host bytes go up on one stream of the tier's own and come down on another, so that neither
     waits for the other nor for an engine's work. Pageable bytes pass a bounded ring of pinned
     memory; bytes in memory that the device knows (``Device.register``) are copied straight.
-    A frame becomes visible once its copy is done on the device.
-
-    Raises InvalidRequestError for a capacity below one granule and a header,
-    TierUnavailableError with the fix when the device does not have the memory.
+    A frame becomes visible once its copy is done on the device. Raises InvalidRequestError for a
+    capacity below one granule and a header, TierUnavailableError where the device lacks memory.
     """
 
     name = "gpu"
@@ -203,7 +201,6 @@ class GpuTier(Tier):
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
         place = self._open(reservation)
         try:
             self._up.fill(self._word(place), place.generation)
@@ -222,7 +219,6 @@ class GpuTier(Tier):
 
     @override
     def abort(self, reservation: Reservation) -> None:
-        """Free the room of a reservation; does nothing when it is spent."""
         with self._lock:
             place = self._reserved.pop(reservation.place, None)
             if place is not None:

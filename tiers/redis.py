@@ -120,19 +120,15 @@ class CapacityTracker:
             return self._chunks.get(key) or self._peers.get(key)
 
     def counted(self, keys: Sequence[ChunkKey] | None = None) -> dict[ChunkKey, Manifest | None]:
-        """Return the manifests counted for *keys*, or for all there are.
-
-        Call this before a read that may prove them gone.
-        """
+        """Return the manifests counted for *keys*, or for all there are, before they are read."""
         with self._lock:
             return {key: self._chunks.get(key) for key in (self._chunks if keys is None else keys)}
 
     def note(
         self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest | None]
     ) -> None:
-        """Take in a read: what its keys were counted as *before* it, and what it *found*.
-
-        What this process sealed meanwhile stays counted.
+        """Take in a read: what its keys were counted as *before* it, and what it *found*. What
+        this process sealed meanwhile stays counted.
         """
         with self._lock:
             for key, new in found.items():
@@ -173,17 +169,13 @@ class RedisTier(Tier):
     ``capacity_bytes`` bounds what this process reserved and sealed plus what a listing
     showed, at construction and by ``scan``; what others put later is found but not counted.
     Redis may be down at construction: calls then raise TierUnavailableError, and the first
-    ``reserve`` that reaches it lists what is there. A reserved frame lies in this process
-    until it is sealed.
-
-    Durable means acknowledged by the server, which keeps it in memory: what survives a power
-    cut there is up to its own replication and persistence. A seal whose answer is lost
-    raises, and what it left is removed before the next seal or ends by its lifetime; until
-    then the chunk may show, whole.
+    ``reserve`` that reaches it lists what is there. Durable means acknowledged by the server. A
+    seal whose answer is lost raises, and what it left is removed before the next seal or ends by
+    its lifetime; until then the chunk may show, whole.
 
     *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
-    receive. Parts of *part_bytes* limit a frame to 1024 of them; a little
-    below a power of two, as Redis' allocator rounds what is above it up by a quarter.
+    receive. *part_bytes* is a little below a power of two, as Redis' allocator rounds what is
+    above it up by a quarter.
     """
 
     name = "redis"
@@ -220,26 +212,17 @@ class RedisTier(Tier):
     def write_error(self) -> str:
         return self._never_answered
 
-    def __repr__(self) -> str:
-        return f"RedisTier({self._client.url!r}, capacity_bytes={self.capacity_bytes})"
-
+    @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        """Bytes a frame of *size_bytes* takes here: itself, its manifest and its names."""
         return size_bytes + CHUNK_OVERHEAD_BYTES
 
+    @override
     def max_frame_bytes(self) -> int:
-        """The largest frame that fits an empty tier."""
         room_bytes = self.capacity_bytes - CHUNK_OVERHEAD_BYTES
         return min(room_bytes, MAX_FRAME_BYTES, self._part_bytes * MAX_PARTS)
 
+    @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        """Take room for a frame of ``info.size_bytes``.
-
-        Raises TierFullError, and TierUnavailableError as long as Redis has never answered
-        what it holds.
-        """
-        if info.size_bytes < 1:
-            raise InvalidRequestError("size_bytes", info.size_bytes, "a frame has bytes")
         if not self._listed:
             self._list()
         need_bytes = self.allocated_bytes(info.size_bytes)
@@ -254,10 +237,10 @@ class RedisTier(Tier):
         check_size(reservation, frame)
         _PendingWrite.of(reservation).frame = frame
 
+    @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Send the frame, then make it visible unless another version of its key is.
-
-        Raises TierFullError, freeing the room, when the server itself takes no more.
+        """Send the frame, then make it visible unless another version of its key is. Raises
+        TierFullError, freeing the room, when the server itself takes no more.
         """
         pending = _PendingWrite.of(reservation)
         if pending.frame is None:
@@ -274,8 +257,8 @@ class RedisTier(Tier):
             self._capacity.end(reservation.reserved_bytes, manifest if sealed else None)
         return sealed
 
+    @override
     def abort(self, reservation: Reservation) -> None:
-        """Free the room of a reservation that will not be sealed. Idempotent."""
         with contextlib.suppress(InvalidRequestError):
             _PendingWrite.of(reservation).is_open = False
             self._capacity.end(reservation.reserved_bytes, None)
@@ -284,11 +267,10 @@ class RedisTier(Tier):
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
+        """Fill *out* in one round trip when the chunk is known here; False when it is absent.
 
-        One round trip when the chunk is known here, straight into *out*. A chunk with a
-        missing or short part is removed, and absent; so is one on a part of a Cluster that is
-        down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
+        One with a missing or short part is removed, and absent; so is one on a part of a Cluster
+        that is down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
         *out* does, whatever stands in Redis.
         """
         arrived = bool if verifier is None else verifier.update
@@ -313,32 +295,30 @@ class RedisTier(Tier):
                 raise
         return False
 
+    @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        """Return what is known of each key, whoever put it; one round trip for 512 keys.
-
-        All nodes of a Cluster are asked at once; what a lost one holds is absent meanwhile.
-        """
         return [row.info if row else None for row in self._stat(keys)]
 
+    @override
     def delete(self, key: ChunkKey) -> bool:
-        """Forget *key*, whoever put it, and free its room. Return whether it was there."""
         before = self._capacity.counted([key])
         removed = self._stored.delete(key)
         for gone in (before[key], removed):
             self._capacity.note({key: gone}, {key: None})
         return removed is not None
 
+    @override
     def scan(self) -> Iterator[ChunkInfo]:
         """List all nodes' chunks, least recently sealed first, and count them from now on."""
         rows = sorted(self._list().values(), key=lambda row: (row.sealed_us, row.info.key))
         return iter([row.info for row in rows])
 
+    @override
     def stats(self) -> TierStats:
-        """Count the tier; what expired or was removed by others counts until noticed."""
         return self._capacity.stats()
 
+    @override
     def close(self) -> None:
-        """Disconnect, leaving the data. Idempotent."""
         self._client.close()
 
     def _stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
@@ -383,7 +363,6 @@ class HealthFinding:
 
 def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     """Yield what is wrong with the servers behind *client*; what its user may not see is left out.
-
     Raises TierUnavailableError when none of them answers.
     """
     masters = client.masters()

@@ -98,9 +98,8 @@ class Manifest:
 
 
 def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
-    """Parse the manifest found under *key*; None when another version wrote it.
-
-    Whatever it says of sizes is checked against limits first. Raises InvalidFrameError.
+    """Parse the manifest found under *key*; None when another version wrote it. Whatever it says
+    of sizes is checked against limits first. Raises InvalidFrameError.
     """
     least_bytes = _FIXED.size + _CHECKSUM.size
     if not least_bytes <= len(raw) <= MAX_MANIFEST_BYTES:
@@ -234,9 +233,8 @@ class RedisChunks:
         return published
 
     def delete(self, key: ChunkKey, raw: bytes = b"") -> Manifest | None:
-        """Remove the chunk of *key*, if given only the version whose manifest is *raw*.
-
-        Return what was removed, None when there was nothing a reader could have read.
+        """Remove the chunk of *key*, if given only the version whose manifest is *raw*. Return it,
+        or None when there was nothing a reader could have read.
         """
         name, command = self._delete_manifest(key, raw)
         (row,) = self._client.run(name, [command])
@@ -251,10 +249,7 @@ class RedisChunks:
         return removed
 
     def scan(self) -> tuple[dict[ChunkKey, Manifest], bool]:
-        """Read all manifests, at most MAX_LISTED_CHUNKS; say whether these are all there are.
-
-        What a lost part of a Cluster holds is left out.
-        """
+        """Read all manifests, at most MAX_LISTED_CHUNKS; return whether these are all there are."""
         found: dict[ChunkKey, Manifest] = {}
         whole = True
         for master in self._client.masters():

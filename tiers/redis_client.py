@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redis import exceptions as errors
 
@@ -80,6 +80,11 @@ class NodeDown:
     error: TierUnavailableError
 
 
+class _Failure(NamedTuple):
+    error: Exception
+    is_undone: bool
+
+
 class RedisClient:
     """Send commands to the servers behind one URL.
 
@@ -149,34 +154,32 @@ class RedisClient:
         if within_s is not None:
             deadline = min(deadline, self._clock() + within_s)
         replies: list[Any] = [None] * len(calls)
-        failed = self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
-        again = {at: calls[at] for at, is_unsent in failed.items() if is_unsent}
+        self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
+        failed = {at: reply for at, reply in enumerate(replies) if isinstance(reply, _Failure)}
+        again = {at: calls[at] for at, failure in failed.items() if failure.is_undone}
         if again and self._may_try_again(deadline):
             self._ask_once(again, replies, deadline, reply_bytes)
         for at in failed:
-            if isinstance(replies[at], Exception):
-                replies[at] = NodeDown(self._partial_failure(replies[at]))
+            if isinstance(replies[at], _Failure):
+                replies[at] = NodeDown(self._partial_failure(replies[at].error))
         return replies
 
     def _ask_once(
-        self, calls: Mapping[int, Call], replies: list[Any], deadline: float, reply_bytes: int
-    ) -> dict[int, bool]:
-        """Fill in *replies* by number. Raises what nothing cures.
-
-        Return which are errors that others may not have, and whether nothing was done of each.
+        self, calls: dict[int, Call], replies: list[Any], deadline: float, reply_bytes: int
+    ) -> None:
+        """Fill in *replies* by number; failures that others may not have among them. Raises what
+        nothing cures.
         """
-        failed: dict[int, bool] = {}
-        groups: dict[Server, dict[int, Command]] = {}
-        for at, (name, command) in calls.items():
+        groups: dict[Server, list[int]] = {}
+        for at, (name, _) in calls.items():
             try:
-                server = (
-                    name if isinstance(name, Server) else self._topology.server_of(name, deadline)
-                )
+                if isinstance(name, Server):
+                    groups.setdefault(name, []).append(at)
+                else:
+                    groups.setdefault(self._topology.server_of(name, deadline), []).append(at)
             except _UNREACHED as error:
-                replies[at], failed[at] = error, True
-            else:
-                groups.setdefault(server, {})[at] = command
-        batches = [Batch(server, group) for server, group in groups.items()]
+                replies[at] = _Failure(error, is_undone=True)
+        batches = [Batch(server, [calls[at][1] for at in some]) for server, some in groups.items()]
         try:
             # in one order for all callers, lest two wait for what the other holds
             for batch in sorted(batches, key=lambda batch: batch.server.address):
@@ -186,31 +189,29 @@ class RedisClient:
         finally:
             for batch in batches:
                 batch.close()
-        for batch in batches:
-            failed |= self._take_in(batch, replies)
-        return failed
+        for batch, some in zip(batches, groups.values(), strict=True):
+            self._take_in(batch, some, replies)
 
-    def _take_in(self, batch: Batch, replies: list[Any]) -> dict[int, bool]:
-        failed: dict[int, bool] = {}
+    def _take_in(self, batch: Batch, numbers: Sequence[int], replies: list[Any]) -> None:
         if batch.error is not None:
             self._topology.note_failure(batch.server, batch.error)
-            for at in batch.commands:
-                replies[at], failed[at] = batch.error, batch.is_unsent
-        for at, reply in zip(batch.commands, batch.replies, strict=False):
-            replies[at] = None if isinstance(reply, WrongTypeError) else reply
-            if isinstance(reply, _ELSEWHERE):
-                failed[at] = True
+            for at in numbers:
+                replies[at] = _Failure(batch.error, batch.is_unsent)
+        for at, reply in zip(numbers, batch.replies, strict=False):
+            replies[at] = reply
+            if isinstance(reply, WrongTypeError):
+                replies[at] = None
+            elif isinstance(reply, _ELSEWHERE):
+                replies[at] = _Failure(reply, is_undone=True)
                 self._topology.note_failure(batch.server, reply)
-            elif isinstance(replies[at], errors.OutOfMemoryError):
-                raise replies[at]
-            elif isinstance(replies[at], errors.RedisError):
-                raise self._unavailable(replies[at])
-        return failed
+            elif isinstance(reply, errors.OutOfMemoryError):
+                raise reply
+            elif isinstance(reply, errors.RedisError):
+                raise self._unavailable(reply)
 
     def transfer(self, name: bytes, transfer: Transfer) -> bool:
-        """Carry out *transfer* of the key called *name*.
-
-        Return False when a reply is another than expected. Raises TierUnavailableError.
+        """Carry out *transfer* of the key called *name*. Return False when a reply is another than
+        expected. Raises TierUnavailableError.
         """
         deadline = self._deadline(len(transfer.out))
         error = self._try_transfer(name, transfer, deadline)

@@ -249,10 +249,7 @@ class RedisConnection(Connection):
             self.link.sendall(part)
 
     def read_replies(self, count: int, limit_bytes: int) -> list[Reply]:
-        """Return *count* replies of *limit_bytes* at most together, which must be all there are.
-
-        An error is one of them.
-        """
+        """Return *count* replies of *limit_bytes* together, errors too: all that there may be."""
         self.link.limit_bytes = limit_bytes
         read = self._parser.read_response
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import select
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, LifoQueue
@@ -139,12 +139,9 @@ def _has_events(connection: RedisConnection) -> bool:
 
 
 class Batch:
-    """Numbered commands to one server, over one connection.
+    """Commands to one server, over one connection. ``error`` is why it failed, if it did."""
 
-    ``error`` is why it failed, if it did; ``is_unsent`` says that nothing was sent then.
-    """
-
-    def __init__(self, server: Server, commands: Mapping[int, Command]) -> None:
+    def __init__(self, server: Server, commands: Sequence[Command]) -> None:
         self.server = server
         self.commands = commands
         self.replies: list[Reply] = []
@@ -162,7 +159,7 @@ class Batch:
         try:
             self._connection = self.server.acquire(deadline)
             self._sent_at = self.server.clock()
-            self._connection.send(pack(*self.commands.values()))
+            self._connection.send(pack(*self.commands))
         except (OSError, errors.RedisError) as error:
             self.error = error
 

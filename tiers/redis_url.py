@@ -71,10 +71,8 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Parse *url*.
-
-    Raises InvalidRequestError, which never quotes it: a badly escaped password may be
-    anywhere in it.
+    """Parse *url*. Raises InvalidRequestError, which never quotes it: a badly escaped password may
+    be anywhere in it.
     """
     try:
         parts = urlsplit(url)

@@ -16,7 +16,14 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_size,
+    spent,
+)
 
 GRANULE_BYTES = 64
 
@@ -121,8 +128,9 @@ class DictTier(Tier):
     def write(self, reservation: Reservation, frame: Bytes) -> None:
         self._try("write")
         room = self._open.get(reservation.place)
-        if room is None or len(room) != len(frame):
-            raise InvalidRequestError("reservation", len(frame), "spent, or of another size")
+        if room is None:
+            raise spent(reservation)
+        check_size(reservation, frame)
         room[:] = frame
 
     def _close_reservation(self, reservation: Reservation) -> Bytes:

@@ -263,7 +263,7 @@ def test_a_server_that_is_far_has_more_on_its_way_and_one_that_proves_near_has_n
     with closing(Server(("127.0.0.1", redis.port), ConnectionOptions(1.0, 4), clock)) as server:
 
         def ping() -> None:
-            batch = Batch(server, {0: (b"PING",)})
+            batch = Batch(server, [(b"PING",)])
             batch.send(1.0)
             batch.receive(99)
             batch.close()

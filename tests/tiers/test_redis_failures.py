@@ -311,6 +311,7 @@ def test_closed_tier_is_unavailable_and_leaves_its_data(
     tier = open_redis_tier(redis.url)
     put(tier, INFO, DATA)
     reservation = tier.reserve(make_info(2, 10))
+    tier.write(reservation, payload(2, 10))
     tier.close()
     with pytest.raises(TierUnavailableError, match="closed"):
         tier.find([INFO.key])
