@@ -339,6 +339,7 @@ class Node:
         deadline = self._clock() + grace_s
         self.store.drain(deadline)
         self._stopping.set()
+        self.store.catalog.state.news.set()  # the learner waits for them
         for thread in (self._maintenance, self._learner):
             if thread.is_alive():
                 thread.join()
