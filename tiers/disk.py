@@ -217,7 +217,7 @@ class DiskTier(Tier):
                     self._chunks.seal(row.info, _place(row))
                     self._commit.add(pending)
                 else:
-                    self._files.free(pending.file, row.offset, row.info.size_bytes)
+                    pending.file.free.free_range(row.offset, row.info.size_bytes)
                     waited = self._commit.pending(row.info.key) if durable else None
                 is_due = durable or self._commit.is_due()
             if waited is not None and is_due:
@@ -228,7 +228,7 @@ class DiskTier(Tier):
     def abort(self, reservation: Reservation) -> None:
         with self._lock:
             pending = self._release(reservation)
-            self._files.free(pending.file, pending.row.offset, reservation.info.size_bytes)
+            pending.file.free.free_range(pending.row.offset, reservation.info.size_bytes)
 
     @override
     def read(
@@ -414,6 +414,5 @@ class DiskTier(Tier):
         """Forget a chunk and free its room. Return whether it was there."""
         place = self._chunks.pop(key)
         if place is not None:
-            file = self._files.by_number[place.number]
-            self._files.free(file, place.offset, place.size_bytes)
+            self._files.by_number[place.number].free.free_range(place.offset, place.size_bytes)
         return place is not None

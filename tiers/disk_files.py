@@ -70,7 +70,7 @@ class DirectoryId(NamedTuple):
     @classmethod
     def read(cls, path: Path) -> DirectoryId | None:
         """Return what the folder *path* says it is; None when it says nothing."""
-        words = read_signed_line(path / "DISK", "disk-set", 1)
+        words = read_signed_line(path / "DISK", "disk-set")
         return None if words is None else cls(words[0], int(words[1]), int(words[2]))
 
 
@@ -121,10 +121,9 @@ class DataFile:
 class DiskDirectory:
     """The lock, the format and the data files of one folder.
 
-    Each data file has a number that no other file of the tier ever had or will have. ``files``
-    are those there are, by number and with the sizes they are to have; ``wanted`` has the sizes
-    of those that are still to be made. A folder keeps the file size it was created with.
-    ``failure`` says why nothing is put here until ``retry_at_s``.
+    Each data file has a number that no other file of the tier ever had or will have. ``wanted``
+    has the sizes of those that are still to be made. A folder keeps the file size it was created
+    with. ``failure`` says why nothing is put here until ``retry_at_s``.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class DiskDirectory:
         self.path = config.path
         self.capacity_bytes = config.capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.file_bytes = file_bytes // BLOCK_BYTES * BLOCK_BYTES
-        self.used_bytes = 0
         self.files: dict[int, DataFile] = {}
         self.wanted: list[int] = []
         self.failure = ""
@@ -165,7 +163,7 @@ class DiskDirectory:
             fix = f"chmod 700 {self.path}"
             logger.warning("other users can look into the disk's folder", fix=fix)
         self._lock_fd = take_lock(self.path)
-        words = read_signed_line(self.path / "FORMAT", TIER, 1)
+        words = read_signed_line(self.path / "FORMAT", TIER)
         if words is not None:
             self.file_bytes = int(words[0])
         elif (self.path / "extents").exists() or (self.path / "index").exists():
@@ -179,9 +177,8 @@ class DiskDirectory:
             self.undo.callback(folder.rmdir)
 
     def _plan(self, spare_bytes: int) -> None:
-        """Keep the files of the lowest numbers, grow those that were cut, and want the rest.
-
-        Refuses, before a file is touched, what does not fit: else the disk would fill up.
+        """Keep the files of the lowest numbers, grow those that were cut, and want the rest. What
+        does not fit is refused before a file is touched: else the disk would fill up.
         """
         left, need = self.capacity_bytes, self.capacity_bytes + spare_bytes
         sizes: dict[int, int] = {}
@@ -202,10 +199,14 @@ class DiskDirectory:
         full, rest = divmod(left, self.file_bytes)
         self.wanted = [self.file_bytes] * full + [rest] * (rest > 0)
 
-    def fill(self, first_number: int) -> None:
-        """Make every planned file, the new ones with numbers from *first_number* on.
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of ``capacity_bytes``. Under the lock of ``DataFiles``."""
+        return sum(file.free.used_bytes for file in self.files.values())
 
-        What is beyond the capacity is deleted last. Raises TierUnavailableError.
+    def fill(self, first_number: int) -> None:
+        """Make every planned file, the new ones with numbers from *first_number* on. What is beyond
+        the capacity is deleted last. Raises TierUnavailableError.
         """
         try:
             for file in self.files.values():
@@ -350,17 +351,13 @@ class DataFiles:
                 directory.write("DISK", wanted.line())
 
     def _open(self, file: DataFile) -> None:
-        directory = file.directory
         try:
             file.fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | self.io.open_flags)
-        except OSError as error:
-            if error.errno == errno.EINVAL and self.io.open_flags:
-                raise no_direct(directory.path, error) from None
-            raise TierUnavailableError(TIER, f"{file.path}: {error.strerror}") from error
-        try:
             self.io.check(file.fd)
         except OSError as error:
-            raise no_direct(directory.path, error) from None
+            if error.errno == errno.EINVAL and self.io.open_flags:
+                raise no_direct(file.directory.path, error) from None
+            raise TierUnavailableError(TIER, f"{file.path}: {error.strerror}") from error
 
     def _make(self, directory: DiskDirectory, size_bytes: int) -> None:
         """Make a blank file with a number of its own. Raises TierUnavailableError."""
@@ -396,22 +393,13 @@ class DataFiles:
                 is_new, file.owner = file.owner is None, tenant
                 offset = file.free.allocate(size_bytes)
                 assert offset is not None
-                directory.used_bytes += size_bytes
                 return file, offset, is_new
         return None
 
     def reserve_at(self, number: int, offset: int, size_bytes: int) -> bool:
         """Take exactly the range of a frame that was found; False if any of it is taken."""
         file = self.by_number.get(number)
-        if file is None or not file.free.reserve_at(offset, size_bytes):
-            return False
-        file.directory.used_bytes += file.free.rounded(size_bytes)
-        return True
-
-    def free(self, file: DataFile, offset: int, size_bytes: int) -> None:
-        """Free the room of a frame."""
-        file.free.free_range(offset, size_bytes)
-        file.directory.used_bytes -= file.free.rounded(size_bytes)
+        return file is not None and file.free.reserve_at(offset, size_bytes)
 
     def _find_empty(self, tenant: str, size_bytes: int) -> DataFile | None:
         for file in self.by_number.values():
@@ -540,11 +528,7 @@ def _find_room(directory: DiskDirectory, tenant: str, size_bytes: int) -> DataFi
 
 
 def _check_ids(paths: Sequence[Path]) -> None:
-    """Refuse folders that are not those of one tier, in their order.
-
-    New folders may come behind those the tier has. Raises TierUnavailableError, naming the
-    folder that is missing or another's.
-    """
+    """Refuse folders that are not those of one tier, in their order; new ones may come behind."""
     first, *others = map(DirectoryId.read, paths)
     if first is not None and first.position:
         raise refused(paths[0], f"is disk {first.position} of its tier: give its disk 0 first", "")

@@ -57,7 +57,6 @@ _PLACE = struct.Struct("<B3xIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
-_FRESH_STEP = 10_000
 
 logger = structlog.get_logger(__name__)
 
@@ -195,8 +194,8 @@ class DiskIndex:
     def commit(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> int:
         """Delete, then add, and return how many *rows* went in; the index is full for the rest.
 
-        All is durable on return, in one transaction where that fits, else in small ones, the
-        deletes first. Raises TierUnavailableError; nobody knows then what took place.
+        All is durable on return, in one transaction where that fits. Raises TierUnavailableError;
+        nobody knows then what took place.
         """
         if not self._has_room(len(rows)) or not self._write(deletes, rows):
             for some in _steps(list(deletes)):
@@ -217,10 +216,8 @@ class DiskIndex:
         return count == 0 or used + count + pages // SPARE_SHARE <= pages
 
     def _opened(self) -> lmdb.Environment:
-        """Return the index; after a failed write mapped anew, as LMDB takes no other before.
-
-        What is there is the state before that write or the one after it: LMDB syncs the pages
-        of a transaction before it writes the page that names them.
+        """Return the index; after a failed write mapped anew, as LMDB takes no other before. There
+        is then the state before that write or after it, never one between.
         """
         if self._is_in_doubt:
             self.close()  # LMDB allows one mapping in a process
@@ -261,7 +258,7 @@ class DiskIndex:
             self._env = None
 
     def _recover(self, claim: Callable[[IndexRow], bool]) -> tuple[list[IndexRow], list[bytes]]:
-        """Return the usable rows and the keys of others that the file still has."""
+        """Return the usable rows, and the keys of others, which the file may still have."""
         packed: dict[bytes, bytes] = {}
         status = read_lmdb(self._file, "forward", packed)
         if status:
@@ -292,14 +289,12 @@ class DiskIndex:
             logger.warning(event, index=str(self._file), status=status)
         for key in gone:
             del packed[key]
-        is_new = self._rewrite(sorted(packed.items()), is_sound=not status)
-        return kept, [] if is_new else gone
+        self._rewrite(sorted(packed.items()), is_sound=not status)
+        return kept, gone
 
-    def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> bool:
-        """Replace the file by one with just *rows*; a crash leaves the old or the new one.
-
-        Where that fails, mostly as there is no room for both, a sound one stays, and this returns
-        False; another goes first. Raises OSError and lmdb.Error.
+    def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> None:
+        """Replace the file by one with just *rows*; a crash leaves the old or the new one. A sound
+        one stays where that fails, mostly for want of room.
         """
         draft = self._path / "draft"
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
@@ -308,40 +303,32 @@ class DiskIndex:
         except (OSError, lmdb.Error):
             if is_sound:
                 shutil.rmtree(draft, ignore_errors=True)
-                return False
+                return
             self._file.unlink()
             _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)
         draft.rmdir()
         sync_folder(self._path)
-        return True
 
 
 def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
     """Make an index of sorted *rows* as the folder *path*, durably. Raises OSError, lmdb.Error."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=0o700)
-    env = _open_environment(path, map_bytes, sync=False)
-    try:
-        for start in range(0, len(rows), _FRESH_STEP):
-            with env.begin(write=True) as transaction:
-                transaction.cursor().putmulti(rows[start : start + _FRESH_STEP], append=True)
-        env.sync(True)
-    finally:
-        env.close()
+    with _open_environment(path, map_bytes) as env, env.begin(write=True) as transaction:
+        transaction.cursor().putmulti(rows, append=True)
 
 
 def _steps(changes: Sequence[T]) -> Iterator[Sequence[T]]:
     return (changes[start : start + _STEP] for start in range(0, len(changes), _STEP))
 
 
-def _open_environment(path: Path, index_bytes: int, *, sync: bool = True) -> lmdb.Environment:
+def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:
     # Never writemap: a full or shortened file would then be a SIGBUS. The folder's lock keeps
     # other processes out and one thread commits at a time: LMDB's own lock file is not needed.
     return lmdb.open(
-        str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600,
-        sync=sync,
-    )  # fmt: skip
+        str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -378,13 +365,10 @@ class PendingRow:
 class GroupCommit:
     """Group commit: rows and deletes join a batch; who needs one durable commits it for all.
 
-    Order: the deletes and rows of one batch in one transaction, after a sync of every file
-    they touch, and one batch after the other. So a region freed by a delete never has two
-    rows in the index: the row of its next chunk comes with the delete or after it. Nor is a
-    chunk's row ever there without its file's owner.
-
-    ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under the lock of *files*;
-    everything else takes it, and no sync or transaction runs under it.
+    Batches follow one another, each in one transaction after a sync of every file it touches. So
+    a region freed by a delete never has two rows in the index, nor is a chunk's row ever there
+    without its file's owner. ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under
+    the lock of *files*; everything else takes it, and no sync or transaction runs under it.
     """
 
     def __init__(

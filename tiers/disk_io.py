@@ -264,9 +264,8 @@ def signed_line(words: str) -> bytes:
     return f"{words} {checksum(words.encode()):016x}\n".encode()
 
 
-def read_signed_line(file: Path, kind: str, version: int) -> list[str] | None:
-    """Return the words that follow ``kvstore KIND VERSION`` in *file*; None where there is none.
-
+def read_signed_line(file: Path, kind: str) -> list[str] | None:
+    """Return the words that follow ``kvstore KIND 1`` in *file*; None where there is none.
     Raises TierUnavailableError when the file is damaged or of another kind or version.
     """
     try:
@@ -277,8 +276,8 @@ def read_signed_line(file: Path, kind: str, version: int) -> list[str] | None:
     words = line.decode(errors="replace").split()
     if words[:2] != ["kvstore", kind] or len(words) < 3:
         raise refused(file.parent, f"has a {file.name} that no disk tier wrote")
-    if words[2] != str(version):
-        reason = f"has a {file.name} of format version {words[2]}, this server knows {version}"
+    if words[2] != "1":
+        reason = f"has a {file.name} of format version {words[2]}, this server knows 1"
         raise refused(file.parent, reason)
     if line != signed_line(" ".join(words[:-1])):
         raise refused(file.parent, f"has a damaged {file.name}")

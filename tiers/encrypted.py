@@ -131,7 +131,6 @@ class FrameCipher:
 
 class KeyRing:
     """Keys by epoch, which *keys* returns as they are now; the last epoch's is sealed with.
-
     *random_bytes* gives what no two frames may share. Thread-safe.
     """
 
@@ -155,10 +154,8 @@ class KeyRing:
         return _frame_cipher(header, keys[epoch], key)
 
     def cipher_for(self, header: bytes, key: ChunkKey, frame_bytes: int) -> FrameCipher:
-        """Return the cipher of what lies under *key*.
-
-        Raises UnknownKeyError for a key that is not here, ChunkCorruptError for a header that
-        is not that of a frame of *frame_bytes*.
+        """Return the cipher of what lies under *key*. Raises UnknownKeyError for a key that is not
+        here, ChunkCorruptError for a header that is not that of a frame of *frame_bytes*.
         """
         magic, version, zeros, epoch, more, stated, *_ = _HEADER.unpack(header)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -200,6 +197,8 @@ class EncryptedTier(Tier):
         self.shares_files = False
         self.capacity_bytes = inner.capacity_bytes
         self.dropped_rows = inner.dropped_rows
+        for name in ("prefetch", "chunks_sharing_block", "tenant_of", "flush"):
+            setattr(self, name, getattr(inner, name))
 
     @property
     @override
@@ -279,10 +278,6 @@ class EncryptedTier(Tier):
                 return None
             raise ChunkCorruptError(info.key, str(error)) from None
 
-    @override
-    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        self.inner.prefetch(keys)
-
     # --- knowing
 
     @override
@@ -305,20 +300,8 @@ class EncryptedTier(Tier):
         return self.inner.stats()
 
     @override
-    def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
-        return self.inner.chunks_sharing_block(key)
-
-    @override
     def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
         return self.inner.eviction_run(key, encrypted_bytes(size_bytes), tenant)
-
-    @override
-    def tenant_of(self, key: ChunkKey) -> str:
-        return self.inner.tenant_of(key)
-
-    @override
-    def flush(self) -> None:
-        self.inner.flush()
 
     @override
     def close(self) -> None:

@@ -56,6 +56,8 @@ logger = structlog.get_logger(__name__)
 
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
+Known = Mapping[ChunkKey, Manifest | None]
+
 MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
 
@@ -77,9 +79,8 @@ class _PendingWrite:
 
 
 class CapacityTracker:
-    """Bytes reserved and sealed, against a capacity. Thread-safe; never does I/O.
-
-    A chunk is counted from its sealing, or a listing, until it is noticed to be gone.
+    """Bytes reserved and sealed, against a capacity. Thread-safe. A chunk is counted from its
+    sealing, or a listing, until it is noticed to be gone.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -119,36 +120,28 @@ class CapacityTracker:
         with self._lock:
             return self._chunks.get(key) or self._peers.get(key)
 
-    def counted(self, keys: Sequence[ChunkKey] | None = None) -> dict[ChunkKey, Manifest | None]:
+    def counted(self, keys: Sequence[ChunkKey] | None = None) -> Known:
         """Return the manifests counted for *keys*, or for all there are, before they are read."""
         with self._lock:
             return {key: self._chunks.get(key) for key in (self._chunks if keys is None else keys)}
 
-    def note(
-        self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest | None]
-    ) -> None:
+    def note(self, before: Known, found: Known, *, is_listing: bool = False) -> None:
         """Take in a read: what its keys were counted as *before* it, and what it *found*. What
-        this process sealed meanwhile stays counted.
+        this process sealed meanwhile stays counted; what a listing found is counted from now on.
         """
         with self._lock:
             for key, new in found.items():
-                old = before[key]
+                old = before.get(key)
                 if old is not None and old != new and self._chunks.get(key) == old:
                     self._discount(key)
                 self._peers.pop(key, None)
                 if new is not None and key not in self._chunks:
-                    self._peers[key] = new
-                    if len(self._peers) > MAX_PEER_MANIFESTS:
-                        self._peers.popitem(last=False)
-
-    def count(
-        self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest]
-    ) -> None:
-        """Take in a listing: count all it *found* that was not sealed here since *before*."""
-        with self._lock:
-            for key, new in found.items():
-                if self._chunks.get(key) in (None, before.get(key)):
-                    self._count(new)
+                    if is_listing:
+                        self._count(new)
+                    else:
+                        self._peers[key] = new
+                if len(self._peers) > MAX_PEER_MANIFESTS:
+                    self._peers.popitem(last=False)
 
     def _count(self, manifest: Manifest) -> None:
         key = manifest.info.key
@@ -337,9 +330,8 @@ class RedisTier(Tier):
         before = self._capacity.counted()
         found, whole = self._stored.scan()
         self._never_answered = ""
-        if whole:
-            self._capacity.note(before, {key: None for key in before if key not in found})
-        self._capacity.count(before, found)
+        gone = [key for key in before if key not in found] if whole else []
+        self._capacity.note(before, {**found, **dict.fromkeys(gone)}, is_listing=True)
         if not self._listed:
             self._listed = True
             with contextlib.suppress(TierUnavailableError):

@@ -90,9 +90,8 @@ class RedisClient:
 
     A call ends once nothing came for *timeout_ms*, and at the latest after that and the time
     of its payload at SLOWEST_BYTES_PER_S. What a server did not begin to do is tried once
-    more where another server may do it; nothing else is retried: a retry would outlive the
-    caller's deadline. At most *connections* are open to each server. Thread-safe; *clock*
-    returns monotonic seconds.
+    more where another server may do it. At most *connections* are open to each server.
+    Thread-safe.
     """
 
     def __init__(
@@ -126,9 +125,8 @@ class RedisClient:
     ) -> list[Any]:
         """Send *commands* about the key called *name*, or to that server, and return their replies.
 
-        A command on a key of the wrong type is answered with None, as if it were absent.
-        Raises redis-py's OutOfMemoryError when the server takes no more, and
-        TierUnavailableError for anything else.
+        The reply for a key of the wrong type is None, as if it were absent. Raises redis-py's
+        OutOfMemoryError when the server takes no more, else TierUnavailableError.
         """
         calls = [(name, command) for command in commands]
         replies = self.ask(calls, reply_bytes=reply_bytes)

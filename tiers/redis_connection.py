@@ -129,9 +129,8 @@ class ConnectionOptions:
 
 
 class DeadlineSocket:
-    """A socket whose every use ends by ``deadline``, and after *silence_s* without any byte.
-
-    What came before the deadline can be received for GRACE_S after it.
+    """A socket whose every use ends by ``deadline``, and after *silence_s* without any byte. What
+    came before the deadline can be received for GRACE_S after it.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, clock: Callable[[], float]) -> None:
@@ -183,9 +182,8 @@ class DeadlineSocket:
 
 
 class RedisConnection(Connection):
-    """redis-py's connection, every call on which ends by the deadline of its ``link``.
-
-    Raises redis-py's errors and OSError; after one, the connection is of no use.
+    """redis-py's connection, every call on which ends by the deadline of its ``link``. Raises
+    redis-py's errors and OSError; after one, the connection is of no use.
     """
 
     link: DeadlineSocket
@@ -301,7 +299,6 @@ class RedisConnection(Connection):
 @dataclass(slots=True)
 class Transfer:
     """The value of one key received in place: *steps* in order, whose payload fills *out*.
-
     *arrived* is called, after each slice, with how much has come.
     """
 

@@ -50,9 +50,8 @@ logger = structlog.get_logger(__name__)
 
 
 class Server:
-    """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe.
-
-    Each has one user at a time; one that failed is not used again.
+    """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe. Each
+    has one user at a time; one that failed is not used again.
     """
 
     def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
