@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
@@ -119,7 +119,14 @@ class DiskTier(Tier):
             file_bytes = file_bytes_for(total, options.largest_frame_bytes)
         io = DirectIO() if options.is_direct else FileIO()
         self._path = path
-        self._files = DataFiles(configs, file_bytes, self._index.missing_bytes, io, clock)
+        with ExitStack() as undo:
+            missing_bytes = self._index.missing_bytes
+            self._files = DataFiles(configs, file_bytes, missing_bytes, io, clock, undo)
+            rows = self._index.open(
+                lambda row: self._files.reserve_at(row.file, row.offset, row.info.size_bytes), undo
+            )
+            self._files.open(self._index.owners)
+            undo.pop_all()
         self._lock = self._files.lock
         self._idle = Condition(self._lock)
         self._callers = 0
@@ -127,28 +134,15 @@ class DiskTier(Tier):
         self.capacity_bytes = self._files.capacity_bytes
         self._reserved: set[PendingRow] = set()
         self._chunks = LocationTable()
-        self._sequence = itertools.count(self._recover())
+        for row in rows:
+            self._chunks.seal(row.info, _place(row))
+        self._sequence = itertools.count(rows[-1].sequence + 1 if rows else 0)
         self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
         self.dropped_rows = self._index.dropped
         self._commit = GroupCommit(self._files, self._index, clock, self._forget)
         with self._lock:
             for number in self._index.owners.keys() - self._files.by_number.keys():
                 self._commit.note_owner(number, None)
-
-    def _recover(self) -> int:
-        """Open index and files and find the chunks again; return the next sequence."""
-        try:
-            rows = self._index.open(
-                lambda row: self._files.reserve_at(row.file, row.offset, row.info.size_bytes)
-            )
-            self._files.open(self._index.owners)
-        except TierUnavailableError:
-            self._index.discard()
-            self._files.discard()
-            raise
-        for row in rows:
-            self._chunks.seal(row.info, _place(row))
-        return rows[-1].sequence + 1 if rows else 0
 
     @property
     @override

@@ -17,7 +17,6 @@ import structlog
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
-    KVStoreError,
     PermissionDeniedError,
     TierUnavailableError,
 )
@@ -274,11 +273,12 @@ class DataFiles:
         index_bytes: int,
         io: FileIO,
         clock: Callable[[], float],
+        undo: ExitStack,
     ) -> None:
         """Own every folder and check that they are those of one tier, in their order.
 
         *file_bytes* counts only for a new folder. *index_bytes* must be free in the first one
-        besides. Raises TierUnavailableError, taking back what was created.
+        besides. Raises TierUnavailableError; *undo* then takes back what was created.
         """
         self.lock = Lock()
         self.by_number: dict[int, DataFile] = {}
@@ -288,17 +288,12 @@ class DataFiles:
         """Files that were deleted and could not be made anew yet."""
         self.io = io
         self._clock = clock
-        self._undo = ExitStack()
-        self._undo.callback(io.close)
-        try:
-            for config in configs:
-                if self.directories:
-                    file_bytes, index_bytes = self.directories[0].file_bytes, 0
-                self.directories.append(DiskDirectory(config, file_bytes, index_bytes, self._undo))
-            _check_ids([directory.path for directory in self.directories])
-        except (KVStoreError, OSError):
-            self.discard()
-            raise
+        undo.callback(io.close)
+        for config in configs:
+            if self.directories:
+                file_bytes, index_bytes = self.directories[0].file_bytes, 0
+            self.directories.append(DiskDirectory(config, file_bytes, index_bytes, undo))
+        _check_ids([directory.path for directory in self.directories])
         self.capacity_bytes = sum(one.capacity_bytes for one in self.directories)
         for directory in self.directories:
             # A number that is taken: the folder is new, and its files a broken-off start's.
@@ -503,10 +498,6 @@ class DataFiles:
 
     def _has_others(self, directory: DiskDirectory) -> bool:
         return any(other is not directory and not other.failure for other in self.directories)
-
-    def discard(self) -> None:
-        """Close everything and take back what this start made. Raises OSError."""
-        self._undo.close()
 
     def close(self) -> None:
         """Close the files, then release the folders. Idempotent."""

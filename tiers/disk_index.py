@@ -140,7 +140,6 @@ class DiskIndex:
         self.dropped = 0
         self.owners: dict[int, str] = {}
         self._path = path
-        self._undo = ExitStack()
         self._file = path / "data.mdb"
         self._index_bytes = index_bytes // BLOCK_BYTES * BLOCK_BYTES
         self._env: lmdb.Environment | None = None
@@ -154,25 +153,25 @@ class DiskIndex:
         except OSError:
             return self._index_bytes
 
-    def open(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
+    def open(self, claim: Callable[[IndexRow], bool], undo: ExitStack) -> list[IndexRow]:
         """Return the usable rows in order of sealing, ready to commit.
 
         *claim* takes a row's place if it is free, of two that overlap that of the later. A child
         process reads the rows, and a fresh file is written from them: this process maps no page
         that it has not written, but where there is no room for both files and the child found no
-        damage. Raises TierUnavailableError; a sound index then stays.
+        damage. Raises TierUnavailableError; a sound index then stays, and *undo* removes a new one.
         """
-        self._undo.callback(self.close)
+        undo.callback(self.close)
         try:
             if not self._path.exists():
                 self._path.mkdir(mode=0o700)
-                self._undo.callback(self._path.rmdir)
+                undo.callback(self._path.rmdir)
             rows: list[IndexRow] = []
             gone: list[bytes] = []
             if self._file.exists() and self._file.stat().st_size:
                 rows, gone = self._recover(claim)
             else:
-                self._undo.callback(self._file.unlink, missing_ok=True)
+                undo.callback(self._file.unlink, missing_ok=True)
             self._env = _open_environment(self._path, self._index_bytes)
             if gone:
                 self.commit(gone, [])
@@ -185,7 +184,6 @@ class DiskIndex:
                 TIER, f"{self._path}: {error}; nothing was changed: give another folder"
             ) from error
         except (OSError, lmdb.Error) as error:
-            self.discard()
             raise TierUnavailableError(
                 TIER, f"{self._path} cannot be opened: {error}; move it away to start empty"
             ) from error
@@ -245,10 +243,6 @@ class DiskIndex:
             self._is_in_doubt = True
             raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
         return True
-
-    def discard(self) -> None:
-        """Unmap the index, and remove it if this start created it. Raises OSError."""
-        self._undo.close()
 
     def close(self) -> None:
         """Unmap the index. Idempotent."""

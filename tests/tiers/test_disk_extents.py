@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -214,7 +215,7 @@ def test_an_empty_extent_keeps_its_owner_over_a_restart(tier: DiskTier, tmp_path
 def without_owners(path: Path) -> None:
     """Make the index one of before extents had owners."""
     index = DiskIndex(path / "index", INDEX_BYTES)
-    index.open(lambda row: True)
+    index.open(lambda row: True, ExitStack())
     index.commit([owner_key(extent) for extent in index.owners], [])
     index.close()
 
