@@ -23,17 +23,10 @@ class FreeList:
 
     The owner remembers what it took, and how much, and locks. An allocation takes the smallest hole
     that fits; a free joins both neighbours at once, so two holes never touch. Each costs O(log n)
-    comparisons and moves parts of two lists of the holes. Raises InvalidRequestError at
-    construction unless both sizes are positive and the capacity is a multiple of the granule.
+    comparisons and moves parts of two lists of the holes.
     """
 
     def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
-        if granule_bytes < 1:
-            raise InvalidRequestError("granule_bytes", granule_bytes, "give a positive size")
-        if capacity_bytes < granule_bytes or capacity_bytes % granule_bytes:
-            raise InvalidRequestError(
-                "capacity_bytes", capacity_bytes, f"give a multiple of {granule_bytes}"
-            )
         self._granule = granule_bytes
         self.used_bytes = capacity_bytes
         """Bytes handed out, rounding included."""

@@ -28,7 +28,6 @@ from kvstore.tiers.disk_io import (
     FileIO,
     allocate_file,
     free_bytes,
-    no_direct,
     read_signed_line,
     refused,
     signed_line,
@@ -134,10 +133,9 @@ class DiskDirectory:
         smaller one deletes those with the highest numbers. *undo* takes back what is created, but
         for the lock file: one that was opened before it was unlinked would lock nothing.
         """
-        sizes = (("capacity_bytes", config.capacity_bytes), ("file_bytes", file_bytes))
-        for name, value in sizes:
-            if value < BLOCK_BYTES:
-                raise InvalidRequestError(name, value, f"give at least {BLOCK_BYTES}")
+        if config.capacity_bytes < BLOCK_BYTES:
+            fix = f"give at least {BLOCK_BYTES}"
+            raise InvalidRequestError("capacity_bytes", config.capacity_bytes, fix)
         self.path = config.path
         self.capacity_bytes = config.capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.file_bytes = file_bytes // BLOCK_BYTES * BLOCK_BYTES
@@ -351,7 +349,9 @@ class DataFiles:
             self.io.check(file.fd)
         except OSError as error:
             if error.errno == errno.EINVAL and self.io.open_flags:
-                raise no_direct(file.directory.path, error) from None
+                what = f"{file.directory.path} is on a file system without direct reads and writes"
+                fix = "start without --disk-direct, or give a folder on another file system"
+                raise TierUnavailableError(TIER, f"{what} ({error.strerror}): {fix}") from None
             raise TierUnavailableError(TIER, f"{file.path}: {error.strerror}") from error
 
     def _make(self, directory: DiskDirectory, size_bytes: int) -> None:

@@ -17,7 +17,6 @@ import structlog
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import (
     InvalidFrameError,
-    InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
     TierFullError,
@@ -36,7 +35,6 @@ from kvstore.tiers.disk_io import (
 
 DEFAULT_INDEX_BYTES = 256 << 20
 """Room for about 600,000 rows. Allocated at start, like the data files."""
-MIN_INDEX_BYTES = 1 << 20
 MAX_PENDING_ROWS = 256
 """A seal that finds this many before it commits them, durable or not."""
 COMMIT_AGE_S = 0.2
@@ -135,8 +133,6 @@ class DiskIndex:
 
     def __init__(self, path: Path, index_bytes: int) -> None:
         """Name the index in the folder *path*; ``open`` does the work."""
-        if index_bytes < MIN_INDEX_BYTES:
-            raise InvalidRequestError("index_bytes", index_bytes, f"at least {MIN_INDEX_BYTES}")
         self.dropped = 0
         self.owners: dict[int, str] = {}
         self._path = path
@@ -493,7 +489,7 @@ class GroupCommit:
         if done >= len(owners):
             batch.owners.clear()
         for at, pending in enumerate(good, len(owners)):
-            size_bytes = len(rows[at - len(owners)][1])
+            size_bytes = pending.row.info.size_bytes
             pending.failure = None if at < done else TierFullError(TIER, size_bytes, 0)
         self.index_failure = ""
         is_short = done < len(rows) + len(owners)
@@ -544,12 +540,10 @@ class GroupCommit:
         """Commit what nobody waits for once it is old enough."""
         while True:
             with self._lock:
-                while not self._closed:
-                    wait_s = self._open.born_s + COMMIT_AGE_S - self._clock()
-                    if self._open and wait_s <= 0:
-                        break
-                    self._work.wait(wait_s if self._open else None)
+                batch, wait_s = self._open, self._open.born_s + COMMIT_AGE_S - self._clock()
                 if self._closed:
                     return
-                batch = self._open
+                if not batch or wait_s > 0:
+                    self._work.wait(wait_s if batch else None)
+                    continue
             self.commit(batch)

@@ -222,15 +222,6 @@ class DirectIO(FileIO):
             os.preadv(fd, [bounce[:BLOCK_BYTES].data], 0)
 
 
-def no_direct(path: Path, error: OSError) -> TierUnavailableError:
-    """Return the error for a folder that O_DIRECT does not work in."""
-    return TierUnavailableError(
-        TIER,
-        f"{path} is on a file system without direct reads and writes ({error.strerror}): "
-        "start without --disk-direct, or give a folder on another file system",
-    )
-
-
 def _whole_blocks(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
