@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import KVStoreError, TierFullError
-from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter
+from kvstore.proto.frame import FrameHeader, FrameWriter
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
 from kvstore.server.index.hints import PutInfo
@@ -271,7 +271,7 @@ def trimmed(header: FrameHeader, frame: Bytes, layout: KVLayout) -> tuple[FrameH
     Segments are copied as they are, with their checksums: nothing is decoded.
     """
     out = np.empty(header.frame_bytes, np.uint8)
-    writer = FrameWriter(replace(FrameTemplate.of(header), layout=layout), out)
+    writer = FrameWriter(replace(header, layout=layout), out)
     kept = [one.kind is not LayerKind.state for one in header.layout.components]
     for index, row in enumerate(header.segments):
         if kept[row["component"]]:
