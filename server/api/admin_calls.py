@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.keys import keys_of_digests
-from kvstore.proto.messages import gate_to_message
+from kvstore.proto.messages import as_message, gate_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import fidelity
@@ -149,8 +149,9 @@ class AdminCalls:
             for space in self._store.spaces.all()
             if tenant in (EVERY_TENANT, space.tenant)
         ][request.skip :]
-        fit = list(_fitting(spaces, messages.MESSAGE_BYTES))
-        return pb.SpacesResponse(spaces=fit, left=len(spaces) - len(fit))
+        reply = pb.SpacesResponse()
+        reply.left = _fill(reply.spaces, spaces, messages.MESSAGE_BYTES)
+        return reply
 
     # --- quotas
 
@@ -175,14 +176,9 @@ class AdminCalls:
         return pb.QuotaResponse(tenants=[self._quota_of(tenant)])
 
     def _quota_of(self, tenant: str) -> pb.TenantQuota:
+        used = self._catalog.leases_of(tenant)
         limits = self._limits.of(tenant)
-        reply = pb.TenantQuota(
-            tenant=tenant,
-            chunks=limits.chunks,
-            requests_per_s=limits.requests_per_s,
-            leases=limits.leases,
-            used_leases=self._catalog.leases_of(tenant),
-        )
+        reply = as_message(pb.TenantQuota, limits, tenant=tenant, used_leases=used)
         for tier, use in self._catalog.eviction.quotas_of(tenant).items():
             reply.tiers.add(
                 tier=tier,
@@ -246,16 +242,7 @@ class AdminCalls:
         self._checks.batch("tiers", len(request.tiers))
         begun = request.begin and self._scrub.begin(list(request.tiers), request.bytes_per_s)
         report = self._scrub.report()
-        return pb.ScrubResponse(
-            begun=begun,
-            running=report.is_running,
-            passes=report.passes,
-            total_chunks=report.total_chunks,
-            checked_chunks=report.checked_chunks,
-            checked_bytes=report.checked_bytes,
-            damaged_chunks=report.damaged_chunks,
-            unread_chunks=report.unread_chunks,
-        )
+        return as_message(pb.ScrubResponse, report, begun=begun, running=report.is_running)
 
     def Drain(self, request: pb.DrainRequest, caller: Principal) -> pb.DrainResponse:
         """Take no more sessions, and write what waits. Return whether all was written."""
@@ -268,14 +255,10 @@ class AdminCalls:
         check_local(context.peer())
         page = self._requests.read(request.recording, request.after)
         records = [
-            pb.TraceRecord(
-                at_us=int(1e6 * one.at_s), chunks=one.names, ready=one.ready, tokens=one.tokens
-            )
+            as_message(pb.TraceRecord, one, at_us=int(1e6 * one.at_s), chunks=one.names)
             for one in page.lookups
         ]
-        return pb.TraceResponse(
-            recording=page.recording, records=records, last=page.last, lost=page.lost
-        )
+        return as_message(pb.TraceResponse, page, records=records)
 
     # --- explanations
 
@@ -291,27 +274,22 @@ class AdminCalls:
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
-            reply.chunks.extend(_fitting(map(_reason, found.reasons), messages.MESSAGE_BYTES))
-            reply.near.extend(_fitting(map(_similar, found.similar), LIST_BYTES))
-            reply.left_out += len(found.reasons) + len(found.similar)
-            reply.left_out -= len(reply.chunks) + len(reply.near)
+            reply.left_out += _fill(
+                reply.chunks, map(_reason, found.reasons), messages.MESSAGE_BYTES
+            )
+            reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
-            self._add_recent(request.recent, reply)
+            log, gates = self._explainer.log, self._store.blends.gates.views()
+            reply.left_out += _fill(
+                reply.recent, map(self._miss, log.misses(request.recent)), LIST_BYTES
+            )
+            reply.left_out += _fill(reply.engines, map(self._report, log.reports()), LIST_BYTES)
+            reply.left_out += _fill(reply.gates, map(gate_to_message, gates), LIST_BYTES)
         if request.spaces:
             spaces, count = self._explainer.spaces.all(), self._catalog.queries.count_in
             known = (_space_message(one, count(one.namespace)) for one in spaces)
-            reply.spaces.extend(_fitting(known, 2 * LIST_BYTES))
-            reply.left_out += len(spaces) - len(reply.spaces)
+            reply.left_out += _fill(reply.spaces, known, 2 * LIST_BYTES)
         return reply
-
-    def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
-        log, gates = self._explainer.log, self._store.blends.gates.views()
-        misses, reports = log.misses(count), log.reports()
-        reply.recent.extend(_fitting(self._misses(misses), LIST_BYTES))
-        reply.engines.extend(_fitting(map(self._report, reports), LIST_BYTES))
-        reply.gates.extend(_fitting(map(gate_to_message, gates), LIST_BYTES))
-        reply.left_out += len(misses) + len(reports) + len(gates)
-        reply.left_out -= len(reply.recent) + len(reply.engines) + len(reply.gates)
 
     def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
         if request.session_id:
@@ -326,20 +304,19 @@ class AdminCalls:
             )
         return Namespace(request.key_namespace)
 
-    def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
-        for miss in misses:
-            others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
-            reason = self._explainer.of_miss(miss.facts, others)
-            yield pb.Miss(
-                ago_s=self._clock() - miss.at_s,
-                client=miss.session.client,
-                model_id=miss.session.representation.model_id,
-                chunks=miss.asked,
-                ready=miss.ready,
-                pending=miss.pending,
-                state=reason.state,
-                reason=reason.text,
-            )
+    def _miss(self, miss: LoggedMiss) -> pb.Miss:
+        others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
+        reason = self._explainer.of_miss(miss.facts, others)
+        return as_message(
+            pb.Miss,
+            miss,
+            ago_s=self._clock() - miss.at_s,
+            client=miss.session.client,
+            model_id=miss.session.representation.model_id,
+            chunks=miss.asked,
+            state=reason.state,
+            reason=reason.text,
+        )
 
     def _report(self, report: Report) -> pb.EngineReport:
         return pb.EngineReport(
@@ -350,22 +327,15 @@ class AdminCalls:
         )
 
 
-def _reason(reason: Reason) -> pb.ChunkReason:
-    return pb.ChunkReason(
-        digest=reason.key[DIGEST_BYTES:],
-        state=reason.state,
-        reason=reason.text,
-        copies=_copies(reason.copies),
-    )
+def _reason(one: Reason) -> pb.ChunkReason:
+    digest, copies = one.key[DIGEST_BYTES:], _copies(one.copies)
+    return pb.ChunkReason(digest=digest, state=one.state, reason=one.text, copies=copies)
 
 
 def _similar(similar: SimilarModel) -> pb.KnownSpace:
     message = _space_message(similar.space, similar.chunks)
     message.same_tokens = similar.has_tokens
-    message.differences.extend(
-        pb.Difference(field=one.field, stored=one.stored, asked=one.asked)
-        for one in similar.differing
-    )
+    message.differences.extend(as_message(pb.Difference, one) for one in similar.differing)
     return message
 
 
@@ -381,52 +351,40 @@ def _space_message(space: ModelNamespace, chunks: int, tenant: str = "") -> pb.K
 
 def _copies(copies: Iterable[tuple[str, ChunkInfo]]) -> list[pb.Copy]:
     return [
-        pb.Copy(
-            tier=tier,
-            codec=codec_name(info.codec_id),
-            size_bytes=info.size_bytes,
-            fidelity=info.fidelity,
-        )
+        as_message(pb.Copy, info, tier=tier, codec=codec_name(info.codec_id))
         for tier, info in copies
     ]
 
 
 def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     info = next(iter(held.copies.values()))
-    return pb.ChunkStat(
+    return as_message(
+        pb.ChunkStat,
+        held,
         digest=held.key[DIGEST_BYTES:],
         parent=info.parent,
         tokens=info.layout.tokens,
         raw_bytes=info.layout.raw_bytes,
         copies=_copies(held.copies.items()),
-        leases=held.leases,
         pinned=held.is_pinned,
-        hits=held.hits,
-        idle_s=held.idle_s,
-        pinned_s=held.pinned_s,
-        expires_s=held.expires_s,
-        priority=held.priority,
-        context_tokens=held.context_tokens,
         components=messages.layout_to_message(info.layout).components,
     )
 
 
 def _tier_status(status: SlotStatus) -> pb.TierStatus:
-    return pb.TierStatus(
-        name=status.name,
-        capacity_bytes=status.stats.capacity_bytes,
-        used_bytes=status.stats.used_bytes,
-        chunks=status.stats.chunks,
-        codec=status.codec,
-        state="degraded" if status.reason else "serving",
-        reason=status.reason,
+    state, about = "degraded" if status.reason else "serving", status.reason
+    return as_message(
+        pb.TierStatus, status.stats, name=status.name, codec=status.codec, state=state, reason=about
     )
 
 
-def _fitting(messages: Iterable[M], room_bytes: int) -> Iterator[M]:
-    """Yield *messages* until one does not fit into what is left of *room_bytes*."""
-    for message in messages:
+def _fill(field: MutableSequence[M], found: Iterable[M], room_bytes: int) -> int:
+    """Add *found* to *field* as far as *room_bytes* go. Return how many are left out."""
+    left = 0
+    for message in found:
         room_bytes -= message.ByteSize()
-        if room_bytes < 0:
-            return
-        yield message
+        if room_bytes >= 0:
+            field.append(message)
+        else:
+            left += 1
+    return left
