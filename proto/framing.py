@@ -71,7 +71,7 @@ class FramedSocket:
         self._link = link
         self._whose = whose
         self._address = address
-        self._clock = clock
+        self.clock = clock
         self._until = math.inf
         self._is_encrypted = is_encrypted
         self._patience_s = 0.0
@@ -170,7 +170,7 @@ class FramedSocket:
 
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
         """Return how many bytes *call* moved."""
-        left_s = self._until - self._clock()
+        left_s = self._until - self.clock()
         if left_s < self._patience_s - _GRAIN_S:
             self._wait_at_most(max(_LEAST_S, left_s))
         try:
@@ -181,7 +181,7 @@ class FramedSocket:
             raise TierUnavailableError(self._whose, f"{self._address}: {error}") from None
         if not moved:
             raise TierUnavailableError(self._whose, f"{self._address} hung up")
-        if self._clock() >= self._until:
+        if self.clock() >= self._until:
             raise DeadlineError(f"{self._address} takes too long")
         return moved
 
