@@ -279,7 +279,7 @@ class DataCalls:
         unix_server, writes = self._unix_server, self._store.writes
         if unix_server is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
-        unix_server.staging(session.session_id)
+        staging = unix_server.staging(session.session_id)
         keys, results = [], []
         try:
             for reservation_id, offset in zip(
@@ -287,7 +287,7 @@ class DataCalls:
             ):
                 ticket = writes.claim(session, reservation_id)
                 try:
-                    frame = unix_server.written(session.session_id, offset, ticket.frame_bytes)
+                    frame = staging.part(offset, ticket.frame_bytes)
                 except KVStoreError:
                     writes.discard(ticket)
                     raise

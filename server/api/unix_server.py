@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -41,7 +40,6 @@ from kvstore.proto.unix_socket import (
     peer_ids,
 )
 from kvstore.server.api.unix_calls import send_packets
-from kvstore.server.api.written_pages import WrittenPages
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 
@@ -98,14 +96,56 @@ class _Peer:
     session: Session | None = None
     challenge: Challenge | None = None
     """Of its hello, until it is answered."""
-    staging_map: mmap.mmap | None = None
+    staging: Staging | None = None
+    """What it attached."""
 
 
-class Staging(NamedTuple):
-    """A session's memory, and what of it was written."""
+class Staging:
+    """A session's *memory*, and which of its pages were written: to read another would allocate it,
+    and the server would pay.
 
-    memory: Bytes
-    written: WrittenPages
+    It has seals that keep what was written, so that no page is looked up twice. *lseek* is
+    ``os.lseek``. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        descriptor: int,
+        lseek: Callable[[int, int, int], int] = os.lseek,
+    ) -> None:
+        self.memory: Bytes = np.frombuffer(memory, np.uint8)
+        self._lseek = lseek
+        self._descriptor = os.dup(descriptor)
+        self._known = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.bool_)
+        self._lock = threading.Lock()  # guards the two above, also during a look
+
+    def part(self, offset: int, size_bytes: int) -> Bytes:
+        """Return a part of it; what lies outside has no bytes.
+
+        Raises InvalidRequestError for what was never written.
+        """
+        is_inside = 0 < size_bytes <= len(self.memory) - offset
+        if is_inside and not self._has(offset, size_bytes):
+            raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
+        return self.memory[offset : offset + size_bytes]
+
+    def _has(self, offset: int, size_bytes: int) -> bool:
+        first, stop = offset // mmap.PAGESIZE, -(-(offset + size_bytes) // mmap.PAGESIZE)
+        with self._lock, suppress(OSError):  # holes to the end, or closed
+            for page in first + np.flatnonzero(~self._known[first:stop]):
+                start = int(page) * mmap.PAGESIZE
+                if self._lseek(self._descriptor, start, os.SEEK_DATA) != start:
+                    return False
+                self._known[page] = True
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close the descriptor; nothing more is looked up. Call once."""
+        with self._lock:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class UnixServer:
@@ -182,17 +222,6 @@ class UnixServer:
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
         return staging
-
-    def written(self, session_id: int, offset: int, size_bytes: int) -> Bytes:
-        """Return a part of a session's staging memory; what lies outside has no bytes.
-
-        Raises InvalidRequestError for what it never wrote: to read that would allocate it, and the
-        server would pay.
-        """
-        memory, written = self.staging(session_id)
-        if offset + size_bytes <= len(memory) and not written.has(offset, size_bytes):
-            raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
-        return memory[offset : offset + size_bytes]
 
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
@@ -414,14 +443,13 @@ class UnixServer:
             if not self._has_room(_STAGING_DESCRIPTORS):
                 most = self._limits.max_descriptors
                 raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
-            written = WrittenPages(os.dup(descriptor), len(memory))
-            self._staging[session.session_id] = Staging(np.frombuffer(memory, np.uint8), written)
-            peer.session, peer.staging_map = session, memory
+            peer.staging = self._staging[session.session_id] = Staging(memory, descriptor)
+            peer.session = session
             session.is_attached = True
 
     def _ring(self, peer: _Peer, request: Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
-        if peer.staging_map is None:
+        if peer.staging is None:
             raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
@@ -441,20 +469,19 @@ class UnixServer:
             peer.session = session
 
     def _hang_up(self, peer: _Peer) -> None:
-        staging: Staging | None = None
+        session, staging = peer.session, peer.staging
         with self._lock:
             if self._peers.pop(peer.connection.fileno(), None) is None:
                 return
-            if peer.session is not None and peer.staging_map is not None:
-                # A commit that runs holds its own reference to the mapping until it is done.
-                staging = self._staging.pop(peer.session.session_id)
-        if staging is not None:  # a look at it may still run, which takes a moment
-            staging.written.close()
+            if session is not None and staging is not None:
+                del self._staging[session.session_id]
         with suppress(OSError, ValueError):
             self._poll.unregister(peer.connection)
         peer.connection.close()
-        if peer.session is not None and peer.staging_map is not None:
-            self._sessions.close(peer.session.session_id)
+        if session is not None and staging is not None:
+            # A commit that runs holds its own reference to the mapping until it is done.
+            staging.close()
+            self._sessions.close(session.session_id)
 
 
 def _proven(peer: _Peer, request: Request) -> Session:
