@@ -78,9 +78,7 @@ class EventCalls:
             yield
         finally:
             with self._lock:
-                self._readers[tenant] -= 1
-                if not self._readers[tenant]:
-                    del self._readers[tenant]
+                self._readers -= Counter((tenant,))
 
     def _pages(
         self,

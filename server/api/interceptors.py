@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import structlog
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 MAX_MESSAGE_CHARS = 600
 """Trailers hold 8 KB, and each byte of a character may take three there."""
 
-T = TypeVar("T")
 Behavior = Callable[[Any, Any], Any]
 
 logger = structlog.get_logger(__name__)
@@ -156,20 +155,6 @@ def guarded(behavior: Behavior, method: str) -> Behavior:
     return answer
 
 
-def packed_errors(
-    answers: Generator[T, None, None], failure: Callable[[str, str], T], method: str
-) -> Generator[T, None, None]:
-    """Yield *answers*; an error that ends them is packed as the last one by *failure*."""
-    CURRENT.set(RequestId(next(NUMBERS)))
-    try:
-        yield from answers
-    except Exception as error:  # noqa: BLE001
-        name, _, message = _describe(error, method)
-        yield failure(name, message)
-    finally:
-        CURRENT.set(None)
-
-
 @contextmanager
 def known_errors(method: str) -> Iterator[None]:
     """Log an error that is none of ours, and raise what callers get in its place."""
@@ -178,10 +163,10 @@ def known_errors(method: str) -> Iterator[None]:
     except KVStoreError:
         raise
     except Exception as error:
-        raise KVStoreError(_describe(error, method)[2]) from error
+        raise KVStoreError(describe(error, method)[2]) from error
 
 
-def _describe(error: Exception, method: str) -> tuple[str, str, str]:
+def describe(error: Exception, method: str) -> tuple[str, str, str]:
     """Return class name, status and text for the caller, and log what happened."""
     if isinstance(error, KVStoreError):
         name, status, message = type(error).__name__, error.status, str(error)
@@ -197,7 +182,7 @@ def _describe(error: Exception, method: str) -> tuple[str, str, str]:
 
 def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
     if isinstance(error, KVStoreError) or context.is_active():
-        name, status, message = _describe(error, method)
+        name, status, message = describe(error, method)
     else:
         name, status, message = "KVStoreError", "CANCELLED", "the client went away"
     context.set_trailing_metadata(((ERROR_NAME, name),))

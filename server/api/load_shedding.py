@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,9 +61,9 @@ class StallGuard:
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
         self._clock = clock
-        self._waiting: OrderedDict[int, tuple[float, grpc.ServicerContext]] = OrderedDict()
-        self._last = 0
-        self._lock = threading.Lock()  # guards the two above
+        self._waiting: dict[grpc.ServicerContext, float] = {}
+        """Since when, the longest first."""
+        self._lock = threading.Lock()  # guards that
 
     def only(self, messages: Iterator[T], context: grpc.ServicerContext) -> T:
         """Return the one message of a call. Raises InvalidRequestError when there is none."""
@@ -76,13 +76,12 @@ class StallGuard:
         """Yield the messages of a call."""
         while True:
             with self._lock:
-                self._last = number = self._last + 1
-                self._waiting[number] = self._clock(), context
+                self._waiting[context] = self._clock()
             try:
                 message = next(messages, None)
             finally:
                 with self._lock:
-                    self._waiting.pop(number, None)
+                    self._waiting.pop(context, None)
             if message is None:
                 return
             yield message
@@ -92,13 +91,13 @@ class StallGuard:
         now = self._clock()
         ended: list[Any] = []
         with self._lock:
-            while self._waiting:
-                number, (since, context) = next(iter(self._waiting.items()))
-                are_many = len(self._waiting) > self._most
+            for context, since in self._waiting.items():
+                are_many = len(self._waiting) - len(ended) > self._most
                 if now - since < (GRACE_S if are_many else STALL_S):
                     break
-                del self._waiting[number]
                 ended.append(context)
+            for context in ended:
+                del self._waiting[context]
         for context in ended:
             context.cancel()
         return len(ended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,12 @@ from kvstore.proto import unix_socket
 from kvstore.proto.errors import KVStoreError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.proto.unix_socket import METHODS, Packet, pack_answer, pack_failure, unpack_call
-from kvstore.server.api.interceptors import known_errors, packed_errors
+from kvstore.server.api.interceptors import describe, known_errors
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session
+from kvstore.server.telemetry.request_ids import CURRENT, NUMBERS, RequestId
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from kvstore.proto.kvstore_pb2_grpc import KVStoreServicer
     from kvstore.server.telemetry.tracing import Tracing
 
@@ -53,7 +52,14 @@ class UnixCalls:
         """Yield the packets of the answer. Closing the iterator ends the call."""
         method = METHODS.get(head.arg)
         name = "call" if method is None else method.name
-        yield from packed_errors(self._packets(session, head, body), pack_failure, name)
+        CURRENT.set(RequestId(next(NUMBERS)))
+        try:
+            yield from self._packets(session, head, body)
+        except Exception as error:  # noqa: BLE001
+            kind, _, message = describe(error, name)
+            yield pack_failure(kind, message)
+        finally:
+            CURRENT.set(None)
         if name == "Lookup":  # the caller has its answer: an error here is for the log alone
             with suppress(KVStoreError), known_errors(name):
                 self._after_lookup()
@@ -68,7 +74,9 @@ class UnixCalls:
         started = authorizer.clock()
         try:
             authorizer.admit_on(session, method)
-            with self._traced(method, request):
+            chunks = len(getattr(request, "digests", b"")) // DIGEST_BYTES
+            tracing = self._tracing
+            with tracing.call(method, "unix", chunks) if tracing is not None else nullcontext():
                 reply = getattr(self._service, method)(request, _NO_CONTEXT)
                 if isinstance(reply, GeneratorType):
                     with closing(reply):
@@ -83,12 +91,6 @@ class UnixCalls:
         finally:
             authorizer.counters.note_call(method, authorizer.clock() - started)
             authorizer.note(session.owner, method, outcome, session, request, lambda: "unix")
-
-    def _traced(self, method: str, request: Message) -> AbstractContextManager[None]:
-        if self._tracing is None:
-            return nullcontext()
-        chunks = len(getattr(request, "digests", b"")) // DIGEST_BYTES
-        return self._tracing.call(method, "unix", chunks)
 
 
 def send_packets(
