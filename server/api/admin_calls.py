@@ -17,7 +17,7 @@ from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import as_message, gate_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.api.service import Backend
-from kvstore.server.api.validation import fidelity
+from kvstore.server.api.validation import fidelity, require
 from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.authorization import POOL_PREFIX, access_to
@@ -70,10 +70,10 @@ class AdminCalls:
 
     def Pin(self, request: pb.PinRequest, session: Session) -> pb.PinResponse:
         """Keep chunks from eviction for a time."""
-        if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
-            raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
+        ttl_ms, most = request.ttl_ms, MAX_PIN_TTL_MS
+        require(1 <= ttl_ms <= most, "ttl_ms", ttl_ms, f"use 1 to {most}")
         keys = self._checks.keys(session, request.digests)
-        pinned = self._catalog.pin(keys, request.ttl_ms / 1000)
+        pinned = self._catalog.pin(keys, ttl_ms / 1000)
         return pb.PinResponse(pinned=pinned)
 
     def Unpin(self, request: pb.UnpinRequest, session: Session) -> pb.UnpinResponse:
@@ -84,13 +84,11 @@ class AdminCalls:
     def Clear(self, request: pb.ClearRequest, caller: Principal) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
         slots = self._store.moves.tiers.slots
-        if request.tier and request.tier not in slots:
-            raise InvalidRequestError("tier", request.tier, f"use one of {sorted(slots)}")
+        require(request.tier in (*slots, ""), "tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)
-        if request.session_id and request.tenant:
-            fix = "name a tenant without a session, whose chunks are its own"
-            raise InvalidRequestError("tenant", request.tenant, fix)
         if request.session_id:
+            fix = "name a tenant without a session, whose chunks are its own"
+            require(not request.tenant, "tenant", request.tenant, fix)
             space = self._sessions.get(request.session_id).namespace
             keys = self._catalog.queries.keys_from(space)
         else:
@@ -129,8 +127,8 @@ class AdminCalls:
     def List(self, request: pb.ListRequest, session: Session) -> Iterator[pb.ListResponse]:
         """Yield the chunks of a session's namespace, in the order of their digests."""
         for name, digest in (("after", request.after), ("prefix", request.prefix)):
-            if len(digest) > DIGEST_BYTES:
-                raise InvalidRequestError(name, digest.hex(), f"at most {DIGEST_BYTES} bytes")
+            fix = f"at most {DIGEST_BYTES} bytes"
+            require(len(digest) <= DIGEST_BYTES, name, digest.hex(), fix)
         held = self._catalog.queries.page(
             session.namespace, request.after, request.prefix, request.limit
         )
@@ -236,11 +234,10 @@ class AdminCalls:
         """Begin a pass if requested, and report how far the one that runs is."""
         if self._scrub is None:
             raise InvalidRequestError("method", "Scrub", "this server does not scrub")
-        if request.bytes_per_s > MAX_SCRUB_BYTES_PER_S:
-            fix = f"at most {MAX_SCRUB_BYTES_PER_S}; 0 is no limit"
-            raise InvalidRequestError("bytes_per_s", request.bytes_per_s, fix)
+        rate, most = request.bytes_per_s, MAX_SCRUB_BYTES_PER_S
+        require(rate <= most, "bytes_per_s", rate, f"at most {most}; 0 is no limit")
         self._checks.batch("tiers", len(request.tiers))
-        begun = request.begin and self._scrub.begin(list(request.tiers), request.bytes_per_s)
+        begun = request.begin and self._scrub.begin(list(request.tiers), rate)
         report = self._scrub.report()
         return as_message(pb.ScrubResponse, report, begun=begun, running=report.is_running)
 
@@ -293,16 +290,15 @@ class AdminCalls:
 
     def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
         if request.session_id:
-            if request.recent or request.spaces:
-                fix = "ask for recent misses and spaces without a session, on the server's host"
-                raise InvalidRequestError("session_id", request.session_id, fix)
+            fix = "ask for recent misses and spaces without a session, on the server's host"
+            is_own = not (request.recent or request.spaces)
+            require(is_own, "session_id", request.session_id, fix)
             return self._sessions.get(request.session_id).namespace
         check_local(peer, "Explain without a session")
-        if request.digests and len(request.key_namespace) != DIGEST_BYTES:
-            raise InvalidRequestError(
-                "key_namespace", request.key_namespace.hex(), f"give {DIGEST_BYTES} bytes"
-            )
-        return Namespace(request.key_namespace)
+        space = Namespace(request.key_namespace)
+        is_one = len(space) == DIGEST_BYTES or not request.digests
+        require(is_one, "key_namespace", space.hex(), f"give {DIGEST_BYTES} bytes")
+        return space
 
     def _miss(self, miss: LoggedMiss) -> pb.Miss:
         others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
