@@ -514,9 +514,9 @@ def listen(path: Path) -> socket.socket:
 
     Raises InvalidRequestError when the path cannot be used or another server listens there.
     """
-    _make_folder(path.parent)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        _make_folder(path.parent)
         if os.path.lexists(path):
             if not path.is_socket():
                 fix = "something else is there; choose another with --socket"
@@ -527,29 +527,23 @@ def listen(path: Path) -> socket.socket:
         path.chmod(0o600)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-    except (OSError, InvalidRequestError) as error:
+    except BaseException as error:
         listener.close()
-        if isinstance(error, InvalidRequestError):
-            raise
-        raise InvalidRequestError(
-            "socket_path", str(path), f"{error.strerror or error}; choose another with --socket"
-        ) from None
+        if isinstance(error, OSError):
+            fix = f"{error.strerror or error}; choose another with --socket"
+            raise InvalidRequestError("socket_path", str(path), fix) from None
+        raise
     return listener
 
 
 def _make_folder(folder: Path) -> None:
     """Make the socket's folder, or refuse one in which others could swap the socket."""
-    try:
-        missing = [one for one in folder.parents if not one.exists()]
-        for one in (*reversed(missing), folder):
-            one.mkdir(mode=0o700, exist_ok=True)
-        real, owners = folder.resolve(), _trusted_owners()
-        folders = {real, *real.parents, *folder.parents}
-        swappable = [one for one in folders if _is_swappable(one, owners)]
-    except OSError as error:
-        raise InvalidRequestError(
-            "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
-        ) from None
+    missing = [one for one in folder.parents if not one.exists()]
+    for one in (*reversed(missing), folder):
+        one.mkdir(mode=0o700, exist_ok=True)
+    real, owners = folder.resolve(), _trusted_owners()
+    folders = {real, *real.parents, *folder.parents}
+    swappable = [one for one in folders if _is_swappable(one, owners)]
     if swappable:
         fix = f"others could swap the socket in {max(swappable)}: chmod go-w, or give --socket"
         raise InvalidRequestError("socket_path", str(folder), fix)
