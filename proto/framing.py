@@ -202,7 +202,11 @@ def connect_wire(
     That is in DER, and the only one trusted. Raises DeadlineError and TierUnavailableError.
     """
     try:
-        link = _connected(where, deadline, clock)
+        url = urlsplit(where)
+        address = url.hostname or "", url.port or 0
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        share_s = max(_LEAST_S, (deadline - clock()) / len(found))  # of each address
+        link = socket.create_connection(address, share_s)
         try:
             if certificate:
                 link.settimeout(max(_LEAST_S, deadline - clock()))
@@ -215,14 +219,6 @@ def connect_wire(
         raise DeadlineError(f"{where} did not answer in time") from None
     except (OSError, ValueError) as error:
         raise TierUnavailableError(whose, f"{where}: {error}") from None
-
-
-def _connected(where: str, deadline: float, clock: Callable[[], float]) -> socket.socket:
-    """Return a socket to the first address of *where* that answers in its share of the time."""
-    url = urlsplit(where)
-    address = url.hostname or "", url.port or 0
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    return socket.create_connection(address, max(_LEAST_S, (deadline - clock()) / len(found)))
 
 
 _CERTIFICATE_NAME = "kvstore peer"

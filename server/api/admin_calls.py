@@ -267,7 +267,7 @@ class AdminCalls:
         space = self._space(request, context.peer())
         reply = pb.ExplainResponse()
         if request.digests:
-            limit = max(self._checks.limits.max_batch_chunks, messages.MAX_EXPLAINED)
+            limit = max(self._checks.max_batch_chunks, messages.MAX_EXPLAINED)
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks

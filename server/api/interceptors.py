@@ -72,7 +72,7 @@ class CallWrapper:
         trust = None if is_open else self._trust
         span_of = self._tracing.scope_of(method) if self._tracing is not None else None
 
-        def answers(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        def answers(request: Any, context: Any) -> Iterator[Any]:
             # Not reset: gRPC runs each call in a context of its own.
             CURRENT.set(RequestId(next(NUMBERS), context.invocation_metadata))
             call, outcome = AuthenticatedContext(context), "cancelled"
@@ -80,8 +80,7 @@ class CallWrapper:
             with nullcontext() if span_of is None else span_of(request, context):
                 try:
                     if trust is not None:
-                        who = trust.authenticator
-                        call.principal = ANYBODY if who.is_open else _caller(who, context)
+                        call.principal = _caller(trust.authenticator, context)
                         if handler.request_streaming:
                             trust.authorizer.admit(call.principal, method)
                             call.frames = 0
@@ -99,25 +98,20 @@ class CallWrapper:
                     _abort(context, error, method)
                 finally:
                     if trust is not None:
-                        took_s = trust.authorizer.clock() - started
-                        trust.authorizer.counters.note_call(method, took_s)
-                    if trust is not None and trust.audit is not None:
-                        trust.authorizer.note(
-                            call.principal,
-                            method,
-                            outcome,
-                            call.session,
-                            request if call.frames is None else call.frames,
-                            context.peer,
-                        )
+                        who, about = trust.authorizer, request
+                        who.counters.note_call(method, who.clock() - started)
+                        if call.frames is not None:
+                            about = call.frames
+                        peer = context.peer
+                        who.note(call.principal, method, outcome, call.session, about, peer)
 
         return answers
 
 
-def _caller(authenticator: Authenticator, context: grpc.ServicerContext) -> Principal:
-    metadata: Any = context.invocation_metadata() or ()
-    proofs: Any = context.auth_context()  # bytes by its stubs, where it has lists
-    return authenticator.principal_of(metadata, proofs)
+def _caller(authenticator: Authenticator, context: Any) -> Principal:
+    if authenticator.is_open:
+        return ANYBODY
+    return authenticator.principal_of(context.invocation_metadata() or (), context.auth_context())
 
 
 def _each_admitted(

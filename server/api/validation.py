@@ -62,26 +62,22 @@ def require(is_met: object, field: str, value: object, fix: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceLimits:
-    """What messages are held to; server/settings/settings.py has what each is for."""
+class Checks:
+    """Checks messages against limits; server/settings/settings.py has what each is for.
+
+    ``clock`` returns monotonic seconds.
+    """
 
     max_batch_chunks: int
     max_frame_bytes: int
     default_deadline_ms: int
-
-
-class Checks:
-    """Checks messages against *limits*. *clock* returns monotonic seconds."""
-
-    def __init__(self, limits: ServiceLimits, clock: Callable[[], float]) -> None:
-        self.limits = limits
-        self.clock = clock
+    clock: Callable[[], float]
 
     def deadline(self, deadline_ms: int) -> float:
         """Return the point in time *deadline_ms* from now; 0 means the default."""
         if deadline_ms > MAX_DEADLINE_MS:
             raise InvalidRequestError("deadline_ms", deadline_ms, f"at most {MAX_DEADLINE_MS}")
-        return self.clock() + (deadline_ms or self.limits.default_deadline_ms) / 1000
+        return self.clock() + (deadline_ms or self.default_deadline_ms) / 1000
 
     def durable(self, store: Store) -> None:
         """Refuse a durable put where nothing survives a restart."""
@@ -90,12 +86,12 @@ class Checks:
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
-        return keys_of_digests(digests, session.namespace, self.limits.max_batch_chunks)
+        return keys_of_digests(digests, session.namespace, self.max_batch_chunks)
 
     def batch(self, field: str, count: int) -> None:
         """Refuse a batch over the limit."""
-        if count > self.limits.max_batch_chunks:
-            raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
+        if count > self.max_batch_chunks:
+            raise InvalidRequestError(field, count, f"at most {self.max_batch_chunks}")
 
     def ranges(self, ranges: Sequence[pb.FrameRange], count: int) -> None:
         """Refuse ranges that are empty, of chunks that are not in the request, or too many."""
@@ -142,8 +138,8 @@ class Checks:
         if not info.layout.is_of(session.representation):
             expected = KVLayout.of(session.representation, info.layout.tokens)
             raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
-        if info.size_bytes > self.limits.max_frame_bytes:
-            fix = f"at most {self.limits.max_frame_bytes}"
+        if info.size_bytes > self.max_frame_bytes:
+            fix = f"at most {self.max_frame_bytes}"
             raise InvalidRequestError("frame_bytes", info.size_bytes, fix)
         codec_by_id(info.codec_id)
         return info, part
@@ -156,7 +152,7 @@ class Checks:
         A part comes with the info of the chunk that it is of.
         """
         keys = self.keys(session, request.digests)
-        parents = split_digests(request.parents, self.limits.max_batch_chunks)
+        parents = split_digests(request.parents, self.max_batch_chunks)
         counts = {len(keys), len(parents), len(request.frame_bytes), len(request.layout)}
         fix = "give as many parents, frame_bytes and layout entries"
         require(len(counts) == 1, "digests", len(keys), fix)
@@ -177,7 +173,7 @@ class BlendChecks:
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
-        self._limit = min(MAX_ASKED_CHUNKS, checks.limits.max_batch_chunks)
+        self._limit = min(MAX_ASKED_CHUNKS, checks.max_batch_chunks)
 
     # --- resolve
 
