@@ -51,7 +51,7 @@ def check_disk(config: Settings) -> Iterator[Finding]:
     """Kind, room and speed of each folder of the disk tier."""
     if "disk" not in config.tiers:
         return
-    for folder in config.disk.folders:
+    for folder in config.disk:
         place = next(path for path in (folder.path, *folder.path.parents) if path.exists())
         name = f"disk {folder.path}"
         kind = file_system_of(place)
@@ -121,7 +121,7 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
     left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
     soon = left < LIST_ENDS_SOON
     fix = "replace the file; the server reads it again by itself" if soon else ""
-    saw = f"{len(found)} certificates, the list is good for {left.days} days"
+    saw = f"{len(found.proofs)} certificates, the list is good for {left.days} days"
     yield Finding("revocations", "warn" if soon else "ok", saw, fix)
 
 

@@ -227,7 +227,7 @@ class AdminCalls:
         reply.counters.update(self._store.counters.snapshot())
         reply.socket_path = str(self._unix_server.path) if self._unix_server else ""
         if directory is not None:
-            reply.directory.CopyFrom(directory.report().to_message())
+            reply.directory.CopyFrom(directory.report())
         return reply
 
     def Scrub(self, request: pb.ScrubRequest, caller: Principal) -> pb.ScrubResponse:

@@ -20,7 +20,7 @@ from kvstore.server.api.event_calls import EventCalls
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
-from kvstore.server.security.certificates import ServerTls
+from kvstore.server.security.certificates import server_credentials
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import join_endpoint, unresolved
@@ -115,7 +115,7 @@ def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Serve
     largest = MESSAGE_BYTES + MESSAGE_SLACK_BYTES
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
-        tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        tls = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     server = grpc.server(
         shedder.reads,
         interceptors=[shedder],
@@ -143,14 +143,17 @@ def most_connections(max_sessions: int, taken: int) -> int:
 
 
 def _open(
-    server: grpc.Server, address: tuple[str, int], name: str, tls: ServerTls | None = None
+    server: grpc.Server,
+    address: tuple[str, int],
+    name: str,
+    tls: grpc.ServerCredentials | None = None,
 ) -> int:
     host, port = address
     where = join_endpoint(host, port)
     try:
         if tls is None:
             return server.add_insecure_port(where)
-        return server.add_secure_port(where, tls.credentials())
+        return server.add_secure_port(where, tls)
     except RuntimeError:
         why = unresolved(host) or f"is it taken? choose another --{name}"
         raise TierUnavailableError("grpc", f"cannot listen on {where}; {why}") from None

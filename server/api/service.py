@@ -16,7 +16,6 @@ from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.buffers import as_bytes
-from kvstore.proto.bulk import GUEST_S
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError, check_text
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
@@ -409,11 +408,4 @@ class DataCalls:
         grant = peer.grant_direct_reads(session.namespace)
         if grant is None:
             raise TierUnavailableError("peer", f"{peer.address}: is not up")
-        return pb.LendPeerResponse(
-            bulk_address=grant.address,
-            bulk_certificate=grant.certificate,
-            session_id=grant.guest.session_id,
-            until_s=grant.guest.until_s,
-            token=grant.guest.token,
-            valid_ms=1000 * GUEST_S,
-        )
+        return grant
