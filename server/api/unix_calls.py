@@ -54,8 +54,9 @@ class UnixCalls:
         name = "call" if method is None else method.name
         CURRENT.set(RequestId(next(NUMBERS)))
         try:
-            yield from self._packets(session, head, body)
-        except Exception as error:  # noqa: BLE001
+            with known_errors(name):
+                yield from self._packets(session, head, body)
+        except KVStoreError as error:
             kind, _, message = describe(error, name)
             yield pack_failure(kind, message)
         finally:
