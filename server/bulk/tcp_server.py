@@ -211,9 +211,13 @@ class BulkServer:
             if has_room:
                 strangers[link] = origin
         if has_room:
-            self._hellos.submit(self._welcome, link, origin, self._clock() + HELLO_S)
-        else:
-            link.close()
+            try:
+                self._hellos.submit(self._welcome, link, origin, self._clock() + HELLO_S)
+                return
+            except RuntimeError:  # the system gives no thread
+                with self._lock:
+                    strangers.pop(link, None)
+        link.close()
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
         """Hang up on stalled gets and ended sessions; listen again."""
