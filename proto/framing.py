@@ -38,7 +38,7 @@ _GRAIN_S = 0.01
 """A socket may wait so much longer than what is left: to set its timeout each time costs a call."""
 
 
-def message_of(message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> list[memoryview]:
+def message_of(message: pb.StreamMessage, pieces: Sequence[Bytes]) -> list[memoryview]:
     """Return a message whose payload is *pieces*, not copied, one behind the other."""
     head = bulk.pack(message, sum(map(len, pieces)))
     return [memoryview(head), *(piece.data for piece in pieces if len(piece))]

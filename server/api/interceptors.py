@@ -51,17 +51,17 @@ def principal_of(context: object) -> Principal:
     return known or ANYBODY
 
 
+@dataclass(frozen=True, slots=True)
 class CallWrapper:
     """Wraps what answers gRPC's calls.
 
     KVStoreErrors are sent with their status and class name, anything else as INTERNAL. Each call
-    has its request id meanwhile, and a span where there is *tracing*. *trust* lets calls through
-    that it knows and admits, health always, and records what became of them.
+    has its request id meanwhile, and a span where there is ``tracing``. ``trust`` lets calls
+    through that it knows and admits, health always, and records what became of them.
     """
 
-    def __init__(self, trust: Trust | None = None, tracing: Tracing | None = None) -> None:
-        self._trust = trust
-        self._tracing = tracing
+    trust: Trust | None = None
+    tracing: Tracing | None = None
 
     def around(self, handler: Handler, method: str) -> Callable[..., Iterator[Any]]:
         """Return what yields the answers to a call of *method*: one, unless it streams them."""
@@ -69,8 +69,8 @@ class CallWrapper:
         many: Any = handler.stream_unary or handler.stream_stream
         behavior: Behavior = one or many
         is_open = SERVICES.get(method.strip("/").rpartition("/")[0]) == OPEN
-        trust = None if is_open else self._trust
-        span_of = self._tracing.scope_of(method) if self._tracing is not None else None
+        trust = None if is_open else self.trust
+        span_of = self.tracing.scope_of(method) if self.tracing is not None else None
 
         def answers(request: Any, context: Any) -> Iterator[Any]:
             # Not reset: gRPC runs each call in a context of its own.

@@ -197,12 +197,8 @@ class DataCalls:
         keys = self._checks.keys(session, request.chains)
         chains = messages.chains_of(keys, request.lengths)
         plan, kept = self._store.plan(session, chains, request.ttl_ms / 1000)
-        return pb.PlanResponse(
-            order=plan.order,
-            uses=messages.pack_uses([plan.uses[key] for key in keys]),
-            kept=kept,
-            peak_chunks=plan.peak_chunks,
-        )
+        uses = messages.pack_uses([plan.uses[key] for key in keys])
+        return messages.as_message(pb.PlanResponse, plan, uses=uses, kept=kept)
 
     def Get(self, request: pb.GetRequest, session: Session) -> Iterator[pb.GetResponse]:
         """Yield chunks' frames or places; a lease of this call's own ends with it."""
@@ -383,14 +379,14 @@ class DataCalls:
         if not self._identity.bulk_address:
             raise InvalidRequestError("bulk", "off", "peers read through it: start with --bulk")
         session = self._sessions.open_peer(node_id, caller)
-        return pb.OpenPeerResponse(
+        return messages.as_message(
+            pb.OpenPeerResponse,
+            self._identity,
             session_id=session.session_id,
             attach_token=session.attach_token,
             heartbeat_ms=self._sessions.ttl_ms,
             max_frame_bytes=self._checks.max_frame_bytes,
             max_batch_chunks=self._checks.max_batch_chunks,
-            bulk_address=self._identity.bulk_address,
-            bulk_certificate=self._identity.bulk_certificate,
         )
 
     def _lent(self) -> list[int]:

@@ -6,6 +6,7 @@ import select
 import socket
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -27,24 +28,18 @@ _NO_CONTEXT: Any = None
 """The service's methods take gRPC's context and do not look at it."""
 
 
+@dataclass(frozen=True, slots=True)
 class UnixCalls:
-    """Runs a call against *service* and packs what it answers, errors included.
+    """Runs a call against ``service`` and packs what it answers, errors included.
 
-    *authorizer* checks the session's roles and rate, and records what became of the call.
-    *after_lookup* is called once the answer to a lookup is on its way.
+    ``authorizer`` checks the session's roles and rate, and records what became of the call.
+    ``after_lookup`` is called once the answer to a lookup is on its way.
     """
 
-    def __init__(
-        self,
-        service: KVStoreServicer,
-        authorizer: Authorizer,
-        after_lookup: Callable[[], None],
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._service = service
-        self._authorizer = authorizer
-        self._after_lookup = after_lookup
-        self._tracing = tracing
+    service: KVStoreServicer
+    authorizer: Authorizer
+    after_lookup: Callable[[], None]
+    tracing: Tracing | None = None
 
     def answer(
         self, session: Session, head: unix_socket.Request, body: bytes
@@ -63,7 +58,7 @@ class UnixCalls:
             CURRENT.set(None)
         if name == "Lookup":  # the caller has its answer: an error here is for the log alone
             with suppress(KVStoreError), known_errors(name):
-                self._after_lookup()
+                self.after_lookup()
 
     def _packets(
         self, session: Session, head: unix_socket.Request, body: bytes
@@ -71,14 +66,14 @@ class UnixCalls:
         method, request = unpack_call(head, body)
         if request.session_id != session.session_id:  # type: ignore[attr-defined]
             raise UnauthenticatedError("session_id: call on the connection of your session")
-        authorizer, outcome = self._authorizer, "cancelled"
+        authorizer, outcome = self.authorizer, "cancelled"
         started = authorizer.clock()
         try:
             authorizer.admit_on(session, method)
             chunks = len(getattr(request, "digests", b"")) // DIGEST_BYTES
-            tracing = self._tracing
+            tracing = self.tracing
             with tracing.call(method, "unix", chunks) if tracing is not None else nullcontext():
-                reply = getattr(self._service, method)(request, _NO_CONTEXT)
+                reply = getattr(self.service, method)(request, _NO_CONTEXT)
                 if isinstance(reply, GeneratorType):
                     with closing(reply):
                         for message in reply:

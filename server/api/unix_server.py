@@ -104,18 +104,11 @@ class Staging:
     """A session's *memory*, and which of its pages were written: to read another would allocate it,
     and the server would pay.
 
-    It has seals that keep what was written, so that no page is looked up twice. *lseek* is
-    ``os.lseek``. Thread-safe.
+    It has seals that keep what was written, so that no page is looked up twice. Thread-safe.
     """
 
-    def __init__(
-        self,
-        memory: mmap.mmap,
-        descriptor: int,
-        lseek: Callable[[int, int, int], int] = os.lseek,
-    ) -> None:
+    def __init__(self, memory: mmap.mmap, descriptor: int) -> None:
         self.memory: Bytes = np.frombuffer(memory, np.uint8)
-        self._lseek = lseek
         self._descriptor = os.dup(descriptor)
         self._known = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.bool_)
         self._lock = threading.Lock()  # guards the two above, also during a look
@@ -135,7 +128,7 @@ class Staging:
         with self._lock, suppress(OSError):  # holes to the end, or closed
             for page in first + np.flatnonzero(~self._known[first:stop]):
                 start = int(page) * mmap.PAGESIZE
-                if self._lseek(self._descriptor, start, os.SEEK_DATA) != start:
+                if os.lseek(self._descriptor, start, os.SEEK_DATA) != start:
                     return False
                 self._known[page] = True
             return True
@@ -271,19 +264,18 @@ class UnixServer:
                     self._waiting += 1
 
     def _accept(self) -> None:
-        connection: socket.socket | None = None
         try:
             connection, _ = self._listener.accept()
+            connection.setblocking(False)
         except BlockingIOError:
-            pass  # the peer is gone again
+            return  # the peer is gone again
         except OSError as error:
             logger.warning("cannot accept", server="unix", reason=str(error))
             self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: some may be closed meanwhile
-        with suppress(OSError, ValueError):  # closing
-            self._poll.modify(self._listener, _ONCE)
-        if connection is None:
             return
-        connection.setblocking(False)
+        finally:
+            with suppress(OSError, ValueError):  # closing
+                self._poll.modify(self._listener, _ONCE)
         if not is_trusted(connection):
             self._authorizer.note_on(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
             connection.close()

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KVLayout
 from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
-from kvstore.server.api.unix_server import SlabFile, Staging, UnixLimits, UnixServer
+from kvstore.server.api.unix_server import SlabFile, UnixLimits, UnixServer
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import SessionTable
 
@@ -151,7 +150,7 @@ def test_staging_memory_is_looked_at_once_however_many_frames_are_in_it(
         looks[0] += 1
         return lseek(descriptor, offset, whence)
 
-    monkeypatch.setattr(unix_server, "Staging", partial(Staging, lseek=counting))
+    monkeypatch.setattr(os, "lseek", counting)
     plane = server.node.unix_server
     assert plane is not None
     with staging(size_bytes=size_bytes, written=True) as descriptor:
@@ -176,7 +175,7 @@ def test_nobody_waits_for_a_look_at_another_s_staging_memory(
 
     plane = server.node.unix_server
     assert plane is not None
-    monkeypatch.setattr(unix_server, "Staging", partial(Staging, lseek=slow))
+    monkeypatch.setattr(os, "lseek", slow)
     with staging(written=True) as descriptor:
         peer = connect()
         assert peer.attach(terms, descriptor) is Reply.ok
