@@ -28,7 +28,7 @@ from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
 from kvstore.server.api.validation import Checks
-from kvstore.server.blending.content_reader import ContentReader
+from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import SessionTable

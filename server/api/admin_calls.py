@@ -25,8 +25,8 @@ from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Principal, Session, check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
-from kvstore.server.store.store import SlotStatus
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
+from kvstore.server.tiering.tier_slot import TierSlot
 
 CLEAR_DEADLINE_MS = 60_000
 """Of a request that names none."""
@@ -210,7 +210,7 @@ class AdminCalls:
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
-        tiers = [_tier_status(status) for status in self._store.slot_statuses()]
+        tiers = [_tier_status(slot) for slot in self._store.tiers.slots.values()]
         if not caller.is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
@@ -276,11 +276,10 @@ class AdminCalls:
             )
             reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
-            log, gates = self._explainer.log, self._store.blends.gates.views()
-            reply.left_out += _fill(
-                reply.recent, map(self._miss, log.misses(request.recent)), LIST_BYTES
-            )
-            reply.left_out += _fill(reply.engines, map(self._report, log.reports()), LIST_BYTES)
+            misses = self._explainer.misses(request.recent)
+            reports, gates = self._explainer.reports(), self._store.blends.gates.views()
+            reply.left_out += _fill(reply.recent, map(self._miss, misses), LIST_BYTES)
+            reply.left_out += _fill(reply.engines, map(self._report, reports), LIST_BYTES)
             reply.left_out += _fill(reply.gates, map(gate_to_message, gates), LIST_BYTES)
         if request.spaces:
             spaces, count = self._explainer.spaces.all(), self._catalog.queries.count_in
@@ -301,12 +300,11 @@ class AdminCalls:
         return space
 
     def _miss(self, miss: LoggedMiss) -> pb.Miss:
-        others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
-        reason = self._explainer.of_miss(miss.facts, others)
+        reason = self._explainer.of_miss(miss)
         return as_message(
             pb.Miss,
             miss,
-            ago_s=self._clock() - miss.at_s,
+            ago_s=self._clock() - miss.facts.at_s,
             client=miss.session.client,
             model_id=miss.session.representation.model_id,
             chunks=miss.asked,
@@ -367,10 +365,11 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     )
 
 
-def _tier_status(status: SlotStatus) -> pb.TierStatus:
-    state, about = "degraded" if status.reason else "serving", status.reason
+def _tier_status(slot: TierSlot) -> pb.TierStatus:
+    codec, why = slot.encoder.name, slot.reason
+    state = "degraded" if why else "serving"
     return as_message(
-        pb.TierStatus, status.stats, name=status.name, codec=status.codec, state=state, reason=about
+        pb.TierStatus, slot.tier.stats(), name=slot.name, codec=codec, state=state, reason=why
     )
 
 

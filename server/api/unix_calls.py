@@ -17,7 +17,7 @@ from kvstore.proto.unix_socket import METHODS, Packet, pack_answer, pack_failure
 from kvstore.server.api.interceptors import describe, known_errors
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session
-from kvstore.server.telemetry.request_ids import CURRENT, NUMBERS, RequestId
+from kvstore.server.telemetry.tracing import CURRENT, NUMBERS, RequestId
 
 if TYPE_CHECKING:
     from kvstore.proto.kvstore_pb2_grpc import KVStoreServicer
