@@ -80,7 +80,8 @@ class CallWrapper:
             with nullcontext() if span_of is None else span_of(request, context):
                 try:
                     if trust is not None:
-                        call.principal = _caller(trust.authenticator, context)
+                        who = trust.authenticator
+                        call.principal = ANYBODY if who.is_open else _caller(who, context)
                         if handler.request_streaming:
                             trust.authorizer.admit(call.principal, method)
                             call.frames = 0
@@ -98,19 +99,17 @@ class CallWrapper:
                     _abort(context, error, method)
                 finally:
                     if trust is not None:
-                        who, about = trust.authorizer, request
-                        who.counters.note_call(method, who.clock() - started)
-                        if call.frames is not None:
-                            about = call.frames
-                        peer = context.peer
-                        who.note(call.principal, method, outcome, call.session, about, peer)
+                        took_s = trust.authorizer.clock() - started
+                        trust.authorizer.counters.note_call(method, took_s)
+                    if trust is not None and trust.audit is not None:
+                        note, peer = trust.authorizer.note, context.peer
+                        about = request if call.frames is None else call.frames
+                        note(call.principal, method, outcome, call.session, about, peer)
 
         return answers
 
 
 def _caller(authenticator: Authenticator, context: Any) -> Principal:
-    if authenticator.is_open:
-        return ANYBODY
     return authenticator.principal_of(context.invocation_metadata() or (), context.auth_context())
 
 
