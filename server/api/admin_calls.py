@@ -14,10 +14,10 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.keys import keys_of_digests
-from kvstore.proto.messages import as_message, gate_to_message
+from kvstore.proto.messages import as_message, fidelity_of
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.api.service import Backend
-from kvstore.server.api.validation import fidelity, require
+from kvstore.server.api.validation import require
 from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.authorization import POOL_PREFIX, access_to
@@ -221,7 +221,7 @@ class AdminCalls:
             catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)
         reply.ghosts = catalog.evicted_count()
-        reply.gates.extend(map(gate_to_message, self._store.blends.gates.views()))
+        reply.gates.extend(as_message(pb.Gate, gate) for gate in self._store.blends.gates.views())
         reply.sessions = len(self._sessions)
         reply.leases = catalog.lease_count()
         reply.counters.update(self._store.counters.snapshot())
@@ -269,7 +269,7 @@ class AdminCalls:
         if request.digests:
             limit = max(self._checks.max_batch_chunks, messages.MAX_EXPLAINED)
             keys = keys_of_digests(request.digests, space, limit)
-            found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
+            found = self._explainer.explain(space, keys, fidelity_of(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
             reply.left_out += _fill(
                 reply.chunks, map(_reason, found.reasons), messages.MESSAGE_BYTES
@@ -277,10 +277,11 @@ class AdminCalls:
             reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
             misses = self._explainer.misses(request.recent)
-            reports, gates = self._explainer.reports(), self._store.blends.gates.views()
+            reports = self._explainer.reports()
+            gates = (as_message(pb.Gate, one) for one in self._store.blends.gates.views())
             reply.left_out += _fill(reply.recent, map(self._miss, misses), LIST_BYTES)
             reply.left_out += _fill(reply.engines, map(self._report, reports), LIST_BYTES)
-            reply.left_out += _fill(reply.gates, map(gate_to_message, gates), LIST_BYTES)
+            reply.left_out += _fill(reply.gates, gates, LIST_BYTES)
         if request.spaces:
             spaces, count = self._explainer.spaces.all(), self._catalog.queries.count_in
             known = (_space_message(one, count(one.namespace)) for one in spaces)
