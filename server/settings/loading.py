@@ -71,7 +71,7 @@ _GROUPS = {
 def user_folder(variable: str, otherwise: str) -> Path:
     """Return the folder that an XDG *variable* names, if it is an absolute path."""
     value = os.environ.get(variable, "")
-    return Path(value if os.path.isabs(value) else otherwise)
+    return Path(value if os.path.isabs(value) else os.path.expanduser(otherwise))
 
 
 def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, str]]:

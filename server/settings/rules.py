@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -389,17 +388,15 @@ SharedPools = Annotated[tuple[Pool, ...], _rules("name once", MAX_POOLS), "POOL=
 # --- disks and GPUs
 
 
-def _disk_path() -> Path:
-    return user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
-
-
 class DiskFolder(Rule):
     """One folder of the disk tier and the bytes it may take."""
 
     _form = "(?P<capacity_bytes>[^:]+)(:(?P<path>.+))?"
     _fix = "SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore"
     capacity_bytes: TierSize = 4 * GIB
-    path: OwnPath = Field(default_factory=_disk_path)
+    path: OwnPath = Field(
+        default_factory=lambda: user_folder("XDG_CACHE_HOME", "~/.cache") / "kvstore/disk"
+    )
 
     def __str__(self) -> str:
         return f"{format_size(self.capacity_bytes)}:{self.path}"
