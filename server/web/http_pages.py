@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -59,6 +59,7 @@ class Pages:
         self._metrics = metrics
         self._dashboard = dashboard
         self._readers = 0
+        self.is_ending: Callable[[], bool] = lambda: False
         names = ("metrics", "data", "events", *MEDIA)
         self.app = Starlette(routes=[Route(f"/{name}", self._answer) for name in names])
 
@@ -125,7 +126,7 @@ class Pages:
         self._readers += 1
         try:
             yield "retry: 2000\n\n"
-            while not await request.is_disconnected():
+            while not self.is_ending() and not await request.is_disconnected():
                 self._check(request, is_noted=False)
                 yield f"data: {await self._dashboard.text()}\n\n"
                 await asyncio.sleep(EVERY_S)
@@ -160,4 +161,6 @@ def open_http(config: Settings, backend: Backend, trust: Trust) -> HttpServer:
     if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
         tls = (config.tls_cert, config.tls_key, config.tls_client_ca)
     pages = Pages(config, trust, metrics, dashboard)
-    return HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)
+    server = HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)
+    pages.is_ending = server.is_ending
+    return server

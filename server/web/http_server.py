@@ -111,7 +111,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=2,  # answers that go on see ``is_ending`` once a second
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
         )
         config.load()
@@ -132,6 +132,10 @@ class HttpServer:
         self._on_tick()
         if self._files is not None:
             self._files.refresh()
+
+    def is_ending(self) -> bool:
+        """Whether it was closed."""
+        return self._server.should_exit
 
     def close(self) -> None:
         """End every connection and the thread. Idempotent."""
