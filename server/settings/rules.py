@@ -259,7 +259,7 @@ class TenantQuota(Rule):
     _fix = "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE"
     tenant: Tenant
     tier: Annotated[
-        str, AfterValidator(_one_of((*TIER_NAMES, ""), "name one of {}or no tier for each of them"))
+        str, AfterValidator(_one_of(TIER_NAMES, "name one of {}, or no tier for each of them"))
     ] = ""
     quota: Size
     guaranteed: Size = 0
