@@ -15,7 +15,13 @@ from simulation.universe import Version
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach, unpack_places
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS, ReadTerms
+from kvstore.server.store.reads import (
+    IN_MEMORY,
+    LOADS_AHEAD_CHUNKS,
+    NO_REACH,
+    READ_AHEAD_CHUNKS,
+    ReadTerms,
+)
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -48,10 +54,10 @@ def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
     results = list(
         core.store.reads.get(keys_of(versions)[:known], ReadTerms(session, core.later()))
     )
-    assert [result.index for result in results] == [0, 1, 2, 3, 4]
-    assert [result.frame.tobytes() for result in results] == frames_of(versions)
+    assert [result.chunk for result in results] == [0, 1, 2, 3, 4]
+    assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert {result.tier for result in results} == {"cpu"}
-    assert not any(result.frame.flags.writeable for result in results)
+    assert not any(result.data.flags.writeable for result in results)
     placed = core.store.reads.get(
         keys_of(versions), ReadTerms(session, core.later(), reach=IN_MEMORY)
     )
@@ -69,7 +75,7 @@ def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session
     for origin in ("disk", "cpu"):
         results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
         assert [result.tier for result in results] == [origin] * 4
-        assert [result.frame.tobytes() for result in results] == frames_of(versions)
+        assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert core.counters["promoted_chunks"] == 4
     core.store.release(session, lease_id)
 
@@ -83,7 +89,7 @@ def test_loads_run_ahead_of_the_reader_but_not_without_bound() -> None:
         results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
         depths = []
         for index in range(LOADS_AHEAD_CHUNKS):
-            assert next(results).index == index
+            assert next(results).chunk == index
             depths.append(core.work_queue.depth()["load-disk"])
         assert max(depths) == LOADS_AHEAD_CHUNKS
         assert min(depths) >= LOADS_AHEAD_CHUNKS // 2
@@ -159,7 +165,7 @@ def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
     leases = fill_with_leases(core, session)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
-    assert [result.frame.tobytes() for result in results] == frames_of(versions)
+    assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert [result.place for result in results] == [None] * 3
     assert core.counters["read_throughs"] == 3
     assert core.cpu.stats().chunks == 12
@@ -280,6 +286,7 @@ def test_only_who_opens_files_is_told_of_one(
     core.put(session, versions, durable=True)
     # The catalog knows both copies; the one in memory goes before anybody looks where it is.
     monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
+    monkeypatch.setattr(core.cpu, "locate", lambda key: None)
     disk = core.slot("disk").tier
     monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
     rows = core.store.reads.in_place(
@@ -303,7 +310,7 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
     results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later(), reach=reach))
     assert next(results).tier == "disk"
     core.moves.eviction.drop_corrupt(disk, versions[3].info.key)
-    assert [result.index for result in results] == [1, 2]
+    assert [result.chunk for result in results] == [1, 2]
     core.store.release(session, lease_id)
 
 
@@ -321,4 +328,21 @@ def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile() -> None:
         core.settle()
         rest = [result.tier for result in slow]
         assert rest[-1] == "cpu", "it was brought there by the other get"
+        core.store.release(session, lease_id)
+
+
+@pytest.mark.parametrize("reach", [NO_REACH, IN_MEMORY])
+def test_a_full_queue_of_loads_is_a_miss_and_not_a_file_for_who_opens_none(
+    monkeypatch: pytest.MonkeyPatch, reach: frozenset[Reach]
+) -> None:
+    disk = SimDisk(TIER_BYTES, no_faults())
+    with closing(Core([disk], slabs=60, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        put_low(core, session, versions)
+        monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
+        monkeypatch.setattr(core.moves, "load", lambda *_, **__: None)
+        lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
+        terms = ReadTerms(session, core.later(), reach=reach)
+        assert list(core.store.reads.get(keys_of(versions), terms)) == []
         core.store.release(session, lease_id)
