@@ -138,10 +138,7 @@ COUNTERS: Mapping[str, str] = {
 
 
 class Counters:
-    """Named integers, and counts with labels. Counting an unknown name is a KeyError.
-
-    Thread-safe; each of what it returns is of one instant.
-    """
+    """Named and labelled counts. Thread-safe; each of what it returns is of one instant."""
 
     def __init__(self) -> None:
         self._values = dict.fromkeys(COUNTERS, 0)
