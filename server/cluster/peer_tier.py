@@ -220,9 +220,5 @@ class PeerTier(Tier):
         return TierStats(0, 0, len(self._index), 0)
 
     @override
-    def flush(self) -> None:
-        """Nothing is written."""
-
-    @override
     def close(self) -> None:
         self.peers.close()

@@ -79,7 +79,7 @@ def _link_bytes_per_s(slot: TierSlot, info: ChunkInfo, clock: Callable[[], float
     fastest = 0.0
 
     def write() -> bool:
-        tier.write(reservation, 0, frame)
+        tier.write(reservation, frame)
         return True
 
     try:

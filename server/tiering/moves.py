@@ -221,7 +221,7 @@ class Moves:
 
         def work() -> bool:
             nonlocal sealing
-            target.tier.write(reservation, 0, frame)
+            target.tier.write(reservation, frame)
             sealing = True
             return target.tier.seal(reservation)
 

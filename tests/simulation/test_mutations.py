@@ -48,8 +48,8 @@ def reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
 
 def _any_header(info: ChunkInfo) -> FrameHeader:
     return FrameHeader(
-        info.key, info.parent, b"", b"", info.layout, 0, 1, info.fidelity, 0, 0.0, 0.0, 0,
-        info.size_bytes, np.zeros(0),
+        info.key, info.parent, b"", b"", info.layout, codec_id=0, codec_revision=1,
+        fidelity=info.fidelity, frame_bytes=info.size_bytes, segments=np.zeros(0),
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def what_is_aborted_keeps_its_room(patch: pytest.MonkeyPatch) -> None:
 def failed_writes_keep_their_room(patch: pytest.MonkeyPatch) -> None:
     def write(_: Moves, target: TierSlot, reservation: object, frame: Bytes) -> bool:
         def work() -> bool:
-            target.tier.write(reservation, 0, frame)  # type: ignore[arg-type]
+            target.tier.write(reservation, frame)  # type: ignore[arg-type]
             return target.tier.seal(reservation)  # type: ignore[arg-type]
 
         return target.guarded(work)

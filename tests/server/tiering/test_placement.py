@@ -38,9 +38,9 @@ class SlowDisk(SimDisk):
         self._write_s = write_s
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
         self._clock.advance(self._write_s)
-        super().write(reservation, offset, data)
+        super().write(reservation, frame)
 
 
 def make_core(
