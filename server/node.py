@@ -27,7 +27,7 @@ from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
-from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.authorization import Trust
@@ -145,10 +145,8 @@ class Node:
         """Open all ways in, and what they answer with once they are started."""
         config, clock, store, trust = self._config, self._clock, self.store, self.trust
         self.unix_server = self._open_unix_server()
-        limits = ServiceLimits(
-            config.limits.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
-        )
-        checks = Checks(limits, clock)
+        most_chunks, most_bytes = config.limits.max_batch_chunks, config.max_frame_bytes
+        checks = Checks(most_chunks, most_bytes, config.default_deadline_ms, clock)
         self.device_puts = self._open_device_puts()
         bulk = self._open_bulk(checks)
         self._boot_id = boot_id = _new_id()
@@ -291,13 +289,10 @@ class Node:
         self._set_health(serving=True)
 
     def _set_health(self, *, serving: bool) -> None:
+        ready = dict.fromkeys(("", SERVICE_NAME, "readiness"), serving)
         states = health_pb2.HealthCheckResponse
-        state = states.SERVING if serving else states.NOT_SERVING
-        for name in ("", SERVICE_NAME, "readiness"):
-            self._health.set(name, state)
-        alive = self.is_alive()
-        self._health.set("startup", states.SERVING)
-        self._health.set("liveness", states.SERVING if alive else states.NOT_SERVING)
+        for name, is_well in {**ready, "startup": True, "liveness": self.is_alive()}.items():
+            self._health.set(name, states.SERVING if is_well else states.NOT_SERVING)
 
     def is_alive(self) -> bool:
         """Whether every thread the node depends on lives."""
@@ -312,10 +307,9 @@ class Node:
         self.counters.add("revoked_sessions", self.trust.tick())
 
     def _check_health(self) -> None:
-        if self.sessions.is_draining:  # over the RPC
-            self._set_health(serving=False)
-        if not self.is_alive():
+        if not (alive := self.is_alive()):
             logger.error("a worker died; health fails until the restart")
+        if self.sessions.is_draining or not alive:  # drained over the RPC
             self._set_health(serving=False)
 
     def _maintain(self) -> None:
