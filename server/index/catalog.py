@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.access_history import MAX_CHUNKS, SavedHistory
@@ -368,7 +369,7 @@ class Catalog:
         with self._lock:
             self._holds.uses.drop(lambda batch: batch.session_id == session_id)
             self.in_flight.drop(lambda put: put.session_id == session_id)
-            return self._holds.leases.release_session(session_id)
+            return self._holds.leases.drop(lambda lease: lease.session_id == session_id)
 
     def expire(self) -> int:
         """End leases and pins whose time is up; return how many leases."""
@@ -404,7 +405,8 @@ class Catalog:
             until = self._clock() + ttl_s
             rows = [(key, row) for key in keys if (row := self._index.row(key))]
             for key, row in rows:
-                self._holds.pins.pin(key, self._index.any_size_bytes(row), until)
+                if not self._holds.pins.pin(key, self._index.any_size_bytes(row), until):
+                    raise QuotaExceededError("pin_limit_bytes", self._holds.pin_limit_bytes, "pins")
             return len(rows)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> int:
@@ -420,14 +422,13 @@ class Catalog:
             self._access_log.apply_all()
             rows = [row for key in keys if (row := index.row(key))]
             self._metadata.hinted(np.array(rows, np.intp), hints, now)
-            return sum(
-                not table.extend(index.key(row), index.any_size_bytes(row), now + ms / 1000)
-                for table, ms in (
-                    (self._holds.pins, hints.pin_ms),
-                    (self._holds.handed_over, hints.handover_ms),
-                )
-                for row in (rows if ms else ())
-            )
+            ignored = 0
+            pins, handed_over = self._holds.pins, self._holds.handed_over
+            for table, ms in ((pins, hints.pin_ms), (handed_over, hints.handover_ms)):
+                for key, row in ((index.key(row), row) for row in rows if ms):
+                    until = max(now + ms / 1000, table.until(key))
+                    ignored += not table.pin(key, index.any_size_bytes(row), until)
+            return ignored
 
     def expired_keys(self) -> list[ChunkKey]:
         """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
