@@ -152,7 +152,7 @@ class Node:
         self.trust = Trust(config, self.sessions, clock)
         self._closers.append(self.trust.close)
         self.trust.authorizer.counters = self.counters
-        store.catalog.limit_leases(self.trust.authorizer.lease_terms)
+        store.catalog.leases.tenant_of = self.trust.authorizer.lease_terms
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:
             self._closers.append(self._tracing.close)

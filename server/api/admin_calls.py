@@ -170,7 +170,7 @@ class AdminCalls:
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
         tenants = [tenant]
         if tenant == EVERY_TENANT:
-            tenants = sorted({*self._catalog.eviction.quota_tenants(), *self._limits.tenants()})
+            tenants = sorted({*self._catalog.eviction.partitions.tenants, *self._limits.tenants()})
         return pb.QuotaResponse(server=self._stamp, tenants=map(self._quota_of, tenants))
 
     def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.QuotaResponse:
@@ -190,7 +190,7 @@ class AdminCalls:
             chunks=limits.chunks,
             requests_per_s=limits.requests_per_s,
             leases=limits.leases,
-            used_leases=self._catalog.leases_of(tenant),
+            used_leases=self._catalog.leases.by_tenant[tenant],
         )
         for tier, use in self._catalog.eviction.quotas_of(tenant).items():
             reply.tiers.add(
@@ -239,7 +239,7 @@ class AdminCalls:
         reply.ghosts = catalog.evicted_count()
         reply.gates.extend(map(gate_to_message, self._store.blends.gates.views()))
         reply.sessions = len(self._sessions)
-        reply.leases = catalog.lease_count()
+        reply.leases = len(catalog.leases)
         reply.counters.update(self._store.counters.snapshot())
         reply.socket_path = str(self._unix_server.path) if self._unix_server else ""
         if directory is not None:

@@ -412,7 +412,7 @@ class DataCalls:
                 fix = f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
                 raise InvalidRequestError("weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
-            self._store.importance.note(key, weights)
+            self._store.models.note_importance(key, weights)
         return pb.WeighResponse(server=self._stamp)
 
     # --- blending

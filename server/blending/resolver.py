@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from kvstore.proto.blend import (
     ACCURACY_TAG,
     UNKNOWN,
@@ -165,10 +163,7 @@ class VariantChoice:
         sizes: dict[int, int] = {}
         for one in chosen:
             sizes[one.source] = sizes.get(one.source, 0) + one.size_bytes
-        return sum(
-            1e3 * float(self._sources[source].load_s(np.array([size], np.int64))[0])
-            for source, size in sizes.items()
-        )
+        return sum(1e3 * self._sources[source].load_s(size) for source, size in sizes.items())
 
     def _resolved(self, found: Matches, scored: Sequence[_Scored], start: int) -> ResolvedChunk:
         variants = []

@@ -18,7 +18,7 @@ from kvstore.server.index.access_log import CatalogListener, CatalogState, Looku
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
-from kvstore.server.index.holds import Lease, Leases, LeaseTerms, TenantOf
+from kvstore.server.index.holds import Lease, Leases, LeaseTerms
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.telemetry.outcomes import Outcomes
@@ -61,7 +61,8 @@ class Catalog:
     """The index, the eviction policies and who holds what, kept in step under one lock.
 
     *metadata* gets an event before the policies, which rank by it. ``listeners`` are called with
-    copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock.
+    copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock. ``leases``
+    are for reading, one entry at a time.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Catalog:
         metadata = metadata or ChunkMetadata()
         self.state = state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
         self._lock, self._clock = state.lock, clock
-        self._index, self._holds = state.index, state.holds
+        self._index, self._holds, self.leases = state.index, state.holds, leases
         self._metadata, self._access_log = metadata, state.access_log
         self.in_flight, self.eviction = InFlightPuts(state), EvictionState(state)
         self.queries = CatalogQueries(state, self.in_flight)
@@ -205,12 +206,6 @@ class Catalog:
         with self._lock:
             row = self._index.row(key)
             return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
-
-    def any_size_bytes(self, key: ChunkKey) -> int:
-        """Return the size of the chunk's frame on the fastest tier that has it; 0 without one."""
-        with self._lock:
-            row = self._index.row(key)
-            return self._index.any_size_bytes(row) if row else 0
 
     def evicted_count(self) -> int:
         """Chunks without a copy that are remembered."""
@@ -377,25 +372,6 @@ class Catalog:
             now = self._clock()
             self.in_flight.drop(lambda put: put.until <= now)
             return self._holds.expire(now)
-
-    def is_leased(self, lease_id: int) -> bool:
-        """Whether there is such a lease; its time may be up."""
-        with self._lock:
-            return lease_id in self._holds.leases
-
-    def lease_count(self) -> int:
-        """Live leases."""
-        return len(self._holds.leases)
-
-    def limit_leases(self, tenant_of: TenantOf) -> None:
-        """Have *tenant_of* say whose sessions are and how many leases each tenant may have."""
-        with self._lock:
-            self._holds.leases.tenant_of = tenant_of
-
-    def leases_of(self, tenant: str) -> int:
-        """Return how many leases *tenant* has."""
-        with self._lock:
-            return self._holds.leases.by_tenant[tenant]
 
     # --- pins, hints and announced uses
 

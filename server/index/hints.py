@@ -39,10 +39,10 @@ class RowHints:
     """
 
     def __init__(self) -> None:
-        self._priorities = array("B")
-        self._expiries = array("d")
+        self.priorities = array("B")
+        self.expiries = array("d")
         self.partitions = array("H")
-        self.columns = (self._priorities, self._expiries, self.partitions)
+        self.columns = (self.priorities, self.expiries, self.partitions)
         self._times: list[tuple[float, int]] = []
         """When which row may expire, a heap; entries that are no longer true are skipped."""
         self.awaited: dict[int, tuple[float, int]] = {}
@@ -55,12 +55,12 @@ class RowHints:
 
     def set_priority(self, row: int, priority: int) -> None:
         """Give a chunk a priority of 1 to 100; 0 takes it back."""
-        self._prioritized += bool(priority) - bool(self._priorities[row])
-        self._priorities[row] = priority
+        self._prioritized += bool(priority) - bool(self.priorities[row])
+        self.priorities[row] = priority
 
     def priority(self, row: int) -> int:
         """Return the priority of a chunk."""
-        return self._priorities[row] or NO_PRIORITY
+        return self.priorities[row] or NO_PRIORITY
 
     def in_order(
         self, victims: Iterator[int], parent: Callable[[int], int], count: int
@@ -91,8 +91,8 @@ class RowHints:
 
     def set_expiry(self, row: int, expires_s: float) -> None:
         """Let a chunk expire at *expires_s*; NEVER takes it back."""
-        self.expiring += (expires_s != NEVER) - (self._expiries[row] != NEVER)
-        self._expiries[row] = expires_s
+        self.expiring += (expires_s != NEVER) - (self.expiries[row] != NEVER)
+        self.expiries[row] = expires_s
         if expires_s != NEVER:
             heapq.heappush(self._times, (expires_s, row))
             if len(self._times) > 2 * self.expiring + _STALE_TIMES:
@@ -100,19 +100,15 @@ class RowHints:
                 self._times = sorted(set(self._times))  # sorted is a heap
 
     def _is_true(self, time: tuple[float, int]) -> bool:
-        return self._expiries[time[1]] == time[0]
-
-    def expiry(self, row: int) -> float:
-        """Return when a chunk expires; NEVER if it does not."""
-        return self._expiries[row]
+        return self.expiries[time[1]] == time[0]
 
     def is_expired(self, row: int, now_s: float) -> bool:
         """Whether the chunk's time is up."""
-        return NEVER != self._expiries[row] <= now_s
+        return NEVER != self.expiries[row] <= now_s
 
     def unexpired(self, rows: Rows, now_s: float) -> Rows:
         """Return *rows* up to the first whose time is up; all when none is ``expiring``."""
-        expiries = np.frombuffer(self._expiries)[rows]
+        expiries = np.frombuffer(self.expiries)[rows]
         late = (expiries != NEVER) & (expiries <= now_s)
         return rows[: int(late.argmax())] if late.any() else rows
 
@@ -136,8 +132,8 @@ class RowHints:
 
     def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Write what is known of *rows* into *chunks*, of ``access_history.CHUNK``."""
-        chunks["priority"] = np.frombuffer(self._priorities, np.uint8)[rows]
-        expiries = np.frombuffer(self._expiries)[rows]
+        chunks["priority"] = np.frombuffer(self.priorities, np.uint8)[rows]
+        expiries = np.frombuffer(self.expiries)[rows]
         left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
         chunks["left_s"] = left_s
 

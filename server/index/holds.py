@@ -99,7 +99,7 @@ class Leases:
         over = [lease for lease in self._leases.values() if is_over(lease)]
         return sum(self.release(lease.lease_id, lease.session_id) for lease in over)
 
-    def __contains__(self, lease_id: int) -> bool:
+    def __contains__(self, lease_id: object) -> bool:
         return lease_id in self._leases
 
     def pin(self, key: ChunkKey) -> None:

@@ -141,7 +141,7 @@ class Lookup:
         load_us = np.zeros(ready, "<u4")
         for number in set(sources.tobytes()):
             here = sources == number
-            load_us[here] = self._sources[number].load_us(sizes[here])
+            load_us[here] = np.minimum(1e6 * self._sources[number].fetch_s(sizes[here]), 0xFFFFFFFF)
         plan = self._plan(session, keys, found, ready, engine) if engine else None
         if lease_id and lease != "ranged":
             self._prefetch.found(session, keys[:ready], sources, sizes, lease_id)
@@ -190,8 +190,8 @@ class Lookup:
         sources, sizes = found.sources[:ready], found.sizes[:ready]
         for number in sorted(set(sources.tobytes())):
             here, slot = sources == number, self._sources[number]
-            decode_s[here] = slot.decode_s(sizes[here])
-            load_s[here] = slot.load_s(sizes[here]) - decode_s[here]
+            decode_s[here] = slot.decode_s_per_byte * sizes[here]
+            load_s[here] = slot.fetch_s(sizes[here])
         usual = max(tokens[:ready], default=0)
         total = max(engine.prompt_tokens, sum(tokens[:ready]) + (len(keys) - ready) * usual)
         question = PlanQuestion(

@@ -16,7 +16,7 @@ from kvstore.server.blending.resolver import Blending
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.hints import PutInfo
 from kvstore.server.index.holds import LeaseTerms
-from kvstore.server.index.known_models import ImportanceTable, ModelRegistry
+from kvstore.server.index.known_models import KnownModels, ModelRegistry
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.values import GateTerms, StateRule
 from kvstore.server.store.lookup import Lookup
@@ -80,7 +80,7 @@ class Store:
     def __init__(self, moves: Moves, limits: StoreLimits, new_id: Callable[[], int]) -> None:
         self.moves = moves
         self.tiers = moves.tiers
-        self.importance = ImportanceTable()
+        self.models = KnownModels()
         """Which tokens of chunks matter; the same as the encoders'."""
         self.catalog = moves.catalog
         self.counters = moves.counters
@@ -332,7 +332,7 @@ class Store:
         self._drop_expired()
         self.reads.promote_due()
         self._lookup.drop_remote_hints()
-        self._prefetch.sweep(self.catalog.is_leased)
+        self._prefetch.sweep(self.catalog.leases)
         self.moves.drop_duplicates()
         for work in self.on_tick:
             work()

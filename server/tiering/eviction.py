@@ -69,8 +69,12 @@ class Eviction:
         if size > (most := tier.max_frame_bytes()):
             fix = f"tier {tier.name!r} takes {most} at most"
             raise InvalidRequestError("frame_bytes", size, fix)
-        if request.is_original and slot.name in self._catalog.holders(request.info.key):
-            self._replace_lossy(slot, request)
+        key = request.info.key
+        if request.is_original and slot.name in self._catalog.holders(key):  # a lossy copy
+            if not self._catalog.cast_out(slot.name, key, even_if_held=False):
+                raise TierFullError(slot.name, size, 0)
+            self._counters.add("replaced_copies")
+            self.discard(slot, key)
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - request.headroom_bytes
         wanted = EVERYBODY
@@ -95,18 +99,25 @@ class Eviction:
 
     def _free_own(self, slot: TierSlot, own: Wanted, request: SpaceRequest) -> None:
         """Evict of a partition what it would be over its quota. Raises TierFullError."""
-        size, eviction = request.info.size_bytes, self._catalog.eviction
+        size = request.info.size_bytes
         awaited = self._awaited if slot is self._tiers.cpu else {}
         awaited_bytes, chunks = awaited.get(own.partition, (0, 0))
-        need_bytes, need_chunks = size + awaited_bytes, 1 + chunks
         for _ in range(MAX_ROUNDS):
-            owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
-            if not owed:
+            if not self._free_owed(slot, own, size + awaited_bytes, 1 + chunks, request.deadline):
                 return
-            victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
-            self._evict(slot, victims, owed, request.deadline)
-            self._counters.add("evicted_for_quota_chunks", len(victims))
         raise TierFullError(slot.name, size, 0)
+
+    def _free_owed(
+        self, slot: TierSlot, own: Wanted, need_bytes: int, need_chunks: int, deadline: float
+    ) -> bool:
+        """Evict a round of what a partition owes for what it needs; False if it owes nothing."""
+        eviction = self._catalog.eviction
+        owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
+        if owed:
+            victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, own)
+            self._evict(slot, victims, owed, deadline)
+            self._counters.add("evicted_for_quota_chunks", len(victims))
+        return owed > 0
 
     def partition(self, request: SpaceRequest) -> int:
         """Return the partition whose quota a request counts against."""
@@ -126,16 +137,9 @@ class Eviction:
         """Evict what the partition of a chunk that came is over its quota, as far as may go:
         threads that reserve side by side look before each other's room counts.
         """
-        eviction = self._catalog.eviction
-        own = Wanted(eviction.partition(key, "", ""), is_own=True)
-        owed = eviction.owed_bytes(slot.name, own.partition, 0)
-        if not owed:
-            return
-        victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
-        if victims:
-            with suppress(TierFullError):  # their demotions go on
-                self._evict(slot, victims, owed, slot.clock())
-                self._counters.add("evicted_for_quota_chunks", len(victims))
+        own = Wanted(self._catalog.eviction.partition(key, "", ""), is_own=True)
+        with suppress(TierFullError):  # their demotions go on
+            self._free_owed(slot, own, 0, 1, slot.clock())
 
     def _claim(
         self,
@@ -146,17 +150,17 @@ class Eviction:
         wanted: Wanted,
     ) -> list[ChunkKey]:
         """Claim a round of victims; for *request* that is free but scattered, ones side by side."""
-        claim, tier = self._catalog.eviction.claim_victims, slot.tier
-        victims = claim(slot.name, need_bytes, VICTIMS_PER_ROUND, wanted=wanted)
-        victims = self._enough(slot, victims, need_bytes)
+        eviction, tier, name = self._catalog.eviction, slot.tier, slot.name
+        allocated = tier.allocated_bytes
+        victims = eviction.claim_victims(name, need_bytes, VICTIMS_PER_ROUND, wanted, allocated)
         near: Sequence[ChunkKey] = ()
         if victims and request is not None:
             near = tier.eviction_run(victims[0], request.info.size_bytes, request.tenant)
         if near:
-            self._catalog.eviction.unclaim(victims[1:])
-            return [victims[0], *claim(slot.name, 0, 0, near)]
+            eviction.unclaim(victims[1:])
+            return [victims[0], *eviction.claim(name, near)]
         if victims and attempt % 4 == 3:
-            victims += claim(slot.name, 0, 0, tier.chunks_sharing_block(victims[0]))
+            victims += eviction.claim(name, tier.chunks_sharing_block(victims[0]))
         return victims
 
     def _evict(
@@ -182,17 +186,6 @@ class Eviction:
         finally:
             self._catalog.eviction.unclaim(victims)
 
-    def _enough(self, slot: TierSlot, victims: list[ChunkKey], need_bytes: int) -> list[ChunkKey]:
-        """Spare the last victims when the slack of the first frees enough: policies see frames."""
-        freed_bytes = 0
-        for at, key in enumerate(victims, start=1):
-            size_bytes = self._catalog.size_bytes(slot.name, key)
-            freed_bytes += slot.tier.allocated_bytes(size_bytes) if size_bytes else 0
-            if freed_bytes >= need_bytes:
-                self._catalog.eviction.unclaim(victims[at:])
-                return victims[:at]
-        return victims
-
     def _demote(self, slot: TierSlot, key: ChunkKey) -> Ticket | None:
         """Queue a copy to a lower slot that is in use, unless one has the chunk.
 
@@ -213,7 +206,8 @@ class Eviction:
             return None
         if targets[0] is self._tiers.cpu:
             return self._copy_to(key, targets[0], urgent=True)
-        for target in self._placement.by_load(targets, key):
+        size_bytes = self._catalog.size_bytes(slot.name, key)
+        for target in self._placement.by_load(targets, size_bytes):
             if self._placement.admits(target, key, Trigger.leaving):
                 return self._copy_to(key, target, urgent=True)
         self._counters.add("unworthy_copies")
@@ -252,14 +246,6 @@ class Eviction:
                 self._counters.add("dropped_victims")
             elif exact == [slot.name]:
                 self._counters.add("lossy_victims")
-
-    def _replace_lossy(self, slot: TierSlot, request: SpaceRequest) -> None:
-        """Have a lossy copy give way to an original. Raises TierFullError while it is read."""
-        key = request.info.key
-        if not self._catalog.cast_out(slot.name, key, even_if_held=False):
-            raise TierFullError(slot.name, request.info.size_bytes, 0)
-        self._counters.add("replaced_copies")
-        self.discard(slot, key)
 
     def replace(self, info: ChunkInfo) -> bool:
         """Cast out the copies of a chunk that has more of its end in *info*; False when somebody

@@ -364,7 +364,7 @@ class Moves:
             return usable
         remote_s = remote.tier.load_s(key, self.catalog.size_bytes(remote.name, key))
         stored_bytes = self.catalog.size_bytes(usable[-1].name, key)
-        if remote_s is None or float(usable[-1].load_s(np.array([stored_bytes]))[0]) < remote_s:
+        if remote_s is None or usable[-1].load_s(stored_bytes) < remote_s:
             usable.remove(remote)
             usable.append(remote)
         return usable

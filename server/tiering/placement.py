@@ -6,8 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.index.catalog import Catalog
@@ -82,7 +80,7 @@ class Placement:
             return False
         load_s = compute_s = 0.0
         if engine is not None:
-            load_s = float(slot.load_s(np.array([prospect.size_bytes]))[0])
+            load_s = slot.load_s(prospect.size_bytes)
             tokens, context = prospect.tokens, prospect.context_tokens
             compute_s = engine.token_s * tokens + engine.pair_s * tokens * context
         offer = CopyRequest(
@@ -105,16 +103,15 @@ class Placement:
             self._counters.add("over_budget_copies")
         return affords
 
-    def by_load(self, slots: Sequence[TierSlot], key: ChunkKey) -> Sequence[TierSlot]:
-        """Return *slots* in the order in which a copy of *key* is worth less.
+    def by_load(self, slots: Sequence[TierSlot], size_bytes: int) -> Sequence[TierSlot]:
+        """Return *slots* in the order in which a copy of so many bytes is worth less.
 
         Where all weigh copies by value that is the order of measured loads; else as given.
         """
         weigh = all(self._rules[slot.name].least_value is not None for slot in slots)
         if len(slots) < 2 or not weigh:
             return slots
-        size = self._catalog.any_size_bytes(key)
-        return sorted(slots, key=lambda slot: float(slot.load_s(np.array([size]))[0]))
+        return sorted(slots, key=lambda slot: slot.load_s(size_bytes))
 
     def evicting(self, slot: TierSlot, key: ChunkKey, below: TierSlot) -> None:
         """A fast tier evicts *key*: that is what its memory is worth, where copies are weighed."""
@@ -136,7 +133,7 @@ class Placement:
         prospect = self._catalog.queries.reuse_estimate(key)
         if prospect is None:
             return 0.0
-        saved_s = float(source.load_s(np.array([prospect.size_bytes]))[0])
+        saved_s = source.load_s(prospect.size_bytes)
         return value_per_byte(prospect.chance, saved_s, prospect.size_bytes)
 
     def cancelled(self, name: str, key: ChunkKey) -> None:

@@ -188,7 +188,7 @@ class Dashboard:
             "put_bytes_per_s": now.since(recent, "put_bytes") / span_s,
             "chunks": len(backend.store.catalog),
             "sessions": len(backend.sessions),
-            "leases": backend.store.catalog.lease_count(),
+            "leases": len(backend.store.catalog.leases),
             "faults": sum(now.since(recent, name) for name in FAULTS),
         }
 

@@ -61,7 +61,7 @@ def test_a_match_leases_what_it_found_and_nothing_when_it_found_nothing(catalog:
     found = catalog.match(CHAIN, Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
     assert catalog.lease(found.lease_id, SESSION).keys == CHAIN[:3]
     unknown = catalog.match([key(99)], Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
-    assert (unknown.lease_id, catalog.lease_count()) == (0, 1)
+    assert (unknown.lease_id, len(catalog.leases)) == (0, 1)
 
 
 def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
@@ -114,12 +114,12 @@ def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
 ) -> None:
     lease, known = catalog.grant(CHAIN, LeaseTerms(SESSION, 2.0))
     assert (known, lease.keys) == (3, CHAIN[:3])
-    assert (catalog.state.holds.leases.pins.total(), catalog.lease_count()) == (3, 1)
+    assert (catalog.leases.pins.total(), len(catalog.leases)) == (3, 1)
     clock.advance(2.0)
     with pytest.raises(LeaseExpiredError):
         catalog.lease(lease.lease_id, SESSION)
     assert catalog.expire() == 1
-    assert (catalog.state.holds.leases.pins.total(), catalog.lease_count()) == (0, 0)
+    assert (catalog.leases.pins.total(), len(catalog.leases)) == (0, 0)
 
 
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
@@ -149,7 +149,7 @@ def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
 
 def test_among_names_all_of_a_piece_that_may_go(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
-    assert catalog.eviction.claim_victims("cpu", 0, 0, among=CHAIN[:3]) == [key(1), key(2)]
+    assert catalog.eviction.claim("cpu", CHAIN[:3]) == [key(1), key(2)]
 
 
 class AskedClock(FakeClock):
@@ -271,7 +271,7 @@ def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
         catalog.grant(CHAIN, LeaseTerms(SESSION, 10.0))
     catalog.grant(CHAIN, LeaseTerms(SESSION + 1, 10.0))
     assert catalog.release_session(SESSION) == 2
-    assert catalog.state.holds.leases.pins.total() == 3
+    assert catalog.leases.pins.total() == 3
 
 
 # --- what policies are told later

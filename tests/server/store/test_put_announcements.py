@@ -186,9 +186,9 @@ def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:
     (handed,) = prompt(1)
     core.put(writer, [handed], hints=Hints(handover_ms=60_000))
     key = handed.info.key
-    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == []
+    assert core.catalog.eviction.claim("cpu", [key]) == []
     core.get(reader, [key])
-    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == [key]
+    assert core.catalog.eviction.claim("cpu", [key]) == [key]
     core.catalog.eviction.unclaim([key])
 
 
@@ -200,7 +200,7 @@ def test_what_nobody_reads_is_kept_for_its_time_only(core: Core) -> None:
 
     def may_go() -> bool:
         core.store.tick()
-        victims = core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key])
+        victims = core.catalog.eviction.claim("cpu", [key])
         core.catalog.eviction.unclaim(victims)
         return victims == [key]
 
