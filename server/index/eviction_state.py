@@ -124,7 +124,7 @@ class EvictionState:
         named: Counter[int] = Counter()
 
         def spares(row: int) -> bool:
-            is_way = index.continued(row) > named[row] and index.is_alone_on(tier, row)
+            is_way = index.continued(row) > named[row] and index.holders(row) == [tier]
             return is_way or stays(row)
 
         for row in self._ordered(tier, wanted, spares):

@@ -18,14 +18,12 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.eviction_state import EVERYBODY, Wanted
-from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import Trigger
 from kvstore.server.tiering.placement import Placement
-from kvstore.server.tiering.tier_slot import SpaceRequest, Tiers, TierSlot
-from kvstore.server.tiering.work_queue import Ticket, WorkQueue
+from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
+from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import Reservation
 
 MAX_ROUNDS = 1000
@@ -33,26 +31,15 @@ VICTIMS_PER_ROUND = 64
 
 
 class Eviction:
-    """Makes room on the slots of *tiers*, and frees copies that were forgotten. Thread-safe.
+    """Makes room on the slots of *placement*, and frees copies that were forgotten. Thread-safe.
 
     *copy_to* demotes a victim that no slower tier has.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        catalog: Catalog,
-        work_queue: WorkQueue,
-        counters: Counters,
-        placement: Placement,
-        copy_to: Callable[..., Ticket | None],
-    ) -> None:
-        self._tiers = tiers
-        self._catalog = catalog
-        self._work_queue = work_queue
-        self._counters = counters
-        self._placement = placement
-        self._copy_to = copy_to
+    def __init__(self, placement: Placement, copy_to: Callable[..., Ticket | None]) -> None:
+        self._placement, self._copy_to = placement, copy_to
+        self._tiers, self._catalog = placement.tiers, placement.catalog
+        self._work_queue, self._counters = placement.work_queue, placement.counters
         self._awaited: dict[int, tuple[int, int]] = {}
         """Bytes and chunks, by partition, that puts into CPU memory have reserved."""
         self._lock = threading.Lock()  # guards it

@@ -70,7 +70,7 @@ class Moves:
         self.counters = counters
         self.clock = clock
         self.placement = Placement(tiers, catalog, work_queue, counters, clock)
-        self.eviction = Eviction(tiers, catalog, work_queue, counters, self.placement, self.copy_to)
+        self.eviction = Eviction(self.placement, self.copy_to)
         self._move_timeout_s = move_timeout_ms / 1000
         self._duplicates: deque[tuple[ChunkKey, TierSlot, TierSlot, str]] = deque(
             maxlen=MAX_DUPLICATES

@@ -43,10 +43,10 @@ class Placement:
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        self._slots = tiers.slots
-        self._catalog = catalog
-        self._work_queue = work_queue
-        self._counters = counters
+        self.tiers = tiers
+        self.catalog = catalog
+        self.work_queue = work_queue
+        self.counters = counters
         self._clock = clock
         self._pressures = {name: Pressure() for name in tiers.slots}
         self._prices = {name: EvictionValue() for name in tiers.slots}
@@ -59,9 +59,9 @@ class Placement:
         day, but for durable puts. At the start.
         """
         now_s = self._clock()
-        self._rules = {name: slot.admission or otherwise for name, slot in self._slots.items()}
+        self._rules = {name: slot.admission or otherwise for name, slot in self.tiers.slots.items()}
         self._weighs = any(rule.least_value is not None for rule in self._rules.values())
-        budgets = {name: size for name, size in bytes_a_day.items() if name in self._slots}
+        budgets = {name: size for name, size in bytes_a_day.items() if name in self.tiers.slots}
         self._budgets = {name: WriteBudget(size, now_s) for name, size in budgets.items()}
 
     def admits(self, slot: TierSlot, key: ChunkKey, moment: Trigger) -> bool:
@@ -75,7 +75,7 @@ class Placement:
         if engine is None and not rule.looks_ahead and budget is None:
             return moment in rule.triggers
         looks_ahead = rule.looks_ahead or (budget is not None and moment is Trigger.leaving)
-        prospect = self._catalog.queries.reuse_estimate(key, ahead=looks_ahead)
+        prospect = self.catalog.queries.reuse_estimate(key, ahead=looks_ahead)
         if prospect is None:
             return False
         load_s = compute_s = 0.0
@@ -100,7 +100,7 @@ class Placement:
             if affords:
                 budget.admitted(key, offer.size_bytes)
         if not affords:
-            self._counters.add("over_budget_copies")
+            self.counters.add("over_budget_copies")
         return affords
 
     def by_load(self, slots: Sequence[TierSlot], size_bytes: int) -> Sequence[TierSlot]:
@@ -130,7 +130,7 @@ class Placement:
 
     def _value(self, key: ChunkKey, source: TierSlot) -> float:
         """Return the seconds that a byte of *key* in memory saves, against a load from *source*."""
-        prospect = self._catalog.queries.reuse_estimate(key)
+        prospect = self.catalog.queries.reuse_estimate(key)
         if prospect is None:
             return 0.0
         saved_s = source.load_s(prospect.size_bytes)
@@ -154,7 +154,7 @@ class Placement:
 
     def pressure(self, name: str) -> float:
         """Return how far behind a tier's writes are, from 0 to 1."""
-        share = self._work_queue.fullness(f"store-{name}")
+        share = self.work_queue.fullness(f"store-{name}")
         with self._lock:
             return self._pressures[name].level(share, self._clock())
 
