@@ -95,7 +95,7 @@ def _directory(link: redis.Redis, port: int) -> tuple[float, float, float, float
     with closing(_node(port, "one")) as one, closing(_node(port, "two")) as two:
         for node in (one, two):
             node.start()
-        _wait(lambda: two.report().is_up and bool(one.report().nodes))
+        _wait(lambda: two.report().standing == "known" and bool(one.report().nodes))
         before_bytes = _used_bytes(link)
         with _spent(link) as note:
             one.announce(keys)

@@ -121,7 +121,7 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
     left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
     soon = left < LIST_ENDS_SOON
     fix = "replace the file; the server reads it again by itself" if soon else ""
-    saw = f"{len(found)} certificates, the list is good for {left.days} days"
+    saw = f"{len(found.proofs)} certificates, the list is good for {left.days} days"
     yield Finding("revocations", "warn" if soon else "ok", saw, fix)
 
 

@@ -74,7 +74,7 @@ def token_list(file: KeyFile, as_json: AsJson = False) -> None:
         rows = _tokens(file)
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
-    shown = [(r.key_id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in rows]
+    shown = [(r.id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in rows]
     names = ("id", "tenant", "roles", "made")
     if as_json:
         print(json.dumps([dict(zip(names, one, strict=True)) for one in shown], indent=2))
@@ -92,8 +92,8 @@ def token_revoke(
 
     try:
         rows = _tokens(file)
-        key_id = _one_of([row.key_id for row in rows], key_id)
-        write_keys(file, [row for row in rows if row.key_id != key_id])
+        key_id = _one_of([row.id for row in rows], key_id)
+        write_keys(file, [row for row in rows if row.id != key_id])
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
     print(f"revoked {key_id}")

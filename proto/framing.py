@@ -15,6 +15,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -41,6 +42,13 @@ def message_of(message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> list[
     """Return a message whose payload is *pieces*, not copied, one behind the other."""
     head = bulk.pack(message, sum(map(len, pieces)))
     return [memoryview(head), *(piece.data for piece in pieces if len(piece))]
+
+
+def hang_up(link: socket.socket) -> None:
+    """End both directions of *link*, which may go over TLS; ``close`` is still due."""
+    with suppress(OSError):  # it has ended by itself
+        # Not TLS's own: a reader meanwhile would go on without it, and take in ciphertext.
+        socket.socket.shutdown(link, socket.SHUT_RDWR)
 
 
 class FramedSocket:
@@ -129,13 +137,15 @@ class FramedSocket:
         except (DeadlineError, TierUnavailableError):
             return
 
-    def receive(self) -> tuple[pb.StreamMessage, int]:
+    def receive(
+        self, header_limit_bytes: int = bulk.MAX_HEADER_BYTES
+    ) -> tuple[pb.StreamMessage, int]:
         """Return the next message, and how long the payload is that is to be filled from.
 
         Raises InvalidRequestError for what is no message.
         """
         self.fill(self._lengths)
-        header_bytes, payload_bytes = bulk.unpack_lengths(self._lengths)
+        header_bytes, payload_bytes = bulk.unpack_lengths(self._lengths, header_limit_bytes)
         header = bytearray(header_bytes)
         self.fill(memoryview(header))
         return bulk.parse(bytes(header), payload_bytes), payload_bytes
@@ -177,11 +187,7 @@ class FramedSocket:
 
     def hang_up(self) -> None:
         """End both directions, whoever waits in a call of it; ``close`` is still due."""
-        try:
-            # Not TLS's own: a reader meanwhile would go on without it, and take in ciphertext.
-            socket.socket.shutdown(self._link, socket.SHUT_RDWR)
-        except OSError:
-            return  # it has ended by itself
+        hang_up(self._link)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
@@ -214,20 +220,9 @@ def connect_wire(
 def _connected(where: str, deadline: float, clock: Callable[[], float]) -> socket.socket:
     """Return a socket to the first address of *where* that answers in its share of the time."""
     url = urlsplit(where)
-    failure = OSError("it has no address")
-    found = socket.getaddrinfo(url.hostname or "", url.port or 0, type=socket.SOCK_STREAM)
-    for at, (family, kind, protocol, _, address) in enumerate(found):
-        link = None
-        try:
-            link = socket.socket(family, kind, protocol)
-            link.settimeout(max(_LEAST_S, (deadline - clock()) / (len(found) - at)))
-            link.connect(address)
-            return link
-        except OSError as error:
-            failure = error
-            if link is not None:
-                link.close()
-    raise failure
+    address = url.hostname or "", url.port or 0
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    return socket.create_connection(address, max(_LEAST_S, (deadline - clock()) / len(found)))
 
 
 _CERTIFICATE_NAME = "kvstore peer"

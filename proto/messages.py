@@ -355,9 +355,7 @@ def shadow_from_message(message: pb.ShadowResult) -> ShadowResult:
     return _value(ShadowResult, message)
 
 
-def resolution_to_message(
-    found: Resolution, tier_names: Sequence[str], server: pb.Server
-) -> pb.ResolveResponse:
+def resolution_to_message(found: Resolution, tier_names: Sequence[str]) -> pb.ResolveResponse:
     """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
     numbers = {name: number for number, name in enumerate(tier_names)}
 
@@ -372,7 +370,6 @@ def resolution_to_message(
     return as_message(
         pb.ResolveResponse,
         found,
-        server=server,
         segments=segments,
         tier_names=tier_names,
         rope=_rope_to_message(found.rope),

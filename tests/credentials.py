@@ -131,4 +131,4 @@ class KeyRing:
 
     def revoke(self, key: str) -> None:
         """Take *key* out of the file."""
-        write_keys(self.path, [row for row in self.rows() if row.key_id not in key])
+        write_keys(self.path, [row for row in self.rows() if row.id not in key])

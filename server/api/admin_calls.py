@@ -16,14 +16,13 @@ from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import gate_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
-from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import fidelity
 from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.authorization import POOL_PREFIX, access_to
 from kvstore.server.security.rate_limits import TenantLimits
-from kvstore.server.security.sessions import check_tenant
+from kvstore.server.security.sessions import Principal, Session, check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.store.store import SlotStatus
@@ -64,28 +63,25 @@ class AdminCalls:
         self._unix_server = backend.unix_server
         self._scrub = backend.scrub
         self._directory = backend.directory
-        self._stamp = backend.stamp
         self._explainer = explainer
         self._requests = requests
 
     # --- keeping and forgetting
 
-    def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+    def Pin(self, request: pb.PinRequest, session: Session) -> pb.PinResponse:
         """Keep chunks from eviction for a time."""
-        session = self._sessions.get(request.session_id)
         if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
             raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
         keys = self._checks.keys(session, request.digests)
         pinned = self._catalog.pin(keys, request.ttl_ms / 1000)
-        return pb.PinResponse(server=self._stamp, pinned=pinned)
+        return pb.PinResponse(pinned=pinned)
 
-    def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
+    def Unpin(self, request: pb.UnpinRequest, session: Session) -> pb.UnpinResponse:
         """End pins."""
-        session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
-        return pb.UnpinResponse(server=self._stamp, unpinned=self._catalog.unpin(keys))
+        return pb.UnpinResponse(unpinned=self._catalog.unpin(keys))
 
-    def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
+    def Clear(self, request: pb.ClearRequest, caller: Principal) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
         slots = self._store.moves.tiers.slots
         if request.tier and request.tier not in slots:
@@ -98,27 +94,25 @@ class AdminCalls:
             space = self._sessions.get(request.session_id).namespace
             keys = self._catalog.queries.keys_from(space)
         else:
-            tenant = request.tenant or principal_of(context).tenant
+            tenant = request.tenant or caller.tenant
             keys = keys_of_tenant(self._store, tenant)
         done = clear(self._store, keys, deadline, request.tier, dry_run=request.dry_run)
-        return pb.ClearResponse(server=self._stamp, **done._asdict())
+        return pb.ClearResponse(**done._asdict())
 
-    def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
+    def Delete(self, request: pb.DeleteRequest, session: Session) -> pb.DeleteResponse:
         """Delete chunks; with ``if_damaged`` those alone whose bytes are."""
-        session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deleted = leased = 0
         if not request.if_damaged:
             deleted, leased = self._store.delete(keys, self._checks.deadline(0))
         elif self._scrub is not None:
             deleted = self._scrub.drop_damaged(keys, session.representation_digest)
-        return pb.DeleteResponse(server=self._stamp, deleted=deleted, leased=leased)
+        return pb.DeleteResponse(deleted=deleted, leased=leased)
 
     # --- chunks and namespaces
 
-    def Stat(self, request: pb.StatRequest, context: Context) -> pb.StatResponse:
+    def Stat(self, request: pb.StatRequest, session: Session) -> pb.StatResponse:
         """Return what is known of chunks."""
-        session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         if request.ranks and len(keys) > MAX_RANKED:
             raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
@@ -130,11 +124,10 @@ class AdminCalls:
                 turn = eviction.rank(copy.tier, ChunkKey(session.namespace + chunk.digest))
                 copy.before, copy.at_least = turn.before, turn.is_at_least
                 copy.policy = eviction.policy_report(copy.tier).name
-        return pb.StatResponse(server=self._stamp, chunks=chunks)
+        return pb.StatResponse(chunks=chunks)
 
-    def List(self, request: pb.ListRequest, context: Context) -> Iterator[pb.ListResponse]:
+    def List(self, request: pb.ListRequest, session: Session) -> Iterator[pb.ListResponse]:
         """Yield the chunks of a session's namespace, in the order of their digests."""
-        session = self._sessions.get(request.session_id)
         for name, digest in (("after", request.after), ("prefix", request.prefix)):
             if len(digest) > DIGEST_BYTES:
                 raise InvalidRequestError(name, digest.hex(), f"at most {DIGEST_BYTES} bytes")
@@ -143,11 +136,10 @@ class AdminCalls:
         )
         for start in range(0, len(held), LIST_PAGE_CHUNKS):
             page = held[start : start + LIST_PAGE_CHUNKS]
-            yield pb.ListResponse(server=self._stamp, chunks=map(_chunk_stat, page))
+            yield pb.ListResponse(chunks=map(_chunk_stat, page))
 
-    def Spaces(self, request: pb.SpacesRequest, context: Context) -> pb.SpacesResponse:
+    def Spaces(self, request: pb.SpacesRequest, caller: Principal) -> pb.SpacesResponse:
         """Return the namespaces that sessions of a tenant had; of others' to admins alone."""
-        caller = principal_of(context)
         tenant = request.tenant or caller.tenant
         if tenant.startswith(POOL_PREFIX):
             tenant, _ = access_to(self._pools, caller, tenant)
@@ -158,22 +150,21 @@ class AdminCalls:
             if tenant in (EVERY_TENANT, space.tenant)
         ][request.skip :]
         fit = list(_fitting(spaces, messages.MESSAGE_BYTES))
-        return pb.SpacesResponse(server=self._stamp, spaces=fit, left=len(spaces) - len(fit))
+        return pb.SpacesResponse(spaces=fit, left=len(spaces) - len(fit))
 
     # --- quotas
 
-    def Quota(self, request: pb.QuotaRequest, context: Context) -> pb.QuotaResponse:
+    def Quota(self, request: pb.QuotaRequest, caller: Principal) -> pb.QuotaResponse:
         """Return what a tenant takes and may take; of other tenants to admins alone."""
-        caller = principal_of(context)
         tenant = request.tenant or caller.tenant
         if tenant != caller.tenant and not caller.is_admin():
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
         tenants = [tenant]
         if tenant == EVERY_TENANT:
             tenants = sorted({*self._catalog.eviction.partitions.tenants, *self._limits.tenants()})
-        return pb.QuotaResponse(server=self._stamp, tenants=map(self._quota_of, tenants))
+        return pb.QuotaResponse(tenants=map(self._quota_of, tenants))
 
-    def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.QuotaResponse:
+    def SetQuota(self, request: pb.SetQuotaRequest, caller: Principal) -> pb.QuotaResponse:
         """Change what a tenant may take, until the restart; all of the request, or nothing."""
         tenant = check_tenant(request.tenant)
         given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
@@ -181,7 +172,7 @@ class AdminCalls:
         self._change_tier_quotas(tenant, request)
         if given:
             self._limits.set(tenant, limits)
-        return pb.QuotaResponse(server=self._stamp, tenants=[self._quota_of(tenant)])
+        return pb.QuotaResponse(tenants=[self._quota_of(tenant)])
 
     def _quota_of(self, tenant: str) -> pb.TenantQuota:
         limits = self._limits.of(tenant)
@@ -218,16 +209,15 @@ class AdminCalls:
 
     # --- the server
 
-    def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+    def Status(self, request: pb.StatusRequest, caller: Principal) -> pb.StatusResponse:
         """Report the server's state; how much of it is used, and by whom, to admins alone."""
         reply = pb.StatusResponse(
-            server=self._stamp,
             version=self._identity.version,
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
         tiers = [_tier_status(status) for status in self._store.slot_statuses()]
-        if not principal_of(context).is_admin():
+        if not caller.is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
             )
@@ -243,10 +233,10 @@ class AdminCalls:
         reply.counters.update(self._store.counters.snapshot())
         reply.socket_path = str(self._unix_server.path) if self._unix_server else ""
         if directory is not None:
-            reply.directory.CopyFrom(directory.report().to_message())
+            reply.directory.CopyFrom(directory.report())
         return reply
 
-    def Scrub(self, request: pb.ScrubRequest, context: Context) -> pb.ScrubResponse:
+    def Scrub(self, request: pb.ScrubRequest, caller: Principal) -> pb.ScrubResponse:
         """Begin a pass if requested, and report how far the one that runs is."""
         if self._scrub is None:
             raise InvalidRequestError("method", "Scrub", "this server does not scrub")
@@ -257,7 +247,6 @@ class AdminCalls:
         begun = request.begin and self._scrub.begin(list(request.tiers), request.bytes_per_s)
         report = self._scrub.report()
         return pb.ScrubResponse(
-            server=self._stamp,
             begun=begun,
             running=report.is_running,
             passes=report.passes,
@@ -268,11 +257,11 @@ class AdminCalls:
             unread_chunks=report.unread_chunks,
         )
 
-    def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+    def Drain(self, request: pb.DrainRequest, caller: Principal) -> pb.DrainResponse:
         """Take no more sessions, and write what waits. Return whether all was written."""
         self._sessions.drain()
         clean = self._store.drain(self._checks.deadline(request.deadline_ms))
-        return pb.DrainResponse(server=self._stamp, clean=clean)
+        return pb.DrainResponse(clean=clean)
 
     def Trace(self, request: pb.TraceRequest, context: Context) -> pb.TraceResponse:
         """Return the lookups of a recording that nobody read yet."""
@@ -285,11 +274,7 @@ class AdminCalls:
             for one in page.lookups
         ]
         return pb.TraceResponse(
-            server=self._stamp,
-            recording=page.recording,
-            records=records,
-            last=page.last,
-            lost=page.lost,
+            recording=page.recording, records=records, last=page.last, lost=page.lost
         )
 
     # --- explanations
@@ -300,7 +285,7 @@ class AdminCalls:
         Raises PermissionDeniedError without a session from another host.
         """
         space = self._space(request, context.peer())
-        reply = pb.ExplainResponse(server=self._stamp)
+        reply = pb.ExplainResponse()
         if request.digests:
             limit = max(self._checks.limits.max_batch_chunks, messages.MAX_EXPLAINED)
             keys = keys_of_digests(request.digests, space, limit)

@@ -42,7 +42,7 @@ class EventCalls:
     def __init__(self, backend: Backend) -> None:
         self._sessions = backend.sessions
         self._clock = backend.checks.clock
-        self._stamp = backend.stamp
+        self._boot_id = backend.identity.boot_id
         self._log = backend.events
         self._authenticator = backend.trust.authenticator if backend.trust else None
         self._readers: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class EventCalls:
         session = self._sessions.get(request.session_id) if request.session_id else None
         with self._slot("" if session is None else session.tenant):
             reader = log.reader(None if session is None else session.namespace)
-            if request.boot_id == self._stamp.boot_id:
+            if request.boot_id == self._boot_id:
                 reader.go_on(request.cursor)  # which may look through the whole log
             yield from self._pages(log, reader, session, context)
 
@@ -102,18 +102,17 @@ class EventCalls:
             page = reader.poll()
             now = self._clock()
             if page is not None:
-                yield _message(page, self._stamp)
+                yield _message(page)
                 sent_at = now
             elif now - sent_at >= BEAT_S:
-                yield pb.EventsResponse(server=self._stamp, cursor=reader.cursor)
+                yield pb.EventsResponse(cursor=reader.cursor)
                 sent_at = now
             else:
                 log.ended.wait(POLL_S)
 
 
-def _message(page: Page, stamp: pb.Server) -> pb.EventsResponse:
+def _message(page: Page) -> pb.EventsResponse:
     return pb.EventsResponse(
-        server=stamp,
         cursor=page.cursor,
         cleared=page.cleared,
         events=[

@@ -1,17 +1,20 @@
-"""A GetStream: one get's messages, from places that a reader on the host reaches to bytes."""
+"""A GetStream: one get, answered by bytes, and by places where its reader on the host reads."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import TypeAlias
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import messages
-from kvstore.proto.row_mask import SkippedRows
+from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import Reach, pack_places
+from kvstore.server.api.validation import Checks, fidelity
+from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import (
     IN_MEMORY,
@@ -29,124 +32,126 @@ REACH: dict[int, frozenset[Reach]] = {
     pb.VIA_DEVICE: IN_MEMORY | {Reach.device, Reach.file},
 }
 """Where a reader of each kind can read in place; one that is sent bytes, nowhere."""
+MAX_READ_PEERS = 64
+"""Other servers that one get is let read from; more of those that it names are passed over."""
+
+Places: TypeAlias = tuple[int, pb.Places]
+"""The first chunk, by its number in the request, and where it and those behind it lie."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GetStream:
-    """Answers one get under a lease."""
+    """What *request* of *session* is for, by *deadline*, to a reader with *reach*."""
 
     store: Store
-    stamp: pb.Server
-    lease_id: int
-    terms: ReadTerms
+    checks: Checks
+    session: Session
+    request: pb.GetRequest
+    deadline: float
+    reach: frozenset[Reach] = NO_REACH
+    lease_id: int = 0
+    _has_places: bool = False
 
-    def ranges(
-        self, keys: Sequence[ChunkKey], ranges: Sequence[pb.FrameRange]
-    ) -> Iterator[pb.GetResponse]:
-        """Yield the places of frames within reach, and *ranges* of others, as they lie."""
-        reading = RangeRead(self.store.reads, self.terms)
-        for index, group in groupby(ranges, key=attrgetter("index")):
-            found = reading.place(keys[index]) if index < len(keys) else None
+    def messages(self) -> Iterator[pb.GetResponse]:
+        """Yield the answer in messages. Raises as ``parts``."""
+        with closing(self.parts()) as parts:
+            for part in parts:
+                if not isinstance(part, LayerPart):
+                    yield pb.GetResponse(lease_id=self.lease_id, index=part[0], places=part[1])
+                    continue
+                for start in range(0, len(part.data), MESSAGE_BYTES):
+                    data = part.data[start : start + MESSAGE_BYTES].tobytes()
+                    offset = part.offset + start
+                    piece = pb.FramePart(frame_bytes=part.frame_bytes, offset=offset, data=data)
+                    yield pb.GetResponse(
+                        lease_id=self.lease_id, index=part.chunk, tier=part.tier, part=piece
+                    )
+
+    def parts(self) -> Generator[LayerPart | Places, None, None]:
+        """Yield ranges of frames in order, layers of all chunks one after another without the rows
+        to skip, or whole frames; of what is in reach its places.
+
+        Each part's memory is lent until the next. A lease of this get's own ends with it. Raises
+        KVStoreErrors.
+        """
+        request, session, store, checks = self.request, self.session, self.store, self.checks
+        keys = checks.keys(session, request.digests)
+        least = fidelity(request.min_fidelity)
+        if request.ranges:
+            checks.ranges(request.ranges, len(keys))
+        skipped = checks.skipped(request, len(keys)) if request.skip_rows else None
+        peers = frozenset(request.peers[:MAX_READ_PEERS] if self.reach else ())
+        terms = ReadTerms(session, self.deadline, least, self.reach, peers)
+        self.lease_id, known = store.open_get(session, keys, request.lease_id)
+        release, keys = not request.lease_id, keys[:known]
+        try:
+            if request.ranges:
+                yield from self._ranges(keys, terms)
+            elif request.layer_major:
+                layered = LayerwiseRead(store.moves, keys, terms)
+                layered.skipped = skipped
+                yield from layered.parts()
+            else:
+                yield from self._frames(keys, terms)
+            # Through shared memory the client reads after this call and releases by itself; one
+            # that cancelled it, or got no place, does not.
+            release = release and not self._has_places
+        finally:
+            if release:
+                store.release(session, self.lease_id)
+
+    def _ranges(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
+        """Yield the places of frames in reach, and ranges of others; one read for neighbours."""
+        reading = RangeRead(self.store.reads, terms)
+        for index, group in groupby(self.request.ranges, key=attrgetter("index")):
+            if index >= len(keys):
+                continue
+            found = reading.place(keys[index]) if terms.reach else None
             if found is not None:
                 yield self._places(index, pack_places([found[1]]), [found[0]])
             else:
-                yield from self.pieces(_range_parts(reading, keys, group))
+                spans = [(one.start, one.stop) for one in group]
+                yield from reading.parts(index, keys[index], spans)
 
-    def frames(self, keys: Sequence[ChunkKey]) -> Iterator[pb.GetResponse]:
-        """Yield the chunks in order: where they are on peers or within reach, else bytes."""
-        reads, terms = self.store.reads, self.terms
-        rows = reads.in_place(keys, terms)
-        if len(rows):
-            yield self._places(0, rows.tobytes(), reads.place_names(terms))
-            reads.note_in_place(keys, rows, terms)
-        if len(rows) < len(keys):
-            yield from self._loaded(keys, len(rows))
-
-    def _loaded(self, keys: Sequence[ChunkKey], first: int) -> Iterator[pb.GetResponse]:
-        """Yield the chunks from *first* on; places that need no load come together."""
-        reads, terms = self.store.reads, self.terms
+    def _frames(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
+        """Yield the chunks in order; places that need no load come together."""
+        reads, remote = self.store.reads, self.store.tiers.remote
+        first, lenders = 0, set[int]()
+        if terms.reach:
+            rows = reads.in_place(keys, terms)
+            first = len(rows)
+            if first:
+                yield self._places(0, rows.tobytes(), reads.place_names(terms))
+                reads.note_in_place(keys, rows, terms)
+            if remote is not None and first < len(keys):
+                lenders = remote.tier.lenders(keys[first:])
         there: list[ReadResult] = []
-        remote = self.store.tiers.remote
-        lenders = remote.tier.lenders(keys[first:]) if remote is not None else set()
-        for one in reads.get(keys[first:], terms):
-            result = replace(one, index=one.index + first)
-            if result.place is None:
-                yield from self.pieces(
-                    (LayerPart(result.index, result.tier, len(result.frame), 0, result.frame),)
-                )
+        for one in reads.get(keys[first:], terms) if first < len(keys) else ():
+            index = one.index + first
+            if one.place is None:
+                yield LayerPart(index, one.tier, len(one.frame), 0, one.frame)
                 continue
-            there.append(result)
-            following = keys[result.index + 1 :][:1]
+            there.append(one)
+            following = keys[index + 1 :][:1]
             if not (following and reads.in_reach(following[0], terms)):
-                yield self._places_of(there, lenders)
+                yield self._read_places(first, there, lenders)
                 there = []
         if there:
-            yield self._places_of(there, lenders)
+            yield self._read_places(first, there, lenders)
 
-    def _places_of(self, results: Sequence[ReadResult], lenders: Iterable[int]) -> pb.GetResponse:
+    def _read_places(
+        self, first: int, results: Sequence[ReadResult], lenders: Iterable[int]
+    ) -> Places:
         names = list(dict.fromkeys(result.tier for result in results))
         rows = pack_places(
             result.place._replace(tier=names.index(result.tier))
             for result in results
             if result.place is not None
         )
-        return self._places(results[0].index, rows, names, lenders)
+        return self._places(first + results[0].index, rows, names, lenders)
 
     def _places(
         self, index: int, rows: bytes, names: Sequence[str], lenders: Iterable[int] = ()
-    ) -> pb.GetResponse:
-        return pb.GetResponse(
-            server=self.stamp,
-            lease_id=self.lease_id,
-            index=index,
-            places=pb.Places(rows=rows, tier_names=names, peers=lenders),
-        )
-
-    def pieces(self, parts: Iterable[LayerPart]) -> Iterator[pb.GetResponse]:
-        """Cut parts of frames into messages."""
-        for part in parts:
-            for start in range(0, len(part.data), messages.MESSAGE_BYTES):
-                offset = part.offset + start
-                yield pb.GetResponse(
-                    server=None if offset else self.stamp,
-                    lease_id=self.lease_id,
-                    index=part.chunk,
-                    tier=part.tier,
-                    part=pb.FramePart(
-                        frame_bytes=part.frame_bytes,
-                        offset=offset,
-                        data=part.data[start : start + messages.MESSAGE_BYTES].tobytes(),
-                    ),
-                )
-
-
-def parts_of(
-    store: Store,
-    request: pb.GetRequest,
-    keys: Sequence[ChunkKey],
-    skipped: SkippedRows | None,
-    terms: ReadTerms,
-) -> Generator[LayerPart, None, None]:
-    """Yield what *request* is for of leased *keys*: ranges of frames in order, layers of all chunks
-    one after another without *skipped*, or whole frames.
-
-    Each part's memory is lent until the next.
-    """
-    if request.ranges:
-        yield from _range_parts(RangeRead(store.reads, terms), keys, request.ranges)
-    elif request.layer_major:
-        layered = LayerwiseRead(store.moves, keys, terms)
-        layered.skipped = skipped
-        yield from layered.parts()
-    else:
-        for one in store.reads.get(keys, terms):
-            yield LayerPart(one.index, one.tier, len(one.frame), 0, one.frame)
-
-
-def _range_parts(
-    reading: RangeRead, keys: Sequence[ChunkKey], ranges: Iterable[pb.FrameRange]
-) -> Generator[LayerPart, None, None]:
-    """Yield *ranges* of the frames of *keys*; one read for neighbours."""
-    for index, group in groupby(ranges, key=attrgetter("index")):
-        if index < len(keys):
-            yield from reading.parts(index, keys[index], [(one.start, one.stop) for one in group])
+    ) -> Places:
+        self._has_places = True
+        return index, pb.Places(rows=rows, tier_names=names, peers=lenders)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -15,9 +17,10 @@ from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.messages import MESSAGE_BYTES
 from kvstore.server.api.admin_calls import AdminCalls
 from kvstore.server.api.event_calls import EventCalls
+from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
-from kvstore.server.security.certificates import ServerTls
+from kvstore.server.security.certificates import server_credentials
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import join_endpoint, unresolved
@@ -65,7 +68,7 @@ class Health(health.HealthServicer):
 
 
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
-    """Return what answers every RPC of kvstore.v1 over *backend*."""
+    """Return what answers every RPC of kvstore.v1 over *backend*. Each reply names the server."""
     store, clock = backend.store, backend.checks.clock
     explainer = Explainer(store, clock)
     backend.sessions.on_open.append(explainer.spaces.note)
@@ -75,8 +78,33 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     for part in (data, admin, EventCalls(backend)):
         for method in SERVICE.methods:
             if hasattr(part, method.name):
-                setattr(servicer, method.name, getattr(part, method.name))
+                setattr(servicer, method.name, _answer(backend, getattr(part, method.name)))
     return servicer
+
+
+def _answer(backend: Backend, method: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Return *method* as gRPC calls it: it takes the session of a request, the caller, or gRPC's
+    context.
+    """
+    sessions, stamp = backend.sessions, backend.stamp
+    takes: Callable[[Any, Any], Any] = {
+        "session": lambda request, _: sessions.get(request.session_id),
+        "caller": lambda _, context: principal_of(context),
+        "context": lambda _, context: context,
+    }[list(inspect.signature(method).parameters)[1]]
+
+    def once(request: Any, context: Any) -> Any:
+        reply = method(request, takes(request, context))
+        reply.server.CopyFrom(stamp)
+        return reply
+
+    def streamed(request: Any, context: Any) -> Iterator[Any]:
+        with closing(method(request, takes(request, context))) as replies:
+            for reply in replies:
+                reply.server.CopyFrom(stamp)
+                yield reply
+
+    return streamed if inspect.isgeneratorfunction(method) else once
 
 
 def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Server, int]:
@@ -87,7 +115,7 @@ def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Serve
     largest = MESSAGE_BYTES + MESSAGE_SLACK_BYTES
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
-        tls = ServerTls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        tls = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
     server = grpc.server(
         shedder.reads,
         interceptors=[shedder],
@@ -115,14 +143,17 @@ def most_connections(max_sessions: int, taken: int) -> int:
 
 
 def _open(
-    server: grpc.Server, address: tuple[str, int], name: str, tls: ServerTls | None = None
+    server: grpc.Server,
+    address: tuple[str, int],
+    name: str,
+    tls: grpc.ServerCredentials | None = None,
 ) -> int:
     host, port = address
     where = join_endpoint(host, port)
     try:
         if tls is None:
             return server.add_insecure_port(where)
-        return server.add_secure_port(where, tls.credentials())
+        return server.add_secure_port(where, tls)
     except RuntimeError:
         why = unresolved(host) or f"is it taken? choose another --{name}"
         raise TierUnavailableError("grpc", f"cannot listen on {where}; {why}") from None

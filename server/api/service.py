@@ -12,27 +12,23 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from grpc import ServicerContext as Context
-
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.buffers import as_bytes
-from kvstore.proto.bulk import GUEST_S
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError, check_text
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
 from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
 from kvstore.proto.unix_socket import Reach, pid_namespace
-from kvstore.server.api.get_stream import REACH, GetStream, parts_of
-from kvstore.server.api.interceptors import principal_of
-from kvstore.server.api.put_stream import LayeredPutStream, PutStream
+from kvstore.server.api.get_stream import MAX_READ_PEERS, REACH, GetStream
+from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
 from kvstore.server.security.authorization import Trust, access_to
-from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
-from kvstore.server.store.reads import NO_REACH, ReadTerms
+from kvstore.server.store.reads import NO_REACH
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
@@ -51,8 +47,6 @@ MAX_PLAN_TTL_MS = 3600 * 1000
 """How long announced chunks are kept; 0 keeps nothing."""
 MAX_LISTED_PEERS = 16
 """Of those that are there; clients learn of further ones as they read what these have."""
-MAX_READ_PEERS = 64
-"""Other servers that one get is let read from; more of those that it names are passed over."""
 _NO_DEVICE = "this server takes no puts out of device memory: start it with gpu"
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
@@ -110,26 +104,23 @@ class DataCalls:
         self._pools = backend.pools
         self._unix_server = backend.unix_server
         self._device_puts = backend.device_puts
-        self._stamp = backend.stamp
         self._explainer = explainer
         self._requests = requests
 
     # --- sessions
 
     def OpenSession(
-        self, request: pb.OpenSessionRequest, context: Context
+        self, request: pb.OpenSessionRequest, caller: Principal
     ) -> pb.OpenSessionResponse:
         """Open a session for a client of one model."""
         client = check_text("client", request.client, MAX_CLIENT_CHARS)
         representation = messages.representation_from_message(request.representation)
-        caller = principal_of(context)
         tenant, roles = access_to(self._pools, caller, request.tenant)
         session = self._sessions.open(
             representation, client, tenant, caller, roles, request.process
         )
         unix, gpu = self._unix_server, self._store.moves.tiers.gpu_tier
         return pb.OpenSessionResponse(
-            server=self._stamp,
             session_id=session.session_id,
             key_namespace=session.namespace,
             heartbeat_ms=self._sessions.ttl_ms,
@@ -150,25 +141,23 @@ class DataCalls:
             weighs=self._store.weighs(tenant),
         )
 
-    def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+    def Heartbeat(self, request: pb.HeartbeatRequest, session: Session) -> pb.HeartbeatResponse:
         """Keep a session open, and take what its engine counted."""
-        self._explainer.log.report(self._sessions.get(request.session_id), request.counts)
-        draining = self._sessions.is_draining
-        return pb.HeartbeatResponse(server=self._stamp, draining=draining, peers=self._lent())
+        self._explainer.log.report(session, request.counts)
+        return pb.HeartbeatResponse(draining=self._sessions.is_draining, peers=self._lent())
 
     def CloseSession(
-        self, request: pb.CloseSessionRequest, context: Context
+        self, request: pb.CloseSessionRequest, caller: Principal
     ) -> pb.CloseSessionResponse:
         """End a session; one that is gone is fine."""
-        self._sessions.close_owned(request.session_id, principal_of(context))
-        return pb.CloseSessionResponse(server=self._stamp)
+        self._sessions.close_owned(request.session_id, caller)
+        return pb.CloseSessionResponse()
 
     # --- reading
 
-    def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
+    def Lookup(self, request: pb.LookupRequest, session: Session) -> pb.LookupResponse:
         """Return how many of a prompt's first chunks are there, and lease them."""
         started = self._clock()
-        session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
@@ -186,7 +175,6 @@ class DataCalls:
         self._explainer.record_lookup(session, keys, match, least)
         wants_places = request.places and match.lease_id and self._unix_server is not None
         reply = pb.LookupResponse(
-            server=self._stamp,
             ready=match.ready,
             pending=match.pending,
             tiers=match.sources,
@@ -201,9 +189,8 @@ class DataCalls:
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
-    def Plan(self, request: pb.PlanRequest, context: Context) -> pb.PlanResponse:
+    def Plan(self, request: pb.PlanRequest, session: Session) -> pb.PlanResponse:
         """Order the prompts of a batch, and keep the chunks that they share."""
-        session = self._sessions.get(request.session_id)
         if request.ttl_ms > MAX_PLAN_TTL_MS:
             raise InvalidRequestError("ttl_ms", request.ttl_ms, f"at most {MAX_PLAN_TTL_MS}")
         self._checks.batch("lengths", len(request.lengths))
@@ -211,52 +198,24 @@ class DataCalls:
         chains = messages.chains_of(keys, request.lengths)
         plan, kept = self._store.plan(session, chains, request.ttl_ms / 1000)
         return pb.PlanResponse(
-            server=self._stamp,
             order=plan.order,
             uses=messages.pack_uses([plan.uses[key] for key in keys]),
             kept=kept,
             peak_chunks=plan.peak_chunks,
         )
 
-    def Get(self, request: pb.GetRequest, context: Context) -> Iterator[pb.GetResponse]:
+    def Get(self, request: pb.GetRequest, session: Session) -> Iterator[pb.GetResponse]:
         """Yield chunks' frames or places; a lease of this call's own ends with it."""
-        session = self._sessions.get(request.session_id)
-        keys = self._checks.keys(session, request.digests)
-        deadline = self._checks.deadline(request.deadline_ms)
-        least = fidelity(request.min_fidelity)
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._unix_server is not None else NO_REACH
         if "write" not in session.roles:
             reach = reach - {Reach.file}  # an open file can be opened again for writing
-        if request.ranges:
-            self._checks.ranges(request.ranges, len(keys))
-        skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
-        lease_id, known = self._store.open_get(session, keys, request.lease_id)
-        peers = frozenset(request.peers[:MAX_READ_PEERS])
-        terms = ReadTerms(session, deadline, least, reach, peers if reach else ())
-        stream = GetStream(self._store, self._stamp, lease_id, terms)
-        keys = keys[:known]
+        deadline = self._checks.deadline(request.deadline_ms)
         if not (request.ranges or request.layer_major):
-            session.reads_from = peers
-        if not reach or (request.layer_major and not request.ranges):
-            messages = stream.pieces(parts_of(self._store, request, keys, skipped, terms))
-        elif request.ranges:
-            messages = stream.ranges(keys, request.ranges)
-        else:
-            messages = stream.frames(keys)
-        release = not request.lease_id
-        has_places = False
-        try:
-            for message in messages:
-                has_places = has_places or message.HasField("places")
-                yield message
-            # Through shared memory the client reads after this call and releases by itself; one
-            # that cancelled it, or got no place, does not.
-            release = release and not has_places
-        finally:
-            if release:
-                self._store.release(session, lease_id)
+            session.reads_from = frozenset(request.peers[:MAX_READ_PEERS])
+        get = GetStream(self._store, self._checks, session, request, deadline, reach)
+        yield from get.messages()
 
     def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
         """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
@@ -264,45 +223,32 @@ class DataCalls:
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
         return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
-    def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+    def Release(self, request: pb.ReleaseRequest, session: Session) -> pb.ReleaseResponse:
         """End leases."""
-        session = self._sessions.get(request.session_id)
         self._checks.batch("lease_ids", len(request.lease_ids))
         hints = messages.hints_from_message(request.hints)
         released = sum(self._store.release(session, lease, hints) for lease in request.lease_ids)
-        return pb.ReleaseResponse(server=self._stamp, released=released)
+        return pb.ReleaseResponse(released=released)
 
     # --- writing
 
-    def Put(self, request_iterator: Iterator[pb.PutRequest], context: Context) -> pb.PutResponse:
+    def Put(self, request_iterator: Iterator[pb.PutRequest], caller: Principal) -> pb.PutResponse:
         """Store the frames of a stream; after a bad message its error is raised."""
         results: list[PutResult] = []
         first = next(request_iterator, None)
         if first is not None:
             get, requests = self._sessions.get, chain((first,), request_iterator)
-            stream = PutStream(
-                self._store,
-                self._checks,
-                durable=first.durable,
-                deadline_ms=first.deadline_ms,
-                hints=messages.hints_from_message(first.hints),
-            )
-            if first.layer_major:
-                layered = LayeredPutStream(self._store, self._checks, stream)
-                with closing(layered):
-                    for one in requests:
-                        layered.take(get(one.session_id), one)
-                    results = layered.finish()
-            else:
-                with closing(stream):
-                    for one in requests:
+            with closing(PutStream(self._store, self._checks, first)) as stream:
+                for one in requests:
+                    if first.layer_major:
+                        stream.take_layer(get(one.session_id), one)
+                    else:
                         stream.take(get(one.session_id), one.frame_bytes, as_bytes(one.data))
-                    results = stream.finish()
-        return pb.PutResponse(server=self._stamp, **outcomes(results))
+                results = stream.finish()
+        return pb.PutResponse(**outcomes(results))
 
-    def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
+    def Reserve(self, request: pb.ReserveRequest, session: Session) -> pb.ReserveResponse:
         """Set CPU memory aside for chunks that come by shared memory."""
-        session = self._sessions.get(request.session_id)
         if request.durable:
             self._checks.durable(self._store)
         wanted = self._checks.reserved(session, request)
@@ -318,11 +264,10 @@ class DataCalls:
         stored = PutResult(PutOutcome.stored)
         answers = [existing.get(at, stored) for at in range(len(begun))]
         tickets = [0 if isinstance(one, PutResult) else one.ticket_id for one in begun]
-        return pb.ReserveResponse(server=self._stamp, reservation_ids=tickets, **outcomes(answers))
+        return pb.ReserveResponse(reservation_ids=tickets, **outcomes(answers))
 
-    def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+    def Commit(self, request: pb.CommitRequest, session: Session) -> pb.CommitResponse:
         """Copy reserved chunks from the session's staging memory, and store them."""
-        session = self._sessions.get(request.session_id)
         if len(request.reservation_ids) != len(request.offsets):
             raise InvalidRequestError(
                 "offsets", len(request.offsets), "give one for each reservation"
@@ -353,18 +298,16 @@ class DataCalls:
             raise
         if request.durable:
             results = self._store.harden(keys, results, self._checks.deadline(request.deadline_ms))
-        return pb.CommitResponse(server=self._stamp, **outcomes(results))
+        return pb.CommitResponse(**outcomes(results))
 
-    def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+    def Abort(self, request: pb.AbortRequest, session: Session) -> pb.AbortResponse:
         """Give reservations back."""
-        session = self._sessions.get(request.session_id)
         self._checks.batch("reservation_ids", len(request.reservation_ids))
         aborted = sum(self._store.writes.abort(session, i) for i in request.reservation_ids)
-        return pb.AbortResponse(server=self._stamp, aborted=aborted)
+        return pb.AbortResponse(aborted=aborted)
 
-    def PutDevice(self, request: pb.PutDeviceRequest, context: Context) -> pb.PutResponse:
+    def PutDevice(self, request: pb.PutDeviceRequest, session: Session) -> pb.PutResponse:
         """Put frames out of the session's ring."""
-        session = self._sessions.get(request.session_id)
         count = len(request.headers)
         self._checks.batch("headers", count)
         if count != len(request.offsets):
@@ -377,7 +320,7 @@ class DataCalls:
         else:
             frames = list(zip(headers, request.offsets, strict=True))
             results = self._device_puts.put(session, frames, request.event, deadline, hints)
-        return pb.PutResponse(server=self._stamp, **outcomes(results))
+        return pb.PutResponse(**outcomes(results))
 
     def _raw_header(self, session: Session, data: bytes) -> FrameHeader:
         """Return the header of a raw frame that *session* may put. Raises what it is not."""
@@ -393,17 +336,15 @@ class DataCalls:
         return header
 
     def AnnouncePuts(
-        self, request: pb.AnnouncePutsRequest, context: Context
+        self, request: pb.AnnouncePutsRequest, session: Session
     ) -> pb.AnnouncePutsResponse:
         """Have lookups know of chunks that the session is about to put."""
-        session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         pending = self._store.announce_puts(session, keys, request.ttl_ms)
-        return pb.AnnouncePutsResponse(server=self._stamp, pending=pending)
+        return pb.AnnouncePutsResponse(pending=pending)
 
-    def Weigh(self, request: pb.WeighRequest, context: Context) -> pb.WeighResponse:
+    def Weigh(self, request: pb.WeighRequest, session: Session) -> pb.WeighResponse:
         """Remember which tokens of chunks matter, until they are encoded."""
-        session = self._sessions.get(request.session_id)
         keys = self._checks.keys(session, request.digests)
         if len(request.weights) != len(keys):
             raise InvalidRequestError("weights", len(request.weights), f"{len(keys)} chunks")
@@ -413,26 +354,24 @@ class DataCalls:
                 raise InvalidRequestError("weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
             self._store.models.note_importance(key, weights)
-        return pb.WeighResponse(server=self._stamp)
+        return pb.WeighResponse()
 
     # --- blending
 
-    def Resolve(self, request: pb.ResolveRequest, context: Context) -> pb.ResolveResponse:
+    def Resolve(self, request: pb.ResolveRequest, session: Session) -> pb.ResolveResponse:
         """Return what can replace the segments of a prompt, under a lease."""
         started = self._clock()
-        session = self._sessions.get(request.session_id)
         question = self._blend_checks.question(session, request)
         blends = self._store.blends
         found = blends.resolve(session, question)
-        reply = messages.resolution_to_message(found, blends.tier_names, self._stamp)
+        reply = messages.resolution_to_message(found, blends.tier_names)
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
     def ReportReuse(
-        self, request: pb.ReportReuseRequest, context: Context
+        self, request: pb.ReportReuseRequest, session: Session
     ) -> pb.ReportReuseResponse:
         """Take in what an engine measured; all of it, or an error that names what is wrong."""
-        session = self._sessions.get(request.session_id)
         blends, checks = self._store.blends, self._blend_checks
         try:
             keys = checks.report_keys(session, request)
@@ -441,18 +380,17 @@ class DataCalls:
             self._store.counters.add("blend_refused_reports")
             raise
         gate = blends.report(session, report)
-        return pb.ReportReuseResponse(server=self._stamp, gate=messages.gate_to_message(gate))
+        return pb.ReportReuseResponse(gate=messages.gate_to_message(gate))
 
     # --- other servers
 
-    def OpenPeer(self, request: pb.OpenPeerRequest, context: Context) -> pb.OpenPeerResponse:
+    def OpenPeer(self, request: pb.OpenPeerRequest, caller: Principal) -> pb.OpenPeerResponse:
         """Let another server in, which may only read, on the bulk channel."""
         node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS, least=1)
         if not self._identity.bulk_address:
             raise InvalidRequestError("bulk", "off", "peers read through it: start with --bulk")
-        session = self._sessions.open_peer(node_id, principal_of(context))
+        session = self._sessions.open_peer(node_id, caller)
         return pb.OpenPeerResponse(
-            server=self._stamp,
             session_id=session.session_id,
             attach_token=session.attach_token,
             heartbeat_ms=self._sessions.ttl_ms,
@@ -467,9 +405,8 @@ class DataCalls:
         slot = self._store.moves.tiers.remote
         return cast("PeerTier", slot.tier).reachable()[:MAX_LISTED_PEERS] if slot else []
 
-    def LendPeer(self, request: pb.LendPeerRequest, context: Context) -> pb.LendPeerResponse:
+    def LendPeer(self, request: pb.LendPeerRequest, session: Session) -> pb.LendPeerResponse:
         """Let a client read chunks of its namespace from another server's memory itself."""
-        session = self._sessions.get(request.session_id)
         slot = self._store.moves.tiers.remote
         known = cast("PeerTier", slot.tier).peers.known() if slot else []
         peer = next((one for one in known if one.number == request.number), None)
@@ -478,12 +415,4 @@ class DataCalls:
         grant = peer.grant_direct_reads(session.namespace)
         if grant is None:
             raise TierUnavailableError("peer", f"{peer.address}: is not up")
-        return pb.LendPeerResponse(
-            server=self._stamp,
-            bulk_address=grant.address,
-            bulk_certificate=grant.certificate,
-            session_id=grant.guest.session_id,
-            until_s=grant.guest.until_s,
-            token=grant.guest.token,
-            valid_ms=1000 * GUEST_S,
-        )
+        return grant

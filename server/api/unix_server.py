@@ -99,8 +99,6 @@ class _Peer:
     challenge: Challenge | None = None
     """Of its hello, until it is answered."""
     staging_map: mmap.mmap | None = None
-    is_busy: bool = False
-    """A thread serves it: no other may close its connection."""
 
 
 class Staging(NamedTuple):
@@ -212,12 +210,13 @@ class UnixServer:
         deadline = self._clock() + _END_WITHIN_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
+        self._poll.unregister(self._wakeup)
         for peer in list(self._peers.values()):
-            if self._claim(peer):
-                self._hang_up(peer)
-            else:  # closed by the thread that serves it, woken by this
-                with suppress(OSError):
-                    peer.connection.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # closed below, or by the thread that is at work for it
+                peer.connection.shutdown(socket.SHUT_RDWR)
+        while ended := self._poll.poll(0):
+            for descriptor, _ in ended:
+                self._serve(descriptor)
         self._listener.close()
         self.path.unlink(missing_ok=True)
         # A thread that is still at work does not wait again, and finds them closed.
@@ -287,17 +286,10 @@ class UnixServer:
         """Hang up on peers that never attached, and on those whose session ended."""
         oldest = self._clock() - _ATTACH_WITHIN_S
         for peer in list(self._peers.values()):
-            is_silent = peer.session is None and peer.since < oldest
-            if (is_silent or (peer.session and peer.session.is_closed)) and self._claim(peer):
-                self._hang_up(peer)
-
-    def _claim(self, peer: _Peer | None) -> bool:
-        """Whether the peer is now ours to serve, until its ``is_busy`` ends."""
-        with self._lock:
-            if peer is None or peer.is_busy:
-                return False
-            peer.is_busy = True
-            return True
+            is_over = peer.session.is_closed if peer.session else peer.since < oldest
+            if is_over:
+                with suppress(OSError):  # wakes the thread that closes it, behind an answer
+                    peer.connection.shutdown(socket.SHUT_RD)
 
     def _serve(self, descriptor: int) -> None:
         """Answer what came from a peer.
@@ -305,11 +297,11 @@ class UnixServer:
         Calls that were sent ahead are taken one behind the other, and wake no thread each.
         """
         peer = self._peers.get(descriptor)
-        if peer is None or not self._claim(peer):
+        if peer is None:
             return
         stays = True
         try:
-            for _ in range(_IN_A_ROW):
+            for _ in range(0 if self._closed.is_set() else _IN_A_ROW):
                 try:
                     received = socket.recv_fds(peer.connection, MAX_PACKET_BYTES + 1, 4)
                 except BlockingIOError:
@@ -321,11 +313,9 @@ class UnixServer:
             stays = False
         if not stays or self._closed.is_set():
             self._hang_up(peer)
-            return
-        peer.is_busy = False
-        # From here on others may hang up on it: then its socket is closed, which is a ValueError.
-        with suppress(OSError, ValueError):
-            self._poll.modify(peer.connection, _ONCE)
+        else:
+            with suppress(OSError, ValueError):  # closing
+                self._poll.modify(peer.connection, _ONCE)
 
     # --- messages
 

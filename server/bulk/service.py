@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
@@ -25,16 +25,15 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.framing import FramedSocket
-from kvstore.proto.messages import hints_from_message
-from kvstore.server.api.get_stream import parts_of
+from kvstore.server.api.get_stream import GetStream
 from kvstore.server.api.put_stream import PutStream
-from kvstore.server.api.validation import Checks, fidelity
+from kvstore.server.api.validation import Checks
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Sending, receive_put
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.values import GET_BYTES, Limits
-from kvstore.server.store.reads import LayerPart, ReadTerms
+from kvstore.server.store.reads import LayerPart
 from kvstore.server.store.store import Store
 
 if TYPE_CHECKING:
@@ -133,7 +132,8 @@ class BulkService:
                 deadline = self._checks.deadline(request.deadline_ms)
                 first_bytes = FIRST_PART_BYTES if _is_whole(request) else bulk.MAX_PAYLOAD_BYTES
                 with self._own_gets_changed(1), self._traced("Get"):
-                    parts = self._parts(caller.session, request, deadline)
+                    get = GetStream(self._store, self._checks, caller.session, request, deadline)
+                    parts = cast("Generator[LayerPart, None, None]", get.parts())
                     for until in sender.send_all(parts, deadline, first_bytes=first_bytes):
                         with self._own_gets_changed(-1):  # it waits, and takes nothing
                             yield until
@@ -181,21 +181,6 @@ class BulkService:
             with self._lock:
                 self._own_gets -= change
 
-    def _parts(
-        self, session: Session, request: pb.GetRequest, deadline: float
-    ) -> Generator[LayerPart, None, None]:
-        """Yield what is requested, under a lease. Each part's memory is lent until the next."""
-        keys = self._checks.keys(session, request.digests)
-        terms = ReadTerms(session, deadline, fidelity(request.min_fidelity))
-        self._checks.ranges(request.ranges, len(keys))
-        skipped = self._checks.skipped(request, len(keys)) if request.skip_rows else None
-        lease_id, known = self._store.open_get(session, keys, request.lease_id)
-        try:
-            yield from parts_of(self._store, request, keys[:known], skipped, terms)
-        finally:
-            if not request.lease_id:
-                self._store.release(session, lease_id)
-
     # --- finds and puts
 
     def find(self, caller: Caller, message: pb.StreamMessage) -> None:
@@ -223,13 +208,7 @@ class BulkService:
             if request.layer_major:
                 raise InvalidRequestError("layer_major", True, "put so through gRPC")
             wire.set_timeout(bulk.SILENCE_S, self._checks.deadline(request.deadline_ms))
-            stream = PutStream(
-                self._store,
-                self._checks,
-                durable=request.durable,
-                deadline_ms=request.deadline_ms,
-                hints=hints_from_message(request.hints),
-            )
+            stream = PutStream(self._store, self._checks, request)
             with self._traced("Put"), closing(stream):
                 wire.send(pb.StreamMessage(request=message.request, ready=True))
                 # From here on frames are on their way, and only the end of the stream ends them.

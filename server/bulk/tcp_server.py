@@ -1,9 +1,10 @@
 """The bulk channel: TCP connections over which other servers read this one's memory, and clients
 get and put frames.
 
-One thread waits on all idle connections; other threads answer requests. Connections that have not
-attached yet have threads of their own to be slow with, and so have clients, those of other servers,
-their guests, among them, and clients' gets whose reader takes more after it had stalled.
+One thread waits on all idle connections; other threads answer requests. Each connection that has
+not attached yet has a thread of its own to be slow with. Clients have threads of theirs, those of
+other servers, their guests, among them, and so have clients' gets whose reader takes more after it
+had stalled.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import FramedSocket
+from kvstore.proto.framing import FramedSocket, hang_up
 from kvstore.server.api.interceptors import known_errors
 from kvstore.server.bulk.service import METHODS, BulkService, Caller
 from kvstore.server.settings.settings import Settings
@@ -49,7 +50,6 @@ MAX_STREAMS = 1024
 """And an eighth of the descriptors that are left, at most."""
 MAX_WAITING_GETS = 64
 """Gets that hold their lease until a reader goes on; that of a further one loses its connection."""
-HELLO_THREADS = 2
 END_THREADS = 4
 """For the end of gets whose reader takes nothing: it may wait for a tier."""
 ATTACH_BYTES = 256
@@ -91,16 +91,17 @@ class BulkServer:
         self._listener = listener
         listener.setblocking(False)
         self._streams: set[Caller] = set()
-        self._strangers: set[Stranger] = set()
-        self._back: list[Caller | Stranger] = []
-        """Answered or read from, and to be waited for again."""
+        self._strangers: dict[socket.socket, str] = {}
+        """Where each came from, the oldest first."""
+        self._back: list[Caller] = []
+        """Answered, and to be waited for again."""
         self._clients_served = 0
         """Calls of clients that are answered now."""
         self._closed = False
         # Guards the four above.
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._hellos = ThreadPoolExecutor(HELLO_THREADS, "stream-hello")
+        self._hellos = ThreadPoolExecutor(MAX_STRANGERS, "stream-hello")
         self._workers = ThreadPoolExecutor(limits.threads, "stream-work")
         self._for_clients = ThreadPoolExecutor(limits.client_threads, "stream-client")
         self._resumed = ThreadPoolExecutor(limits.client_threads, "stream-resumed")
@@ -119,14 +120,16 @@ class BulkServer:
             if self._closed:
                 return
             self._closed = True
-            streams, strangers = list(self._streams), list(self._strangers)
         os.eventfd_write(self._wakeup, 1)
         self._thread.join()
+        with self._lock:
+            for link in self._strangers:
+                hang_up(link)
+        self._hellos.shutdown(wait=True)
+        with self._lock:
+            streams = list(self._streams)
         for stream in streams:
             stream.wire.hang_up()
-        for stranger in strangers:
-            stranger.link.close()
-        self._hellos.shutdown(wait=True, cancel_futures=True)
         self._workers.shutdown(wait=True, cancel_futures=True)
         # A client's get may wait for a tier up to its deadline: it closes its stream then.
         for pool in (self._for_clients, self._resumed, self._ending):
@@ -150,11 +153,8 @@ class BulkServer:
                 with self._lock:
                     back, self._back = self._back, []
                 for one in back:
-                    if isinstance(one, Stranger):
-                        waiting.register(one.link, selectors.EVENT_READ, one)
-                    else:
-                        sends = selectors.EVENT_WRITE if one.sending else selectors.EVENT_READ
-                        waiting.register(one.wire, sends, one)
+                    sends = selectors.EVENT_WRITE if one.sending else selectors.EVENT_READ
+                    waiting.register(one.wire, sends, one)
                 if self._clock() - swept_at >= _SWEEP_S:
                     swept_at = self._clock()
                     self._sweep(waiting)
@@ -164,11 +164,9 @@ class BulkServer:
             self._accept(waiting)
         elif key.fileobj == self._wakeup:
             os.eventfd_read(self._wakeup)
-        elif not (isinstance(key.data, Stranger) and key.data.is_gone):
+        else:
             waiting.unregister(key.fileobj)
-            if isinstance(key.data, Stranger):
-                self._hellos.submit(self._welcome, key.data)
-            elif not key.data.is_client:
+            if not key.data.is_client:
                 self._workers.submit(self._serve, key.data)
             elif key.data.sending is not None:
                 self._resumed.submit(self._serve, key.data)
@@ -196,45 +194,34 @@ class BulkServer:
             # Gone again, or no descriptor is left: tried again at once it would fail for ever.
             waiting.unregister(self._listener)
             return
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._make_room(waiting)
         try:
-            stranger = Stranger(link, self._tls, f"stream:{address[0]}", self._clock() + HELLO_S)
+            if self._tls is not None:
+                link = self._tls.wrap_socket(link, server_side=True, do_handshake_on_connect=False)
         except OSError:  # it hung up at once
             link.close()
             return
+        strangers, origin = self._strangers, f"stream:{address[0]}"
         with self._lock:
-            known = len(self._strangers)
-            has_room = known < MAX_STRANGERS
-            has_room = has_room and known + len(self._streams) < self.limits.most_streams
+            if len(strangers) >= MAX_STRANGERS:
+                counts = Counter(strangers.values())
+                gone = max(strangers, key=lambda one: counts[strangers[one]])
+                del strangers[gone]
+                hang_up(gone)  # its thread closes it
+            has_room = len(strangers) + len(self._streams) < self.limits.most_streams
             if has_room:
-                self._strangers.add(stranger)
+                strangers[link] = origin
         if has_room:
-            waiting.register(stranger.link, selectors.EVENT_READ, stranger)
+            self._hellos.submit(self._welcome, link, origin, self._clock() + HELLO_S)
         else:
-            stranger.link.close()
-
-    def _make_room(self, waiting: selectors.BaseSelector) -> None:
-        """Hang up on the first of those that came from the address with the most."""
-        held = [key.data for key in waiting.get_map().values() if isinstance(key.data, Stranger)]
-        if not held:
-            return
-        counts = Counter(one.origin for one in held)
-        gone = max(held, key=lambda one: (counts[one.origin], -one.until))
-        waiting.unregister(gone.link)
-        gone.is_gone = True
-        self._forget(gone)
+            link.close()
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
-        """Hang up on silent strangers, stalled gets and ended sessions; listen again."""
+        """Hang up on stalled gets and ended sessions; listen again."""
         if self._listener.fileno() not in waiting.get_map():
             waiting.register(self._listener, selectors.EVENT_READ)
         now = self._clock()
         for key in list(waiting.get_map().values()):
-            if isinstance(key.data, Stranger) and now >= key.data.until:
-                waiting.unregister(key.fileobj)
-                self._forget(key.data)
-            elif isinstance(key.data, Caller) and self._is_over(key.data, now):
+            if key.data is not None and self._is_over(key.data, now):
                 waiting.unregister(key.fileobj)
                 if key.data.sending is None:
                     self._drop(key.data)
@@ -247,27 +234,28 @@ class BulkServer:
 
     # --- threads that answer
 
-    def _welcome(self, stranger: Stranger) -> None:
-        """Read a connection's first message, as far as it has come."""
+    def _welcome(self, link: socket.socket, origin: str, until: float) -> None:
+        """Shake hands and receive a connection's first message."""
         try:
-            message = stranger.message()
-            if message is None:
-                self._wait_again(stranger)
-                return
+            link.settimeout(HELLO_S)
+            if isinstance(link, ssl.SSLSocket):
+                link.do_handshake()
             is_encrypted = self._tls is not None
-            wire = FramedSocket(stranger.link, "peer", self._clock, is_encrypted=is_encrypted)
-            wire.set_timeout(HELLO_S, stranger.until)
+            wire = FramedSocket(link, "peer", self._clock, is_encrypted=is_encrypted)
+            wire.set_timeout(HELLO_S, until)
+            message, _ = wire.receive(ATTACH_BYTES)
             with known_errors("stream Attach"):
-                stream = self._attached(wire, message, stranger.origin)
+                stream = self._attached(wire, message, origin)
         except (OSError, KVStoreError) as error:
-            self._forget(stranger)
+            link.close()
             name = type(error).__name__
             logger.info("refused", method="stream", error=name, reason=str(error))
-            self.service.authorizer.note_on(None, "Attach", name, 0, stranger.origin)
-            return
-        with self._lock:
-            self._strangers.discard(stranger)
-        self._wait_again(stream)
+            self.service.authorizer.note_on(None, "Attach", name, 0, origin)
+        else:
+            self._wait_again(stream)
+        finally:
+            with self._lock:
+                self._strangers.pop(link, None)
 
     def _attached(self, wire: FramedSocket, message: pb.StreamMessage, origin: str) -> Caller:
         try:
@@ -366,9 +354,9 @@ class BulkServer:
         finally:
             self._drop(stream)
 
-    def _wait_again(self, one: Caller | Stranger) -> None:
+    def _wait_again(self, stream: Caller) -> None:
         with self._lock:
-            self._back.append(one)
+            self._back.append(stream)
             if not self._closed:
                 os.eventfd_write(self._wakeup, 1)
 
@@ -376,57 +364,6 @@ class BulkServer:
         with self._lock:
             self._streams.discard(stream)
         stream.wire.close()
-
-    def _forget(self, stranger: Stranger) -> None:
-        with self._lock:
-            self._strangers.discard(stranger)
-        stranger.link.close()
-
-
-class Stranger:
-    """Owns *link*, over TLS with *tls*; *origin* is where it came from, *until* when it must end.
-
-    Used by one thread at a time.
-    """
-
-    def __init__(
-        self, link: socket.socket, tls: ssl.SSLContext | None, origin: str, until: float
-    ) -> None:
-        link.setblocking(False)
-        self._shakes_hands = tls is not None
-        self.link: socket.socket = link
-        if tls is not None:
-            self.link = tls.wrap_socket(link, server_side=True, do_handshake_on_connect=False)
-        self.origin = origin
-        self.until = until
-        self.is_gone = False
-        """Hung up on for another's sake; what was read of it before is nobody's."""
-        self._begun = b""
-        self._whole_bytes = bulk.LENGTHS.size
-        self._payload_bytes = 0
-
-    def message(self) -> pb.StreamMessage | None:
-        """Take in what came. Return the first message; None while it is not whole.
-
-        Raises OSError when it hung up or TLS fails, InvalidRequestError for what is no message.
-        """
-        try:
-            if self._shakes_hands:
-                assert isinstance(self.link, ssl.SSLSocket)
-                self.link.do_handshake()
-                self._shakes_hands = False
-            while (missing := self._whole_bytes - len(self._begun)) > 0:
-                data = self.link.recv(missing)
-                if not data:
-                    raise ConnectionError("hung up")
-                self._begun += data
-                if len(self._begun) == bulk.LENGTHS.size:
-                    lengths = bulk.unpack_lengths(self._begun, ATTACH_BYTES)
-                    self._whole_bytes += lengths[0]
-                    self._payload_bytes = lengths[1]
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return None
-        return bulk.parse(self._begun[bulk.LENGTHS.size :], self._payload_bytes)
 
 
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import islice
 from urllib.parse import urlsplit
 
 import structlog
@@ -22,19 +23,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.server.cluster.announcements import (
-    ENTRY_TTL_S,
-    MAX_PENDING,
-    Announcements,
-    UnknownMembers,
-    Update,
-)
-from kvstore.server.cluster.membership import (
-    Membership,
-    MembershipState,
-    NodeAddress,
-    is_full,
-)
+from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress, is_full
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import Limits
 from kvstore.server.telemetry.metrics import Counters
@@ -51,6 +40,13 @@ MAX_ANSWER_BYTES = 1 << 17
 """Of one bucket: MAX_HOLDERS members of 20 characters for each of MAX_READ_KEYS."""
 BATCH_UPDATES = 1024
 """Entries written in one round trip."""
+MAX_PENDING = 1 << 16
+"""Updates that wait to be sent; further ones are dropped and counted."""
+ENTRY_TTL_S = 3600
+"""An entry's life in Redis. It is repeated at half of it, so that it outlives its chunk."""
+MAX_STALE_ENTRIES = 4096
+MAX_MEMBER_BYTES = 64
+"""Ours have 20; of what else lies there only so much is kept."""
 BEATS_PER_TTL = 4
 _MEMORY = "cpu"
 FLUSH_S = 0.05
@@ -70,6 +66,123 @@ return table.concat(rows, '\\n')
 Holders = dict[ChunkKey, tuple[NodeAddress, ...]]
 
 logger = structlog.get_logger(__name__)
+
+
+class Announcements:
+    """The keys that this node announces, at most *limit*, and those whose entry is to be written.
+
+    Thread-safe, bounded and without I/O; *clock* returns seconds.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._held: OrderedDict[ChunkKey, float] = OrderedDict()
+        """When each key was last announced, the oldest first."""
+        self._pending: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._lost_at = -math.inf
+        # Guards the tables.
+        self._lock = threading.Lock()
+
+    def announce(self, keys: Iterable[ChunkKey]) -> int:
+        """Announce *keys*; return how many were left out for want of room."""
+        with self._lock:
+            return sum(not self._hold(key) for key in keys)
+
+    def _hold(self, key: ChunkKey) -> bool:
+        has_room = key in self._held or len(self._held) < self._limit
+        if not has_room or not self._queue(key):
+            return False
+        self._held[key] = self._clock()
+        self._held.move_to_end(key)
+        return True
+
+    def _queue(self, key: ChunkKey, limit: int = MAX_PENDING) -> bool:
+        has_room = key in self._pending or len(self._pending) < limit
+        if has_room:
+            self._pending[key] = None
+        return has_room
+
+    def withdraw(self, keys: Iterable[ChunkKey]) -> int:
+        """Withdraw those of *keys* that were announced; return how many updates had no room.
+
+        What could not be withdrawn ends by its lifetime, as it is not repeated.
+        """
+        with self._lock:
+            known = [key for key in keys if self._held.pop(key, None) is not None]
+            return sum(not self._queue(key) for key in known)
+
+    def take(self, count: int) -> list[tuple[ChunkKey, bool]]:
+        """Take the *count* keys that wait longest, and whether this node holds each now."""
+        with self._lock:
+            count = min(count, len(self._pending))
+            keys = [self._pending.popitem(last=False)[0] for _ in range(count)]
+            return [(key, key in self._held) for key in keys]
+
+    def put_back(self, keys: Sequence[ChunkKey]) -> int:
+        """The last updates of *keys* did not arrive: they wait again.
+
+        Half of the room stays free for others. Return how many had none.
+        """
+        with self._lock:
+            return sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
+
+    def lost(self) -> None:
+        """Redis has lost its entries: all are to be announced again, as they find room."""
+        with self._lock:
+            self._lost_at = self._clock()
+
+    def repeat(self, count: int) -> None:
+        """Announce again what was lost, or announced half a lifetime ago, *count* at most."""
+        with self._lock:
+            due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
+            for _ in range(min(count, len(self._held), MAX_PENDING - len(self._pending))):
+                key, announced_at = next(iter(self._held.items()))
+                if announced_at >= due:
+                    break
+                self._hold(key)
+
+    @property
+    def waiting(self) -> int:
+        """Updates to be sent."""
+        return len(self._pending)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class UnknownMembers:
+    """Members of entries that are not in the Membership. Thread-safe, bounded.
+
+    One that stays unknown for *wait_s* is dead: a node that has just come is not listed here at
+    once. Its entry is then stale. *clock* returns monotonic seconds.
+    """
+
+    def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
+        self._wait_s = wait_s
+        self._clock = clock
+        self._since: dict[tuple[ChunkKey, bytes], float] = {}
+        # Guards the table.
+        self._lock = threading.Lock()
+
+    def note(self, key: ChunkKey, member: bytes) -> None:
+        """The entry of *key* names *member*, which is unknown."""
+        with self._lock:
+            if len(self._since) < MAX_STALE_ENTRIES:
+                self._since.setdefault((key, member[:MAX_MEMBER_BYTES]), self._clock())
+
+    def take_stale(self, living: Container[bytes], count: int) -> list[tuple[ChunkKey, bytes]]:
+        """Forget those who are *living* by now; take stale entries of the others, *count* at most.
+
+        In one step: a reader with an older list may have taken one who is back for dead.
+        """
+        due = self._clock() - self._wait_s
+        with self._lock:
+            self._since = {one: at for one, at in self._since.items() if one[1] not in living}
+            stale = list(islice((one for one, at in self._since.items() if at <= due), count))
+            for one in stale:
+                del self._since[one]
+        return stale
 
 
 class Directory:
@@ -128,8 +241,7 @@ class Directory:
                 left_s = until - self._clock()
                 if left_s <= 0:
                     break
-                rows = self._read(keys[start : start + MAX_READ_KEYS], left_s)
-                self._add(rows, nodes, found)
+                self._read(keys[start : start + MAX_READ_KEYS], left_s, nodes, found)
         except KVStoreError as error:
             self._counters.add("directory_unanswered")
             self._breaker.fail(str(error))
@@ -142,9 +254,14 @@ class Directory:
         is_fresh = self._clock() - self._beat_at < self._ttl_s
         return self._nodes if is_fresh else {}  # else all of them may be gone
 
-    def _read(self, keys: Sequence[ChunkKey], within_s: float) -> dict[ChunkKey, bytes]:
-        """Return the entries of *keys*, the members of each separated by blanks."""
-        entries: dict[ChunkKey, bytes] = {}
+    def _read(
+        self,
+        keys: Sequence[ChunkKey],
+        within_s: float,
+        nodes: Mapping[bytes, NodeAddress],
+        found: Holders,
+    ) -> None:
+        """Add to *found* which of *nodes* are in the entries of *keys*."""
         self._counters.add("directory_questions")
         by_bucket: dict[int, list[ChunkKey]] = {}
         for key in keys:
@@ -154,27 +271,19 @@ class Directory:
             names = list(map(self._name, some))
             calls.append((names[0], (b"EVAL", _MEMBERS, len(names), *names, MAX_HOLDERS)))
         replies = self._link.ask(calls, within_s=within_s, reply_bytes=MAX_ANSWER_BYTES)
+        known: dict[bytes, tuple[tuple[NodeAddress, ...], list[bytes]]] = {}
         for some, reply in zip(by_bucket.values(), replies, strict=True):
             rows = reply.split(b"\n") if isinstance(reply, bytes) else []
-            if len(rows) == len(some):
-                entries.update(zip(some, rows, strict=True))
-        return entries
-
-    def _add(
-        self, rows: Mapping[ChunkKey, bytes], nodes: Mapping[bytes, NodeAddress], found: Holders
-    ) -> None:
-        known: dict[bytes, tuple[tuple[NodeAddress, ...], list[bytes]]] = {}
-        for key, row in rows.items():
-            if row not in known:  # those of a chain are mostly alike
-                members = row.split()
-                living = tuple(nodes[member] for member in members if member in nodes)
-                others = [one for one in members if one not in nodes and one != self._member]
-                known[row] = living, others
-            living, others = known[row]
-            if living:
-                found[key] = living
-            for member in others:
-                self._unknown.note(key, member)
+            for key, row in zip(some, rows if len(rows) == len(some) else (), strict=False):
+                if row not in known:  # those of a chain are mostly alike
+                    members = row.split()
+                    others = [one for one in members if one not in nodes and one != self._member]
+                    known[row] = tuple(nodes[one] for one in members if one in nodes), others
+                living, others = known[row]
+                if living:
+                    found[key] = living
+                for member in others:
+                    self._unknown.note(key, member)
 
     def _name(self, key: ChunkKey) -> bytes:
         return self._stems[key[-1] % BUCKETS] + key.hex().encode()
@@ -228,11 +337,11 @@ class Directory:
                 self._try(self._beat)
             elif not self._failure:
                 self._try(self._flush)
-            self._wake.wait(max(0.0, next_beat - self._clock()))
-            self._wake.clear()
+            left_s = max(0.0, next_beat - self._clock())
             if self._failure:  # try again at the next beat, not at every update
-                self._stopping.wait(max(0.0, next_beat - self._clock()))
-            else:
+                self._stopping.wait(left_s)
+            elif self._wake.wait(left_s):
+                self._wake.clear()
                 self._stopping.wait(FLUSH_S)
         with suppress(KVStoreError):
             self._membership.leave()
@@ -259,7 +368,7 @@ class Directory:
         if was_forgotten:
             self._announcements.lost()
         self._count_dropped(self._announcements.put_back(self._undelivered))
-        self._undelivered.clear()
+        self._undelivered = []
         if self._membership.state is not before:
             self._log_state()
         names = [(self._name(key), member) for key, member in stale]
@@ -291,63 +400,36 @@ class Directory:
                 return
             self._send(updates)
 
-    def _send(self, updates: Sequence[Update]) -> None:
+    def _send(self, updates: Sequence[tuple[ChunkKey, bool]]) -> None:
         calls: list[Call] = []
         for key, is_held in updates:
             name = self._name(key)
             calls.append((name, (b"SADD" if is_held else b"SREM", name, self._member)))
             calls.append((name, (b"EXPIRE", name, ENTRY_TTL_S)))
+        lost = [key for key, _ in updates]
         try:
             replies = self._link.ask(calls)
+            pairs = zip(lost, replies[::2], strict=True)
+            lost = [key for key, reply in pairs if isinstance(reply, NodeDown)]
         except OutOfMemoryError:
-            self._count_dropped(len(updates))
+            self._count_dropped(len(lost))
+            lost = []
             raise is_full(self._link) from None
-        except KVStoreError:
-            self._undelivered += [key for key, _ in updates]
-            raise
-        keys = [key for key, _ in updates]
-        lost = [key for at, key in enumerate(keys) if isinstance(replies[2 * at], NodeDown)]
-        self._undelivered += lost
-        del self._undelivered[:-MAX_PENDING]
+        finally:
+            self._undelivered = (self._undelivered + lost)[-MAX_PENDING:]
         self._counters.add("directory_words", len(updates) - len(lost))
 
-    def report(self) -> DirectoryReport:
+    def report(self) -> pb.Directory:
         """Return the state of this node, and which others it knows."""
-        return DirectoryReport(
-            self.me,
-            self._membership.state,
-            tuple(sorted(self._living().values(), key=lambda node: node.node_id)),
-            len(self._announcements),
-            self._announcements.waiting + len(self._undelivered),
-            self._failure,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryReport:
-    """``nodes`` are the others that live, ``failure`` why it cannot be used, empty if it can."""
-
-    me: NodeAddress
-    standing: MembershipState
-    nodes: tuple[NodeAddress, ...]
-    announced: int
-    waiting: int
-    failure: str
-
-    @property
-    def is_up(self) -> bool:
-        """Whether this node is in the directory, and Redis answers."""
-        return self.standing is MembershipState.known and not self.failure
-
-    def to_message(self) -> pb.Directory:
-        """Return it as Status answers with."""
-        return as_message(
-            pb.Directory,
-            self,
+        nodes = sorted(self._living().values(), key=lambda node: node.node_id)
+        return pb.Directory(
             node_id=self.me.node_id,
             incarnation=self.me.incarnation,
-            standing=self.standing.name,
-            nodes=[as_message(pb.DirectoryNode, node) for node in self.nodes],
+            standing=self._membership.state.name,
+            failure=self._failure,
+            announced=len(self._announcements),
+            waiting=self._announcements.waiting + len(self._undelivered),
+            nodes=[as_message(pb.DirectoryNode, node) for node in nodes],
         )
 
 

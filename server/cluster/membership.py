@@ -69,7 +69,6 @@ end
 return 1
 """
 
-_ROW = re.compile(r"[0-9]{1,12} ([0-9]{1,20}) ([!-~]{1,128}) ([!-~]{1,128})")
 _NODE_ID = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,128}")
 
 
@@ -101,12 +100,9 @@ class NodeAddress:
     @classmethod
     def parse(cls, node_id: bytes, row: bytes) -> NodeAddress | None:
         """Return the node of a *row* of the hash; None for a row that is not valid."""
-        match = _ROW.fullmatch(row.decode(errors="replace"))
-        if match is None:
-            return None
         try:
-            bulk_address = "" if match[3] == "-" else match[3]
-            return cls(node_id.decode(), int(match[1]), bulk_address, match[2])
+            _, incarnation, grpc, bulk = row.decode().split(" ")
+            return cls(node_id.decode(), int(incarnation), "" if bulk == "-" else bulk, grpc)
         except (InvalidRequestError, ValueError):
             return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -15,7 +16,6 @@ from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
     InvalidRequestError,
-    KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
 )
@@ -175,19 +175,9 @@ class StreamLink:
         hung up since the last request.
         """
         left_s = max(_LATE_S, deadline - self._clock())
-        wire = self._begin(left_s)
+        find = pb.FindRequest(deadline_ms=max(1, int(1000 * left_s)), **self._naming(keys))
         self._wanted = []
-        find = pb.FindRequest(
-            session_id=self.session.session_id,
-            key_namespace=keys[0][:DIGEST_BYTES],
-            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
-            deadline_ms=max(1, int(1000 * left_s)),
-        )
-        try:
-            self._send(wire, pb.StreamMessage(request=self._requests, find=find))
-        except KVStoreError:
-            self.close()
-            raise
+        self._begin(pb.StreamMessage(find=find), left_s)
 
     def end_find(self, keys: Sequence[ChunkKey], deadline: float) -> list[ChunkInfo | None]:
         """Return what the peer has of the *keys* of ``begin_find``.
@@ -225,26 +215,22 @@ class StreamLink:
         hung up since the last request, its own errors, and InvalidFrameError or
         InvalidRequestError for parts that are not of this.
         """
-        is_next = self.coming == info.key and len(out) == info.size_bytes
-        if self._wire is not None and is_next and self._wanted[self._at + 1].size_bytes == len(out):
-            wire = self._wire
-            wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
+        end, arrived, is_whole = offset + len(out), 0, False
+        sizes = {len(out), info.size_bytes}
+        if self.coming == info.key and sizes == {self._wanted[self._at + 1].size_bytes}:
             self._at += 1
         else:
-            wire = self._begin(silence_s)
-            self._wanted, self._at = [info, *following], 0
-        arrived = 0
-        is_whole = False
+            self._request([info, *following], offset, end, silence_s)
+        wire = self._wire
+        assert wire is not None
+        wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
         try:
-            if not self._at:
-                self._request(wire, offset, offset + len(out), silence_s)
-            is_last = self._at == len(self._wanted) - 1
-            while self._is_pending and (is_last or arrived < len(out)):
+            while self._is_pending and (self.coming is None or arrived < len(out)):
                 answer, size_bytes = self._receive(wire, arrived)
                 if answer.HasField("done"):
                     self._is_pending = False
                     continue
-                self._check(answer, size_bytes, offset + arrived, offset + len(out))
+                self._check(answer, size_bytes, offset + arrived, end)
                 for start in range(0, size_bytes, STEP_BYTES):
                     stop = min(start + STEP_BYTES, size_bytes)
                     wire.fill(out[arrived + start : arrived + stop])
@@ -263,33 +249,42 @@ class StreamLink:
         is_more = self._is_pending and self._at + 1 < len(self._wanted)
         return self._wanted[self._at + 1].key if is_more else None
 
-    def _begin(self, silence_s: float) -> FramedSocket:
+    def _request(self, wanted: list[ChunkInfo], start: int, stop: int, silence_s: float) -> None:
+        """Request bytes of the first of *wanted*, and all of the others."""
+        most_s = len(wanted) * MOST_SILENCES * silence_s
+        ranges = [pb.FrameRange(index=at, stop=one.size_bytes) for at, one in enumerate(wanted)]
+        ranges[0] = pb.FrameRange(start=start, stop=stop)
+        get = pb.GetRequest(
+            deadline_ms=min(max(1, int(1000 * most_s)), MAX_GET_MS),
+            ranges=ranges,
+            **self._naming([one.key for one in wanted]),
+        )
+        self._begin(pb.StreamMessage(get=get), silence_s)
+        self._wanted, self._at = wanted, 0
+
+    def _naming(self, keys: Sequence[ChunkKey]) -> dict[str, Any]:
+        return {
+            "session_id": self.session.session_id,
+            "key_namespace": keys[0][:DIGEST_BYTES],
+            "digests": join_digests(key[DIGEST_BYTES:] for key in keys),
+        }
+
+    def _begin(self, message: pb.StreamMessage, silence_s: float) -> None:
+        """Send a request. One that cannot be sent leaves the link closed."""
         if self._is_pending or self._wire is None:
             raise InvalidRequestError("request", self._requests, "connect anew")
         self._requests += 1
+        message.request = self._requests
         self._is_pending = True
         self._wire.set_timeout(silence_s, self._clock() + MOST_SILENCES * silence_s)
-        return self._wire
-
-    def _request(self, wire: FramedSocket, start: int, stop: int, silence_s: float) -> None:
-        most_s = len(self._wanted) * MOST_SILENCES * silence_s
-        ranges = [(at, 0, one.size_bytes) for at, one in enumerate(self._wanted)]
-        ranges[0] = (0, start, stop)
-        keys = [one.key for one in self._wanted]
-        get = pb.GetRequest(
-            session_id=self.session.session_id,
-            key_namespace=keys[0][:DIGEST_BYTES],
-            digests=join_digests(key[DIGEST_BYTES:] for key in keys),
-            deadline_ms=min(max(1, int(1000 * most_s)), MAX_GET_MS),
-            ranges=[pb.FrameRange(index=at, start=first, stop=last) for at, first, last in ranges],
-        )
-        self._send(wire, pb.StreamMessage(request=self._requests, get=get))
-
-    def _send(self, wire: FramedSocket, message: pb.StreamMessage) -> None:
         try:
-            wire.send(message)
+            self._wire.send(message)
         except TierUnavailableError as error:
+            self.close()
             raise LeaseExpiredError(str(error)) from None
+        except DeadlineError:
+            self.close()
+            raise
 
     def _receive(self, wire: FramedSocket, arrived: int) -> tuple[pb.StreamMessage, int]:
         """Return the next message of the answer, and how many bytes of a frame are behind it."""

@@ -17,86 +17,217 @@ from typing import NamedTuple
 
 import structlog
 
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.bulk import GUEST_S, guest_token
 from kvstore.proto.errors import (
     DeadlineError,
+    InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
+    LeaseExpiredError,
+    PermissionDeniedError,
+    QuotaExceededError,
+    ShuttingDownError,
     TierUnavailableError,
+    UnauthenticatedError,
 )
 from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.types import ChunkInfo, ChunkKey, Namespace
 from kvstore.server.cluster.membership import NodeAddress
-from kvstore.server.cluster.peer import PeerNode
-from kvstore.server.cluster.peer_connections import Dial, StreamLink
+from kvstore.server.cluster.peer_connections import Dial, PeerSession, StreamLink
 from kvstore.server.settings.values import MAX_QUERIED_PEERS, Limits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 
 MAX_PEERS = 256
 """Nodes of the directory that are known at once; the one that was named longest ago goes."""
+LINKS_PER_PEER = 8
+"""Requests to one peer at once; a further one is a miss there."""
+MAX_FAULTS = 3
+"""Wrong answers or wrong bytes, or reads in a row that fail, before a peer is not used."""
+BARRED_S = 60.0
+CONNECT_S = 0.5
+"""For a stream to be opened, or less where a request has less."""
 UPKEEP_S = 0.25
 _DIAL_S = 1.0
 _JOIN_S = 3.0
 _PATIENT = 0.25
 """Of a timeout: a request that had less time than this counts nothing against a peer."""
+_EWMA_WEIGHT = 0.2
+_NO_KEY = ChunkKey(bytes(32))
+"""A query for it tells whether a peer answers: nobody has it."""
 
 logger = structlog.get_logger(__name__)
 
 
-class _Run(NamedTuple):
-    peer: PeerNode
-    link: StreamLink
-    checkout: ExitStack
-    """Gives the link back."""
+class PeerNode:
+    """One other server: its session, connections, speed and faults. Thread-safe.
 
-
-class PipelinedReads(threading.local):
-    """What the calling thread reads from peers, and the link over which more of it is coming.
-
-    A thread that reads something else than what comes next hangs up on it.
+    ``address`` is where its gRPC service is; *clock* returns monotonic seconds.
     """
 
-    def __init__(self) -> None:
-        self._keys: tuple[ChunkKey, ...] = ()
-        self._run: _Run | None = None
+    def __init__(
+        self, address: str, breaker: Breaker, clock: Callable[[], float], number: int = 0
+    ) -> None:
+        self.address = address
+        self.number = number
+        """What our clients know it by."""
+        self.breaker = breaker
+        self.first_byte_s = 1e-3
+        self.bytes_per_s = 1e9
+        """Exponentially weighted means of its answers."""
+        self.incarnation = 0
+        """Of the start that the directory named last; 0: it named none."""
+        self.is_self = False
+        self.answered_at = 0.0
+        self.session: PeerSession | None = None
+        """What it opened for this server, as far as is known."""
+        self._clock = clock
+        self._opened_at = 0.0
+        self._idle: list[StreamLink] = []
+        self._in_use: set[StreamLink] = set()
+        self._faults = 0
+        self._failed_reads = 0
+        """In a row, though it answered finds in between."""
+        self._has_answered = False
+        self._barred_until = 0.0
+        # Guards the eight above.
+        self._lock = threading.Lock()
 
-    def expect(self, keys: Sequence[ChunkKey]) -> None:
-        """The thread reads *keys*, from now on and in this order. Nothing: it hangs up."""
-        self._keys = tuple(keys)
-        if not keys:
-            self._end()
+    def load_s(self, size_bytes: int) -> float:
+        """Return how long a frame of *size_bytes* would take."""
+        return self.first_byte_s + size_bytes / self.bytes_per_s
 
-    def after(self, key: ChunkKey) -> Sequence[ChunkKey]:
-        """Return what the thread reads after *key*; nothing when it was to read another."""
-        return self._keys[1:] if self._keys[:1] == (key,) else ()
+    @property
+    def is_barred(self) -> bool:
+        """Whether it sent what is wrong, or failed at reads, of late."""
+        return self._clock() < self._barred_until
 
-    def sender(self, key: ChunkKey) -> PeerNode | None:
-        """Return which peer sends *key* to the thread next; hang up on one that sends another."""
-        if self._run is not None and self._run.link.coming == key:
-            return self._run.peer
-        self._end()
-        return None
+    @property
+    def is_up(self) -> bool:
+        """Whether it may be used: it opened a session, answers, and is not barred."""
+        return self.session is not None and not self.breaker.reason and not self.is_barred
 
-    @contextmanager
-    def link(self, peer: PeerNode, within_s: float) -> Iterator[StreamLink]:
-        """Lend a link to *peer* for a frame, the one that it comes over if it is being sent.
+    def open_session(self, session: PeerSession) -> None:
+        """Use *session* from now on. The streams of an earlier one are closed."""
+        self.forget()
+        with self._lock:
+            self.session = session
+            self._opened_at = self._clock()
+        self.answered_at = self._clock()
 
-        Raises as ``PeerNode.checkout`` does.
+    def forget(self) -> None:
+        """Its session is over, or it is another server by now. Idempotent."""
+        with self._lock:
+            self.session = None
+            idle, self._idle = self._idle, []
+            in_use = list(self._in_use)
+        for stream in idle:
+            stream.close()
+        for stream in in_use:
+            stream.hang_up()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a request would find a stream that nobody uses."""
+        return bool(self._idle)
+
+    def grant_direct_reads(self, space: Namespace) -> pb.LendPeerResponse | None:
+        """Let a client of this server read chunks of *space* there; None unless it is up.
+
+        The client brings the grant to the peer. Time counts from the start of this server's
+        session there, so that the clocks of two hosts need not agree.
         """
-        if self._run is not None and self._run.peer is not peer:
-            self._end()
-        run, self._run = self._run, None
-        with ExitStack() if run is None else run.checkout as stack:
-            link = stack.enter_context(peer.checkout(within_s)) if run is None else run.link
-            yield link
-            if link.coming is not None:
-                self._run = _Run(peer, link, stack.pop_all())
+        with self._lock:
+            session, opened_at = self.session, self._opened_at
+        if session is None or not self.is_up:
+            return None
+        until_s = int(self._clock() - opened_at) + GUEST_S
+        return pb.LendPeerResponse(
+            bulk_address=session.address,
+            bulk_certificate=session.certificate,
+            session_id=session.session_id,
+            until_s=until_s,
+            token=guest_token(session.token, session.session_id, space, until_s),
+            valid_ms=1000 * GUEST_S,
+        )
 
-    def _end(self) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.checkout.close()
+    def take(self, within_s: float) -> StreamLink:
+        """Take a stream for one request, connected in *within_s* seconds where none is idle.
+
+        Raises QuotaExceededError, LeaseExpiredError, and as ``StreamLink.connect``.
+        """
+        with self._lock:
+            if self.session is None:
+                raise LeaseExpiredError(f"{self.address}: no session")
+            if len(self._in_use) >= LINKS_PER_PEER:
+                raise QuotaExceededError("links_per_peer", LINKS_PER_PEER, self.address)
+            stream = self._idle.pop() if self._idle else StreamLink(self.session, self._clock)
+            self._in_use.add(stream)
+        if not stream.is_open:
+            try:
+                stream.connect(min(within_s, CONNECT_S))
+            except BaseException:
+                self.give_back(stream)
+                raise
+        return stream
+
+    def give_back(self, stream: StreamLink) -> None:
+        """Have a stream that was taken used again, or closed in the middle of an answer."""
+        with self._lock:
+            self._in_use.discard(stream)
+            is_kept = stream.is_open and stream.session is self.session
+            if is_kept:
+                self._idle.append(stream)
+        if not is_kept:
+            stream.close()
+
+    def note_answer(
+        self, first_byte_s: float, size_bytes: int = 0, took_s: float = 0.0, *, is_read: bool
+    ) -> None:
+        """It did what was requested: *first_byte_s* until it began, *took_s* for all bytes."""
+        self.first_byte_s += _EWMA_WEIGHT * (first_byte_s - self.first_byte_s)
+        if size_bytes and took_s > 0:
+            self.bytes_per_s += _EWMA_WEIGHT * (size_bytes / took_s - self.bytes_per_s)
+        self.answered_at = self._clock()
+        self.breaker.succeed()
+        with self._lock:
+            self._has_answered = True
+            if is_read:
+                self._failed_reads = 0
+
+    def note_failure(self, error: KVStoreError, *, is_read: bool = False) -> str:
+        """Take note of a failed request; return the counter that it belongs to."""
+        if isinstance(error, QuotaExceededError):
+            return "peer_refusals"  # it is busy, or we are: a miss
+        if isinstance(
+            error,
+            LeaseExpiredError | UnauthenticatedError | PermissionDeniedError | ShuttingDownError,
+        ):
+            self.forget()
+            return "peer_lost_sessions"
+        if isinstance(error, InvalidFrameError | InvalidRequestError):
+            self.note_fault()
+            return "peer_invalid_answers"
+        self.breaker.fail(str(error))
+        with self._lock:
+            if is_read and self._has_answered:  # else it is gone, and the breaker's
+                self._has_answered = False
+                self._failed_reads += 1
+                self._bar_if_due()
+        return "peer_failures"
+
+    def note_fault(self) -> None:
+        """It sent a wrong answer, or wrong bytes."""
+        with self._lock:
+            self._faults += 1
+            self._bar_if_due()
+
+    def _bar_if_due(self) -> None:
+        if max(self._faults, self._failed_reads) >= MAX_FAULTS:
+            self._faults = self._failed_reads = 0
+            self._barred_until = self._clock() + BARRED_S
 
 
 Holders = Callable[[Sequence[ChunkKey], float], Mapping[ChunkKey, tuple[NodeAddress, ...]]]
@@ -108,6 +239,13 @@ class PeerChunk(NamedTuple):
 
     info: ChunkInfo
     peers: tuple[PeerNode, ...]
+
+
+class _Reads(threading.local):
+    """Of the calling thread: what it reads next, and the link over which more of it is coming."""
+
+    keys: Sequence[ChunkKey] = ()
+    run: tuple[PeerNode, StreamLink] | None = None
 
 
 class Peers:
@@ -129,7 +267,7 @@ class Peers:
         """What the node directory knows; None: it is not used."""
         self.after_step: Callable[[], object] = bool
         """Called at the end of each turn of the upkeep, in its thread."""
-        self.pipeline = PipelinedReads()
+        self._reads = _Reads()
         self._limits = limits
         self._timeout_s = limits.peer_timeout_ms / 1000
         self._dial = dial
@@ -291,7 +429,8 @@ class Peers:
                 left_s = deadline - self._clock()
                 share = 1 if peer.is_connected else len(peers) - at
                 try:
-                    link = stack.enter_context(peer.checkout(left_s / share))
+                    link = peer.take(left_s / share)
+                    stack.callback(peer.give_back, link)
                     keys = wanted[peer][: link.session.max_batch_chunks]
                     link.begin_find(keys, deadline)
                     begun.append((peer, link, keys, left_s))
@@ -301,13 +440,43 @@ class Peers:
                 try:
                     answer = link.end_find(keys, deadline)
                     found[peer] = _checked([one for one in answer if one is not None], link)
-                    peer.speed.add_first_byte(self._clock() - started)
-                    peer.note_answer()
+                    peer.note_answer(self._clock() - started, is_read=False)
                 except KVStoreError as error:
                     failed(peer, error, left_s)
         return found
 
     # --- reading
+
+    def expect(self, keys: Sequence[ChunkKey]) -> None:
+        """The calling thread reads *keys*, from now on and in this order. Nothing: it hangs up."""
+        self._reads.keys = keys
+        if not keys:
+            self._hang_up()
+
+    def after(self, key: ChunkKey) -> Sequence[ChunkKey]:
+        """Return what the calling thread reads after *key*, if it was to read that."""
+        keys = self._reads.keys
+        return keys[1:] if keys and keys[0] == key else ()
+
+    def _hang_up(self) -> None:
+        run, self._reads.run = self._reads.run, None
+        if run is not None:
+            run[0].give_back(run[1])
+
+    @contextmanager
+    def _link(self, peer: PeerNode) -> Iterator[StreamLink]:
+        """Lend a link to *peer* for a frame, the one that it comes over if it is being sent."""
+        if self._reads.run is not None and self._reads.run[0] is not peer:
+            self._hang_up()
+        run, self._reads.run = self._reads.run, None
+        link = run[1] if run is not None else peer.take(self._timeout_s)
+        try:
+            yield link
+        finally:
+            if link.coming is not None:
+                self._reads.run = peer, link
+            else:
+                peer.give_back(link)
 
     def read(
         self, chunk: PeerChunk, out: Bytes, offset: int, following: Sequence[PeerChunk] = ()
@@ -318,17 +487,19 @@ class Peers:
         yielded. Raises TierUnavailableError when one fails half way. Nothing is verified. The
         thread reads *following* next: the same request is for those that the sender has.
         """
-        sender = self.pipeline.sender(chunk.info.key)
+        if self._reads.run is not None and self._reads.run[1].coming != chunk.info.key:
+            self._hang_up()  # on a thread's own link, which sends something else
+        sender = self._reads.run and self._reads.run[0]
         for peer in sorted(
             (peer for peer in chunk.peers if peer.is_up),
-            key=lambda one: -1.0 if one is sender else one.speed.load_s(len(out)),
+            key=lambda one: -1.0 if one is sender else one.load_s(len(out)),
         ):
             arrived = 0
             more = [one.info for one in takewhile(lambda one: peer in one.peers, following)]  # noqa: B023
             started = first = self._clock()
             try:
                 with (
-                    self.pipeline.link(peer, self._timeout_s) as link,
+                    self._link(peer) as link,
                     closing(link.read(chunk.info, out, offset, self._timeout_s, more)) as steps,
                 ):
                     for arrived in steps:
@@ -340,10 +511,8 @@ class Peers:
                     reason = f"{peer.address}: {error}"
                     raise TierUnavailableError("peer", reason, is_partial=True) from None
                 continue
-            peer.note_answer(is_read=True)
-            peer.speed.add_first_byte(first - started)
+            peer.note_answer(first - started, arrived, self._clock() - started, is_read=True)
             if arrived:
-                peer.speed.add_transfer(arrived, self._clock() - started)
                 self._counters.add("peer_read_bytes", arrived)
                 return
 
@@ -357,7 +526,3 @@ def _checked(infos: list[ChunkInfo], link: StreamLink) -> list[ChunkInfo]:
         if info.codec_id or info.size_bytes != size or size > link.session.max_frame_bytes:
             raise InvalidRequestError("frame_bytes", info.size_bytes, f"a raw frame has {size}")
     return infos
-
-
-_NO_KEY = ChunkKey(bytes(32))
-"""A query for it tells whether a peer answers: nobody has it."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition, Thread
+from queue import Full, Queue
+from threading import Lock, Thread
 from typing import BinaryIO
 
 import structlog
@@ -57,10 +58,9 @@ class AuditLog:
         self._path = path
         self._file_bytes = file_bytes
         self._wall_clock = wall_clock
-        self._events: deque[tuple[float, Event]] = deque()
+        self._events: Queue[tuple[float, Event] | None] = Queue(QUEUE_EVENTS)
         self._lost = 0
-        self._closed = False
-        self._changed = Condition()
+        self._lock = Lock()  # guards what was lost
         self.last, self._count = _end_of(path)
         try:
             self._file: BinaryIO = _open(path)
@@ -72,57 +72,45 @@ class AuditLog:
 
     def note(self, event: Event) -> None:
         """Have *event* written; dropped and counted when too many wait."""
-        with self._changed:
-            if len(self._events) >= QUEUE_EVENTS:
+        try:
+            self._events.put_nowait((self._wall_clock(), event))
+        except Full:
+            with self._lock:
                 self._lost += 1
-                return
-            self._events.append((self._wall_clock(), event))
-            self._changed.notify()
 
     def close(self) -> None:
         """Write what waits, and end. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        with suppress(Full):
+            self._events.put(None, timeout=_CLOSE_WITHIN_S)
         self._thread.join(_CLOSE_WITHIN_S)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._events and not self._closed:
-                    self._changed.wait()
-                batch, lost = list(self._events), self._lost
-                self._events.clear()
-                self._lost = 0
-                if not batch and self._closed:
-                    break
+        while (row := self._events.get()) is not None:
+            with self._lock:
+                lost, self._lost = self._lost, 0
             try:
-                self._write(batch, lost)
+                self._write(*row, lost)
             except OSError as error:
-                logger.error("audit log cannot be written", reason=str(error), lost=len(batch))
-                with self._changed:
-                    self._lost += lost + len(batch)
-                    if self._closed:
-                        break
+                logger.error("audit log cannot be written", reason=str(error), lost=1)
+                with self._lock:
+                    self._lost += lost + 1
         self._file.close()
 
-    def _write(self, batch: list[tuple[float, Event]], lost: int) -> None:
-        for at_s, event in batch:
-            if self._file.tell() >= self._file_bytes:
-                self._turn_over()
-            fields: dict[str, object] = {"at": round(at_s, 3), "n": self._count}
-            for name in Event.__slots__:
-                value = getattr(event, name)
-                if value:
-                    fields[name] = value[:256] if isinstance(value, str) else value
-            if lost:
-                fields["lost"] = lost
-                lost = 0
-            line, digest = chained(self.last, fields)
-            self._file.write(line)
-            self.last = digest
-            self._count += 1
-        self._file.flush()
+    def _write(self, at_s: float, event: Event, lost: int) -> None:
+        if self._file.tell() >= self._file_bytes:
+            self._turn_over()
+        fields: dict[str, object] = {"at": round(at_s, 3), "n": self._count}
+        for name in Event.__slots__:
+            value = getattr(event, name)
+            if value:
+                fields[name] = value[:256] if isinstance(value, str) else value
+        if lost:
+            fields["lost"] = lost
+        line, self.last = chained(self.last, fields)
+        self._file.write(line)
+        self._count += 1
+        if self._events.empty():
+            self._file.flush()
 
     def _turn_over(self) -> None:
         self._file.close()

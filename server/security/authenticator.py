@@ -53,7 +53,7 @@ class Authenticator:
             return ANYBODY
         pem = next(iter(auth_context.get(CERTIFICATE, ())), None)
         revoked = self._revocations.value if self._revocations is not None else None
-        if revoked is not None and pem and revoked.has(proof_of_certificate(pem)):
+        if revoked is not None and pem and proof_of_certificate(pem) in revoked.proofs:
             raise UnauthenticatedError("the certificate was revoked; get another")
         values = [value for name, value in metadata if name == HEADER]
         if len(values) > 1:
@@ -98,7 +98,7 @@ class Authenticator:
         if kind == "key" and self._keys is not None:
             return self._keys.value.holds(principal)
         if kind == "jwt" and self._verifier is not None:
-            return self._verifier.value.has(principal.proof)
+            return principal.proof in self._verifier.value.keys
         if kind == "cert" and self._revocations is not None:
-            return not self._revocations.value.has(principal.proof)
+            return principal.proof not in self._revocations.value.proofs
         return True

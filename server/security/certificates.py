@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,21 +26,14 @@ REMEMBERED = 1024
 _END = b"-----END X509 CRL-----"
 
 
+@dataclass(frozen=True, slots=True)
 class Revocations:
-    """Serial numbers by issuer that are revoked. ``until_s`` is when the first of the lists is due
-    to be replaced, in seconds since 1970.
+    """``proofs`` of the certificates that are revoked. ``until_s`` is when the first of the lists
+    is due to be replaced, in seconds since 1970.
     """
 
-    def __init__(self, revoked: Sequence[tuple[bytes, int]], until_s: float) -> None:
-        self._proofs = frozenset(map(_proof, revoked))
-        self.until_s = until_s
-
-    def has(self, proof: bytes) -> bool:
-        """Whether the certificate of ``proof_of_certificate`` *proof* is revoked."""
-        return proof in self._proofs
-
-    def __len__(self) -> int:
-        return len(self._proofs)
+    proofs: frozenset[bytes]
+    until_s: float
 
 
 @lru_cache(REMEMBERED)
@@ -48,11 +42,10 @@ def proof_of_certificate(pem: bytes) -> bytes:
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate(pem)
-    return _proof((certificate.issuer.public_bytes(), certificate.serial_number))
+    return _proof(certificate.issuer.public_bytes(), certificate.serial_number)
 
 
-def _proof(name: tuple[bytes, int]) -> bytes:
-    issuer, serial = name
+def _proof(issuer: bytes, serial: int) -> bytes:
     return hashlib.sha256(b"%x:" % serial + issuer).digest()[:16]
 
 
@@ -76,8 +69,8 @@ def parse_revocations(
         raise _refused(len(lists), f"give 1 to {MAX_LISTS} lists in PEM and nothing else")
     for one in lists:
         _check(one, signers, wall_clock())
-    revoked = [(one.issuer.public_bytes(), row.serial_number) for one in lists for row in one]
-    return Revocations(revoked, min(_until_s(one) for one in lists))
+    revoked = (_proof(one.issuer.public_bytes(), row.serial_number) for one in lists for row in one)
+    return Revocations(frozenset(revoked), min(_until_s(one) for one in lists))
 
 
 def _check(
@@ -107,39 +100,27 @@ ENGINE_ROLES = frozenset({"read", "write"})
 """Of a certificate that names no roles."""
 
 
-class ServerTls:
-    """The server's certificate and key, and the authorities of callers. Read again when replaced.
+def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
+    """Return credentials that take what the files hold at each handshake.
 
     *client_ca* None: callers need no certificate. Raises InvalidRequestError for files that do
     not go together.
     """
+    paths = (cert, key) if client_ca is None else (cert, key, client_ca)
+    files = WatchedFile(paths, checked_pair)
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
-        self._needs_callers_own = client_ca is not None
-        paths = (cert, key) if client_ca is None else (cert, key, client_ca)
-        self._files = WatchedFile(paths, checked_pair)
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        cert, key, *authorities = files.value
+        return grpc.ssl_server_certificate_configuration([(key, cert)], *authorities)
 
-    def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials that take what the files hold at each handshake."""
+    def replaced() -> Any:  # grpc's stubs do not know that it may return None
+        return configuration() if files.refresh() else None
 
-        def replaced() -> Any:  # grpc's stubs do not know that it may return None
-            return self._configuration() if self._files.refresh() else None
-
-        credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration(), replaced, require_client_authentication=self._needs_callers_own
-        )
-        return credentials
-
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        cert, key, client_ca = self._files.value
-        configuration: grpc.ServerCertificateConfiguration = (
-            grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca)
-        )
-        return configuration
+    return grpc.dynamic_ssl_server_credentials(configuration(), replaced, client_ca is not None)
 
 
-def checked_pair(cert: bytes, key: bytes, client_ca: bytes | None = None) -> tuple[bytes, ...]:
-    """Return the three if they will do. Raises InvalidRequestError."""
+def checked_pair(cert: bytes, key: bytes, *client_ca: bytes) -> tuple[bytes, ...]:
+    """Return them if they go together. Raises InvalidRequestError."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
 
@@ -148,14 +129,14 @@ def checked_pair(cert: bytes, key: bytes, client_ca: bytes | None = None) -> tup
         own = x509.load_pem_x509_certificates(cert)[0].public_key()
         field = "tls_key"
         other = serialization.load_pem_private_key(key, None).public_key()
-        if client_ca is not None:
-            field = "tls_client_ca"
-            x509.load_pem_x509_certificates(client_ca)
+        field = "tls_client_ca"
+        for authorities in client_ca:
+            x509.load_pem_x509_certificates(authorities)
     except (ValueError, TypeError) as error:
         raise InvalidRequestError(field, "...", f"is no PEM that can be read: {error}") from None
     if own != other:
         raise InvalidRequestError("tls_key", "...", "is not the key of tls_cert")
-    return cert, key, client_ca  # type: ignore[return-value] # None where nobody is asked
+    return cert, key, *client_ca
 
 
 @lru_cache(REMEMBERED)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from threading import Lock
+from functools import lru_cache
 from typing import Any
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError, check_text
@@ -16,7 +16,7 @@ MIN_HMAC_BYTES = 32
 MAX_TOKEN_CHARS = 8192
 MAX_KEYS = 8
 REMEMBERED = 1024
-"""Tokens whose signature was verified, by their SHA-256."""
+"""Tokens whose signature was verified."""
 MAX_LIFE_S = 366 * 86_400
 """From now on: a token that is good for longer is refused, as it can be taken back with its key
 alone."""
@@ -45,9 +45,10 @@ class JwtVerifier:
     def __init__(self, keys: bytes | None, terms: JwtTerms) -> None:
         """Raises InvalidRequestError for a key that does not go with the algorithm."""
         self._terms = terms
-        self._keys: dict[bytes, Any] = {}
-        self._known: OrderedDict[bytes, Principal] = OrderedDict()
-        self._lock = Lock()  # guards the tokens that are known
+        self.keys: dict[bytes, Any] = {}
+        """By what principals' ``proof`` names them by."""
+        self.principal_of: Callable[[str], Principal] = lru_cache(REMEMBERED)(self._verified)
+        """Returns whose a token is. Raises UnauthenticatedError that does not repeat it."""
         if keys is None:
             return
         pieces = keys.split(_PEM_END)
@@ -56,31 +57,14 @@ class JwtVerifier:
         if len(found) > MAX_KEYS or (is_pem and pieces[-1].strip()):
             fix = f"give at most {MAX_KEYS} public keys in PEM and nothing else"
             raise InvalidRequestError("jwt_key", len(found), fix)
-        self._keys = {hashlib.sha256(key).digest()[:16]: _prepared(key, terms) for key in found}
-
-    def has(self, proof: bytes) -> bool:
-        """Whether the key that a principal's ``proof`` names is still among them."""
-        return proof in self._keys
-
-    def principal_of(self, token: str) -> Principal:
-        """Return whose *token* is. Raises UnauthenticatedError that does not repeat it."""
-        digest = hashlib.sha256(token.encode()).digest()
-        with self._lock:
-            known = self._known.get(digest)
-        if known is None:
-            known = self._verified(token)
-            with self._lock:
-                self._known[digest] = known
-                if len(self._known) > REMEMBERED:
-                    self._known.popitem(last=False)
-        return known
+        self.keys = {hashlib.sha256(key).digest()[:16]: _prepared(key, terms) for key in found}
 
     def _verified(self, token: str) -> Principal:
         import jwt
 
         if len(token) > MAX_TOKEN_CHARS:
             raise UnauthenticatedError(_REFUSED)
-        for proof, key in self._keys.items():
+        for proof, key in self.keys.items():
             try:
                 return replace(self._principal_under(key, token), proof=proof)
             except jwt.InvalidSignatureError:

@@ -15,16 +15,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.security.sessions import Principal
+from kvstore.server.settings.values import Checked
 
 MAX_KEYS = 65_536
 SECRET_BYTES = 32
@@ -33,29 +35,40 @@ MAX_EPOCHS = 1024
 MAX_EPOCH = (1 << 32) - 1
 
 _KEY = re.compile(r"kvs_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-_HEX = re.compile(r"[0-9a-f]{64}")
-_HASH = re.compile(r"sha256:[0-9a-f]{64}")
-_FIELDS = ("id", "tenant", "roles", "hash", "made")
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKey:
+class ApiKey(Checked):
     """A row of the file. ``made`` is in seconds of the wall clock."""
 
-    key_id: str
+    model_config = ConfigDict(strict=True)
+
+    id: Annotated[str, Field(pattern="^[0-9a-f]{12}$")]
     tenant: str
-    roles: frozenset[str]
-    digest: str
+    roles: Annotated[frozenset[str], PlainSerializer(sorted)]
+    hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
     made: int
+
+    @model_validator(mode="after")
+    def _check(self) -> ApiKey:
+        self.principal()
+        return self
 
     def principal(self) -> Principal:
         """Return whose key it is. Raises InvalidRequestError."""
-        return Principal(f"key:{self.key_id}", self.tenant, self.roles)
+        return Principal(f"key:{self.id}", self.tenant, self.roles)
 
-    def line(self) -> str:
-        """Return the row as it stands in the file."""
-        values = (self.key_id, self.tenant, sorted(self.roles), self.digest, self.made)
-        return json.dumps(dict(zip(_FIELDS, values, strict=True)))
+
+class EncryptionKey(Checked):
+    """A row of its file."""
+
+    model_config = ConfigDict(strict=True, val_json_bytes="hex", ser_json_bytes="hex")
+
+    epoch: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
+    key: Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES, repr=False)]
+    made: int
+
+
+R = TypeVar("R", ApiKey, EncryptionKey)
 
 
 def make_key(
@@ -65,8 +78,8 @@ def make_key(
     key_id = random_bytes(6).hex()
     secret = base64.urlsafe_b64encode(random_bytes(SECRET_BYTES)).rstrip(b"=").decode()
     text = f"kvs_{key_id}_{secret}"
-    row = ApiKey(key_id, tenant, frozenset(roles), _digest(text), int(now_s))
-    row.principal()
+    known = Principal(f"key:{key_id}", tenant, frozenset(roles))
+    row = ApiKey(id=key_id, tenant=tenant, roles=known.roles, hash=_digest(text), made=int(now_s))
     return text, row
 
 
@@ -78,8 +91,8 @@ class ApiKeys:
     """The keys of one file, as it stood when it was read."""
 
     def __init__(self, rows: Iterable[ApiKey]) -> None:
-        self.rows = {row.key_id: row for row in rows}
-        self._principals = {row.key_id: row.principal() for row in self.rows.values()}
+        self.rows = {row.id: row for row in rows}
+        self._principals = {row.id: row.principal() for row in self.rows.values()}
 
     def principal_of(self, key: str) -> Principal | None:
         """Return whose *key* is; None for one that is not among them."""
@@ -88,9 +101,9 @@ class ApiKeys:
             return None
         row = self.rows.get(match[1])
         # An unknown id takes as long as a wrong secret.
-        expected = row.digest if row is not None else "sha256:" + 64 * "0"
+        expected = row.hash if row is not None else "sha256:" + 64 * "0"
         is_right = hmac.compare_digest(_digest(key), expected)
-        return self._principals[row.key_id] if row is not None and is_right else None
+        return self._principals[row.id] if row is not None and is_right else None
 
     def holds(self, principal: Principal) -> bool:
         """Whether the key of *principal* is still among them, with the same rights."""
@@ -99,72 +112,33 @@ class ApiKeys:
 
 def parse_keys(data: bytes) -> ApiKeys:
     """Return the keys in a file's bytes. Raises InvalidRequestError that names the line."""
-    rows: list[ApiKey] = []
-    for number, line in _lines(data):
-        try:
-            rows.append(_api_key(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
-            fix = f"line {number} is no key ({error}); make one with kvstore token"
-            raise InvalidRequestError("auth_keys", f"line {number}", fix) from None
-    if len({row.key_id for row in rows}) < len(rows):
+    rows = _parsed(ApiKey, data, "auth_keys", "kvstore token")
+    if len({row.id for row in rows}) < len(rows):
         raise InvalidRequestError("auth_keys", len(rows), "name each key once")
     if len(rows) > MAX_KEYS:
         raise InvalidRequestError("auth_keys", len(rows), f"at most {MAX_KEYS}")
     return ApiKeys(rows)
 
 
-def _api_key(fields: object) -> ApiKey:
-    if not isinstance(fields, dict) or set(fields) != set(_FIELDS):
-        raise ValueError(f"a key has {', '.join(sorted(_FIELDS))}")
-    key_id, tenant, roles, digest, made = (fields[name] for name in _FIELDS)
-    if not isinstance(key_id, str) or not re.fullmatch("[0-9a-f]{12}", key_id):
-        raise ValueError("id has 12 hexadecimal digits")
-    if not isinstance(digest, str) or not _HASH.fullmatch(digest):
-        raise ValueError("hash is sha256: and 64 digits")
-    if not isinstance(tenant, str) or not isinstance(roles, list) or not isinstance(made, int):
-        raise ValueError("tenant is text, roles a list, made a number")
-    row = ApiKey(key_id, tenant, frozenset(map(str, roles)), digest, made)
-    row.principal()
-    return row
-
-
-@dataclass(frozen=True, slots=True)
-class EncryptionKey:
-    """A row of its file."""
-
-    epoch: int
-    key: bytes = field(repr=False)
-    made: int = 0
-
-    def line(self) -> str:
-        """Return the row as it stands in the file."""
-        return json.dumps({"epoch": self.epoch, "key": self.key.hex(), "made": self.made})
-
-
 def parse_encryption_keys(data: bytes) -> dict[int, EncryptionKey]:
     """Return the keys in a file's bytes, by epoch. Raises InvalidRequestError that repeats none."""
-    found: dict[int, EncryptionKey] = {}
-    for number, line in _lines(data):
-        try:
-            row = _encryption_key(json.loads(line))
-        except (ValueError, TypeError, RecursionError):
-            row = None
-        if row is None or row.epoch in found or len(found) >= MAX_EPOCHS:
-            fix = "no key, or an epoch twice; make keys with kvstore keys new"
-            raise InvalidRequestError("encryption_keys", f"line {number}", fix)
-        found[row.epoch] = row
+    rows = _parsed(EncryptionKey, data, "encryption_keys", "kvstore keys new")
+    found = {row.epoch: row for row in rows}
+    if len(found) < len(rows) or len(rows) > MAX_EPOCHS:
+        fix = f"name each epoch once, {MAX_EPOCHS} at most"
+        raise InvalidRequestError("encryption_keys", len(rows), fix)
     return found
 
 
-def _encryption_key(fields: object) -> EncryptionKey | None:
-    if not isinstance(fields, dict) or set(fields) != {"epoch", "key", "made"}:
-        return None
-    epoch, key, made = fields["epoch"], fields["key"], fields["made"]
-    if type(epoch) is not int or type(made) is not int or not 1 <= epoch <= MAX_EPOCH:
-        return None
-    if not isinstance(key, str) or not _HEX.fullmatch(key):
-        return None
-    return EncryptionKey(epoch, bytes.fromhex(key), made)
+def _parsed(kind: type[R], data: bytes, field: str, command: str) -> list[R]:
+    rows: list[R] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            rows += [kind.model_validate_json(line)] if line.strip() else []
+        except ValidationError as error:
+            fix = f"is no key ({error.errors()[0]['msg']}); make one with {command}"
+            raise InvalidRequestError(field, f"line {number}", fix) from None
+    return rows
 
 
 def next_key(
@@ -172,12 +146,7 @@ def next_key(
 ) -> EncryptionKey:
     """Return a key of the epoch behind all of *rows*."""
     last = max((row.epoch for row in rows), default=0)
-    return EncryptionKey(last + 1, random_bytes(KEY_BYTES), int(now_s))
-
-
-def _lines(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not empty, and their numbers."""
-    return ((at, line) for at, line in enumerate(data.splitlines(), 1) if line.strip())
+    return EncryptionKey(epoch=last + 1, key=random_bytes(KEY_BYTES), made=int(now_s))
 
 
 def write_keys(path: Path, rows: Sequence[ApiKey] | Sequence[EncryptionKey]) -> None:
@@ -185,7 +154,7 @@ def write_keys(path: Path, rows: Sequence[ApiKey] | Sequence[EncryptionKey]) -> 
 
     Raises InvalidRequestError.
     """
-    data = "".join(row.line() + "\n" for row in rows).encode()
+    data = "".join(row.model_dump_json() + "\n" for row in rows).encode()
     is_encrypting = any(isinstance(row, EncryptionKey) for row in rows)
     (parse_encryption_keys if is_encrypting else parse_keys)(data)
     try:

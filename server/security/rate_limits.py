@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -55,8 +56,9 @@ class LogLimit:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._limits: dict[tuple[str, str], RateLimit] = {}
+        self._limits = defaultdict[tuple[str, str], RateLimit](
+            lambda: RateLimit(LINES_PER_S, clock)
+        )
 
     def __call__(
         self, logger: object, name: str, fields: MutableMapping[str, Any]
@@ -64,10 +66,7 @@ class LogLimit:
         """Return *fields*, with what was left out before; raise DropEvent to leave it out too."""
         event = str(fields.get("event"))
         kind = (event, str(fields.get("error")) if event == REFUSED else "")
-        limit = self._limits.get(kind)
-        if limit is None:
-            limit = self._limits.setdefault(kind, RateLimit(LINES_PER_S, self._clock))
-        left_out = limit.take()
+        left_out = self._limits[kind].take()
         if left_out is None:
             raise structlog.DropEvent
         if left_out:
@@ -102,8 +101,9 @@ class TenantLimits:
         self.by_tenant = dict(limits)
         """What is set; read it without the lock."""
         self._clock = clock
-        self._buckets: OrderedDict[str, RateLimit] = OrderedDict()
-        self._lock = Lock()  # guards both tables
+        # One that is pushed out may begin with a full bucket again.
+        self._bucket = lru_cache(BUCKETS)(lambda tenant, rate: RateLimit(rate, self._clock))
+        self._lock = Lock()  # guards the table
 
     def of(self, tenant: str) -> Limits:
         """Return the limits of *tenant*."""
@@ -116,7 +116,6 @@ class TenantLimits:
             if tenant not in self.by_tenant and len(self.by_tenant) >= BUCKETS:
                 raise InvalidRequestError("tenant", tenant, f"at most {BUCKETS} have limits")
             self.by_tenant[tenant] = limits
-            self._buckets.pop(tenant, None)
 
     def tenants(self) -> list[str]:
         """Return the tenants that have limits of their own."""
@@ -126,14 +125,5 @@ class TenantLimits:
     def take_request(self, tenant: str) -> None:
         """Count one request. Raises QuotaExceededError when the tenant's second is spent."""
         rate = self.of(tenant).requests_per_s
-        if not rate:
-            return
-        with self._lock:
-            bucket = self._buckets.get(tenant)
-            if bucket is None:
-                bucket = self._buckets[tenant] = RateLimit(rate, self._clock)
-            self._buckets.move_to_end(tenant)
-            while len(self._buckets) > BUCKETS:  # which may begin with a full bucket again
-                self._buckets.popitem(last=False)
-        if bucket.take() is None:
+        if rate and self._bucket(tenant, rate).take() is None:
             raise QuotaExceededError("requests_per_s", rate, f"tenant {tenant!r}")

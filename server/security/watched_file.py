@@ -40,43 +40,33 @@ class WatchedFile(Generic[T]):
         self._parse = parse
         self._gone = gone
         self._misses = 0
-        self._lock = Lock()  # keeps two from reading at once, which happens once a change
+        self._lock = Lock()  # whoever looks while another reads waits, and has the value, too
         self._seen = list(map(_look, self._paths))
         self.value = parse(*map(read_guarded, paths))
 
     def refresh(self) -> bool:
         """Read again what has changed. Return whether ``value`` is another now."""
         seen = list(map(_look, self._paths))
-        if self._gone is not None and None in seen:
-            return self._miss(self._gone)
-        self._misses = 0
-        if seen == self._seen:
-            return False
         with self._lock:
+            if self._gone is not None and None in seen:
+                self._misses += 1
+                if self._misses != _LOOKS:  # an editor may be about to put another in its place
+                    return False
+                self._seen = [None]  # whatever comes back is read
+                self.value = self._gone()
+                what = "a file of keys was deleted: all of its keys are revoked"
+                logger.error(what, files=self._paths)
+                return True
+            self._misses = 0
             if seen == self._seen:
-                return False  # another thread has read it meanwhile
+                return False
+            self._seen = seen
             try:
                 self.value = self._parse(*map(read_guarded, self._paths))
             except InvalidRequestError as error:
                 logger.error("kept what was there before", reason=str(error))
                 return False
-            finally:
-                self._seen = seen  # last: who finds it as it was has the value, too
             return True
-
-    def _miss(self, gone: Callable[[], T]) -> bool:
-        """A file is missing: an editor may be about to put another in its place.
-
-        Return whether ``value`` is another now.
-        """
-        with self._lock:
-            self._misses += 1
-            if self._misses != _LOOKS:
-                return False
-            self._seen = [None]  # whatever comes back is read
-            self.value = gone()
-        logger.error("a file of keys was deleted: all of its keys are revoked", files=self._paths)
-        return True
 
 
 def _look(path: Path) -> tuple[int, int, int] | None:

@@ -229,9 +229,9 @@ class Dashboard:
         directory = self._backend.directory
         if directory is None:
             return []
-        report = directory.report()
-        me = [report.me.node_id, report.me.grpc_address, report.failure or "this one"]
-        return [me, *([one.node_id, one.grpc_address, "lives"] for one in report.nodes)]
+        report, me = directory.report(), directory.me
+        own = [me.node_id, me.grpc_address, report.failure or "this one"]
+        return [own, *([one.node_id, one.grpc_address, "lives"] for one in report.nodes)]
 
 
 def _span_s(now: Look, recent: Look) -> float:

@@ -16,6 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.server.eviction.quotas import PartitionUse, PolicyReport, Quota
 from kvstore.server.store.store import Store
@@ -38,14 +39,12 @@ def gauges(store: Store, session_count: int, directory: Directory | None = None)
     yield ("known_chunks", "chunks in the index", "", len(catalog))
     yield ("ghost_chunks", "evicted chunks that policies remember", "", catalog.evicted_count())
     yield from _blending(store)
-    seen = None if directory is None else directory.report()
-    nodes, announced, waiting, is_up = (
-        (len(seen.nodes), seen.announced, seen.waiting, seen.is_up) if seen else (0, 0, 0, False)
-    )
+    seen = pb.Directory() if directory is None else directory.report()
+    is_up = seen.standing == "known" and not seen.failure
     yield ("directory_up", "1 while this node is in the directory", "", float(is_up))
-    yield ("directory_nodes", "other nodes that live", "", nodes)
-    yield ("directory_chunks", "chunks that this node names in the directory", "", announced)
-    yield ("directory_waiting_words", "entries still to be written", "", waiting)
+    yield ("directory_nodes", "other nodes that live", "", len(seen.nodes))
+    yield ("directory_chunks", "chunks that this node names in the directory", "", seen.announced)
+    yield ("directory_waiting_words", "entries still to be written", "", seen.waiting)
     remote = store.tiers.remote
     peers = cast("PeerTier", remote.tier).peers.known() if remote is not None else []
     yield ("peers_known", "other servers whose memory may be read", "", len(peers))

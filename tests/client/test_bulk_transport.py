@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -139,8 +140,13 @@ def test_tcp_from_a_server_without_it_is_an_error_that_says_so(server: LocalServ
 def test_a_channel_that_does_not_answer_leaves_grpc(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def receive_only(_: BulkServer, link: socket.socket, *__: object) -> None:
+        with link:
+            while link.recv(4096):
+                pass
+
     server = make_server(*BULK, "--socket", "off")
-    monkeypatch.setattr(BulkServer, "_welcome", lambda *_: None)
+    monkeypatch.setattr(BulkServer, "_welcome", receive_only)
     options = ClientOptions("auto", chunk_tokens=16, deadline_ms=1000)
     client = server.connect(options=options)
     assert client.transport_name == "grpc"

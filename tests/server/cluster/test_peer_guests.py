@@ -36,8 +36,8 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.cluster.peer import MAX_FAULTS, DirectReadGrant
 from kvstore.server.cluster.peer_tier import PeerTier
+from kvstore.server.cluster.peers import MAX_FAULTS
 
 BOTH_WAYS = pytest.mark.parametrize("pair", ["plain", "tls"], indirect=True)
 ServerMaker = Callable[..., LocalServer]
@@ -349,25 +349,28 @@ def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
 # --- a guest that asks for more
 
 
-def lent_to(pair: Pair, space: Namespace) -> DirectReadGrant:
+def lent_to(pair: Pair, space: Namespace) -> Entrance:
     (peer,) = tier_of(pair.second).peers.known()
     lent = peer.grant_direct_reads(space)
     assert lent is not None
-    return lent
+    guest = pb.StreamAttach(
+        session_id=lent.session_id, token=lent.token, key_namespace=space, until_s=lent.until_s
+    )
+    return Entrance(lent.bulk_address, lent.bulk_certificate, guest)
 
 
-def enter(lent: DirectReadGrant, guest: pb.StreamAttach | None = None) -> FrameStream:
-    where, certificate = lent.address, lent.certificate
-    return FrameStream(Entrance(where, certificate, guest or lent.guest), lambda: False, SOON_S)
+def enter(lent: Entrance, guest: pb.StreamAttach | None = None) -> FrameStream:
+    entrance = Entrance(lent.where, lent.certificate, guest or lent.attach)
+    return FrameStream(entrance, lambda: False, SOON_S)
 
 
 def frames_of(
-    stream: FrameStream, lent: DirectReadGrant, keys: list[ChunkKey], **other: Any
+    stream: FrameStream, lent: Entrance, keys: list[ChunkKey], **other: Any
 ) -> list[bytes]:
     """Return what is sent of *keys*. Raises the server's errors."""
     deadline = time.monotonic() + SOON_S
     reading = FrameAssembler(1 << 30, lambda _, size, __: np.empty(size, np.uint8))
-    ask = get(stream.next_request(), lent.guest.session_id, b"".join(key[16:] for key in keys))
+    ask = get(stream.next_request(), lent.attach.session_id, b"".join(key[16:] for key in keys))
     ask.get.key_namespace = keys[0][:16]
     ask.get.deadline_ms = 20_000
     ask.get.MergeFrom(pb.GetRequest(**other))
@@ -410,7 +413,7 @@ def changed(guest: pb.StreamAttach, **fields: Any) -> pb.StreamAttach:
 def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
     space = pair.reader.namespace
     lent = lent_to(pair, space)
-    guest = lent.guest
+    guest = lent.attach
     own = pair.writer._connected().session.terms  # has a token only where it may attach
     of_client = pb.StreamAttach(
         session_id=own.session_id,
@@ -439,7 +442,7 @@ def test_a_guest_is_hung_up_on_when_its_time_is_over(pair: Pair) -> None:
     lent = lent_to(pair, Namespace(keys[0][:16]))
     with closing(enter(lent)) as stream:
         assert len(frames_of(stream, lent, keys)) == 1
-        pair.first.skip(lent.guest.until_s + 1)
+        pair.first.skip(lent.attach.until_s + 1)
         assert eventually(stream.is_broken)
     with pytest.raises(KVStoreError):
         enter(lent)
@@ -465,7 +468,7 @@ def test_a_guest_who_asks_as_an_engine_of_the_server_is_hung_up_on(pair: Pair) -
     lent = lent_to(pair, Namespace(keys[0][:16]))
     with closing(enter(lent)) as stream:
         deadline = time.monotonic() + SOON_S
-        stream.send(get(stream.next_request(), lent.guest.session_id, keys[0][16:]), deadline)
+        stream.send(get(stream.next_request(), lent.attach.session_id, keys[0][16:]), deadline)
         with pytest.raises(KVStoreError):
             list(stream.parts(deadline))
         assert eventually(stream.is_broken)

@@ -29,10 +29,9 @@ from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.cluster.membership import NodeAddress
-from kvstore.server.cluster.peer import BARRED_S, MAX_FAULTS, PeerNode
 from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
 from kvstore.server.cluster.peer_tier import CHECK_AGAIN_S, CHECKED_AGAIN, KNOWN_S, PeerTier
-from kvstore.server.cluster.peers import Peers
+from kvstore.server.cluster.peers import BARRED_S, MAX_FAULTS, PeerNode, Peers
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import Limits
 from kvstore.server.store.lookup import MAX_PEER_QUERIES
@@ -512,7 +511,7 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
         with closing(peers):
             peers.step()
             one, other = peers.known()
-            other.speed.first_byte_s = 5.0
+            other.first_byte_s = 5.0
             offer = peers.find([key])[key]
             assert set(offer.peers) == {one, other}
             out = np.zeros(len(frame), np.uint8)

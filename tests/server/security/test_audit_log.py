@@ -101,9 +101,9 @@ def slow(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AuditLog
     """A log whose disk is stuck until the event is set."""
     go, write_now = threading.Event(), AuditLog._write
 
-    def stuck(self: AuditLog, batch: list[tuple[float, Event]], lost: int) -> None:
+    def stuck(self: AuditLog, at_s: float, event: Event, lost: int) -> None:
         go.wait(20)
-        write_now(self, batch, lost)
+        write_now(self, at_s, event, lost)
 
     monkeypatch.setattr(AuditLog, "_write", stuck)
     log = AuditLog(path, 1 << 24, lambda: 1.5)
@@ -117,7 +117,7 @@ def test_a_slow_disk_holds_nobody_up_and_what_is_dropped_is_counted(
 ) -> None:
     log, go = slow
     log.note(EVENT)
-    assert eventually(lambda: not log._events)
+    assert eventually(log._events.empty)
     for _ in range(audit_log.QUEUE_EVENTS + 7):
         log.note(EVENT)
     go.set()

@@ -36,15 +36,15 @@ def test_a_list_takes_back_its_own_authority_s_certificates_and_no_other_s(tmp_p
     ca, other = Authority(tmp_path), Authority(tmp_path, "other")
     bad, good = (ca.issue(name, tenant="acme")[0] for name in ("bad", "good"))
     listed = parsed(ca.revoke(bad).read_bytes(), ca)
-    assert len(listed) == 1
-    assert listed.has(proof_of_certificate(bad.read_bytes()))
-    assert listed.has(principal_of_certificate(bad.read_bytes()).proof)
-    assert not listed.has(proof_of_certificate(good.read_bytes()))
+    assert len(listed.proofs) == 1
+    assert proof_of_certificate(bad.read_bytes()) in listed.proofs
+    assert principal_of_certificate(bad.read_bytes()).proof in listed.proofs
+    assert proof_of_certificate(good.read_bytes()) not in listed.proofs
     same_number = parsed(other.revoke(bad).read_bytes(), other)
-    assert not same_number.has(proof_of_certificate(bad.read_bytes()))
+    assert proof_of_certificate(bad.read_bytes()) not in same_number.proofs
     both = ca.revoke(bad).read_bytes() + other.revoke(good).read_bytes()
     signers = ca.path.read_bytes() + other.path.read_bytes()
-    assert len(parse_revocations(both, signers, wall_clock=time.time)) == 2
+    assert len(parse_revocations(both, signers, wall_clock=time.time).proofs) == 2
 
 
 def test_a_list_that_proves_nothing_is_refused(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_list_that_proves_nothing_is_refused(tmp_path: Path) -> None:
     for why, data in refused.items():
         with pytest.raises(InvalidRequestError, match=why):
             parsed(data, ca)
-    assert len(parsed(right, ca)) == 1
+    assert len(parsed(right, ca).proofs) == 1
 
 
 def test_whoever_shows_a_revoked_certificate_is_refused_with_a_token_or_without(

@@ -65,7 +65,7 @@ def test_tables_have_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = TenantLimits({"*": Limits(requests_per_s=1)}, Clock())
     for number in range(20):
         limits.take_request(f"tenant-{number}")
-    assert len(limits._buckets) == 4
+    assert limits._bucket.cache_info().currsize == 4
     for number in range(3):
         limits.set(f"tenant-{number}", Limits(leases=1))
     with pytest.raises(InvalidRequestError, match="at most 4"):

@@ -507,8 +507,8 @@ def _backend(clock: Callable[[], float], **parts: Any) -> Any:
 
 def _directory(me: Any, other: Any) -> Any:
     """A directory of two nodes."""
-    report = SimpleNamespace(me=me, nodes=(other,), failure="")
-    return SimpleNamespace(report=lambda: report)
+    report = SimpleNamespace(nodes=(other,), failure="")
+    return SimpleNamespace(me=me, report=lambda: report)
 
 
 @pytest.mark.parametrize(
