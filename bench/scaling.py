@@ -25,6 +25,7 @@ from bench.workload import TINY, make_chunks, serving
 from kvstore.cli.plot import line_chart
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.types import ChunkKey
+from kvstore.proto.unix_socket import Place
 from kvstore.tiers.base import Tier
 from kvstore.tiers.locations import LocationTable
 
@@ -57,7 +58,7 @@ class Index:
                 return
             for info in infos:
                 self.control.add(info)
-                self.table.seal(info, 1, self.chunks * FRAME_BYTES)
+                self.table.seal(info, Place(1, 1, 0, self.chunks * FRAME_BYTES, info.size_bytes, 0))
                 self.chunks += 1
             if self.chunks >= mark:
                 self.sample.append([info.key for info in infos])

@@ -51,7 +51,7 @@ def check_disk(config: Settings) -> Iterator[Finding]:
     """Kind, room and speed of each folder of the disk tier."""
     if "disk" not in config.tiers:
         return
-    for folder in config.disk.folders:
+    for folder in config.disk:
         place = next(path for path in (folder.path, *folder.path.parents) if path.exists())
         name = f"disk {folder.path}"
         kind = file_system_of(place)

@@ -6,15 +6,15 @@ import hmac
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from random import SystemRandom
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from typing_extensions import override
 
 import kvstore
 from kvstore.codecs.asset_shelf import ASSETS
@@ -40,7 +40,7 @@ from kvstore.server.settings.process_limits import (
     taken,
 )
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import DIRECTORY
+from kvstore.server.settings.values import DIRECTORY, parse_endpoint
 from kvstore.server.store.saved_state import SavedState
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.telemetry.events import EventLog
@@ -55,7 +55,6 @@ if TYPE_CHECKING:  # their files load redis, an HTTP server, ZeroMQ and torch
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.store.device_puts import DevicePuts
     from kvstore.server.web.event_publisher import EventPublisher
-    from kvstore.server.web.http_server import HttpServer
 
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
@@ -65,36 +64,18 @@ _new_id = partial(SystemRandom().randrange, 1, 1 << 64)
 logger = structlog.get_logger(__name__)
 
 Clock = Callable[[], float]
+PartT = TypeVar("PartT")
 
 
-class Maintenance(threading.Thread):
-    """Runs ``jobs`` every TICK_S. An error of one is logged and stops neither it nor the others."""
-
-    def __init__(self) -> None:
-        super().__init__(name="maintenance", daemon=True)
-        self.jobs: list[Callable[[], object]] = []
-        self._stopping = threading.Event()
-
-    @override
-    def run(self) -> None:
-        while not self._stopping.wait(TICK_S):
-            self.run_jobs()
-
-    def run_jobs(self) -> None:
-        """Run each job once."""
-        for job in self.jobs:
-            name = getattr(job, "__qualname__", "job")
-            try:
-                with known_errors(name):
-                    job()
-            except KVStoreError as error:
-                logger.error("maintenance failed", job=name, reason=str(error))
-
-    def stop(self) -> None:
-        """End, behind the job that runs. Idempotent."""
-        self._stopping.set()
-        if self.is_alive():
-            self.join()
+def run_jobs(jobs: Iterable[Callable[[], object]]) -> None:
+    """Run each job once. An error of one is logged and does not stop the others."""
+    for job in jobs:
+        name = getattr(job, "__qualname__", "job")
+        try:
+            with known_errors(name):
+                job()
+        except KVStoreError as error:
+            logger.error("maintenance failed", job=name, reason=str(error))
 
 
 class Node:
@@ -107,25 +88,28 @@ class Node:
     def __init__(self, config: Settings, clock: Clock = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._closers: list[Callable[[], object]] = []
         self.counters = Counters()
         self._is_started = False
         self._stopping = threading.Event()
         self._learner = threading.Thread(target=self._learn, name="learner", daemon=True)
-        self._maintenance = Maintenance()
-        try:
+        self._jobs: list[Callable[[], object]] = []
+        self._maintenance = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
+        with ExitStack() as self._opened:
             self._open_store()
             calls = CallWrapper(self.trust, self._tracing)
-            self._shedder = LoadShedder(config.workers, self.counters, calls, clock)
-            self._closers.append(self._shedder.close)
+            self._shedder = self._open(LoadShedder(config.workers, self.counters, calls, clock))
             self._taken = taken(config)
             check_enough(config.max_sessions, self._taken)
             self._grpc, self.port = bind(config, self._shedder, self._taken)
-            self._closers.append(self._end_grpc)
+            self._opened.callback(self._end_grpc)
             self._open_calls()
-        except BaseException:
-            self._close()
-            raise
+            self._opened = self._opened.pop_all()
+
+    def _open(self, part: PartT) -> PartT:
+        """Return *part*, which is closed in the end, before what was opened before it."""
+        closable: Any = part
+        self._opened.callback(closable.close)
+        return part
 
     def _open_store(self) -> None:
         """Open the tiers and the store, and what learns from it; sessions and who may call."""
@@ -133,29 +117,27 @@ class Node:
         if config.assets is not None:
             ASSETS.load_folder(config.assets)
         models = KnownModels()
-        store = build_store(config, clock, self.counters, self._closers, models, _new_id)
+        store = build_store(config, clock, self.counters, self._opened, models, _new_id)
         self.store, slots = store, store.tiers.slots
         self._saved_state: SavedState | None = None
         if "disk" in slots:
-            self._saved_state = SavedState(store, config.disk.path, time.time)
+            self._saved_state = SavedState(store, config.disk[0].path, time.time)
             self._saved_state.load()
         self.recovered_chunks = store.recover()
         kept = [slots[name] for name in ("cpu", "disk") if name in slots]
         limit = config.blend_contents if "disk" in slots else 0
         contents = store.blends.contents
         self._content_reader = ContentReader(store.catalog, contents, kept, limit, clock)
-        salts = tenant_salts(config)
-        ttl_ms = config.limits.session_ttl_ms
+        salts, ttl_ms = tenant_salts(config), config.limits.session_ttl_ms
         self.sessions = SessionTable(config.max_sessions, ttl_ms, salts, clock, os.urandom)
         self.sessions.on_open += [models.note, store.begin_session]
         self.sessions.on_close.append(store.end_session)
-        self.trust = Trust(config, self.sessions, clock)
-        self._closers.append(self.trust.close)
+        self.trust = self._open(Trust(config, self.sessions, clock))
         self.trust.authorizer.counters = self.counters
         store.catalog.leases.tenant_of = self.trust.authorizer.lease_terms
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:
-            self._closers.append(self._tracing.close)
+            self._open(self._tracing)
             for slot in slots.values():
                 slot.tracing = self._tracing
 
@@ -175,13 +157,13 @@ class Node:
         if config.directory:
             from kvstore.server.cluster.directory import open_directory
 
-            self.directory = open_directory(
-                config, boot_id, self.port, identity.bulk_address, self.counters, clock
+            self.directory = self._open(
+                open_directory(
+                    config, boot_id, self.port, identity.bulk_address, self.counters, clock
+                )
             )
-            self._closers.append(self.directory.close)
             store.catalog.listeners.append(self.directory)
-        self._scrub = Scrub(store.moves, config.scrub_tiers, config.scrub_bytes_per_s)
-        self._closers.append(self._scrub.close)
+        self._scrub = self._open(Scrub(store.moves, config.scrub_tiers, config.scrub_bytes_per_s))
         self.events, self.publisher = self._open_events(boot_id)
         backend = Backend(
             store, self.sessions, checks, identity, trust, self.unix_server,
@@ -197,21 +179,19 @@ class Node:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
-        self.health_port = None
-        if config.health_address is not None:
-            plain, self.health_port = bind_health(config.health_address, self._health)
-            self._closers.append(lambda: plain.stop(None).wait())
-        http: HttpServer | None = None
-        if config.http_address is not None:
+        self.health_port = self.http_port = None
+        if config.health != "off":
+            plain, self.health_port = bind_health(parse_endpoint(config.health), self._health)
+            self._opened.callback(lambda: plain.stop(None).wait())
+        parts = (store, self.publisher, self._shedder, self.unix_server)
+        self._jobs += [part.tick for part in parts if part is not None]
+        self._jobs += [self._expire_sessions, self._end_revoked, self._check_health]
+        if config.http != "off":
             from kvstore.server.web.http_pages import open_http
 
-            http = open_http(config.http_address, config, backend, trust)
-            self._closers.append(http.close)
-        self.http_port = None if http is None else http.port
-        parts = (store, self.publisher, self._shedder, self.unix_server, http)
-        jobs = self._maintenance.jobs
-        jobs += [part.tick for part in parts if part is not None]
-        jobs += [self._expire_sessions, self._end_revoked, self._check_health]
+            http = self._open(open_http(config, backend, trust))
+            self.http_port = http.port
+            self._jobs.append(http.tick)
 
     def _open_events(self, boot_id: int) -> tuple[EventLog | None, EventPublisher | None]:
         """Return the log that the RPC reads, and what publishes it. Events count from here on."""
@@ -226,9 +206,7 @@ class Node:
             return log, None
         from kvstore.server.web.event_publisher import open_publisher
 
-        publisher = open_publisher(config, log, boot_id, self.counters)
-        self._closers.append(publisher.close)
-        return log, publisher
+        return log, self._open(open_publisher(config, log, boot_id, self.counters))
 
     def _open_unix_server(self) -> UnixServer | None:
         path = self._config.socket_path_for(self.port)
@@ -241,15 +219,15 @@ class Node:
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
         authorizer = self.trust.authorizer
         try:
-            server = UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
+            return self._open(
+                UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
+            )
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
             what = "no Unix socket: clients of this host use the network"
             logger.warning(what, reason=str(error))
             return None
-        self._closers.append(server.close)
-        return server
 
     def _open_device_puts(self) -> DevicePuts | None:
         if self.store.tiers.gpu_tier is None or self.unix_server is None:
@@ -258,17 +236,17 @@ class Node:
 
         puts = open_device_puts(self.store)
         if puts is not None:
-            self._closers.append(puts.close)
+            self._open(puts)
             self.sessions.on_close.append(puts.end_session)
             self.unix_server.take_ring = puts.take_ring
         return puts
 
     def _slab_file(self, slab_id: int, tenant: str) -> tuple[int, int]:
-        moves = self.store.moves
-        if slab_id == ARENA_SLAB and moves.tiers.gpu_tier is not None:
-            arena = moves.tiers.gpu_tier.arena_file()
+        tiers = self.store.tiers
+        if slab_id == ARENA_SLAB and tiers.gpu_tier is not None:
+            arena = tiers.gpu_tier.arena_file()
             return arena, os.fstat(arena).st_size
-        return moves.tiers.cpu_tier.slab_file(slab_id, tenant), moves.tiers.cpu_tier.slab_bytes
+        return tiers.cpu_tier.slab_file(slab_id, tenant), tiers.cpu_tier.slab_bytes
 
     def _open_bulk(self, checks: Checks) -> tuple[str, bytes]:
         """Return the address of the bulk channel and its certificate."""
@@ -284,7 +262,7 @@ class Node:
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
         self.bulk, certificate = open_bulk(config, service, most)
-        self._closers.append(self.bulk.close)
+        self._open(self.bulk)
         return self.bulk.address, certificate
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
@@ -340,6 +318,10 @@ class Node:
             logger.error("a worker died; health fails until the restart")
             self._set_health(serving=False)
 
+    def _maintain(self) -> None:
+        while not self._stopping.wait(TICK_S):
+            run_jobs(self._jobs)
+
     def _learn(self) -> None:
         """Tell the policies what happened, so that no request has to wait for that."""
         while not self._stopping.is_set():
@@ -357,9 +339,9 @@ class Node:
         deadline = self._clock() + grace_s
         self.store.drain(deadline)
         self._stopping.set()
-        self._maintenance.stop()
-        if self._learner.is_alive():
-            self._learner.join()
+        for thread in (self._maintenance, self._learner):
+            if thread.is_alive():
+                thread.join()
         if self.events is not None:
             self.events.ended.set()
         self._grpc.stop(min(grace_s, 2.0)).wait()
@@ -370,17 +352,13 @@ class Node:
         self.store.writes.close()
         if self._saved_state is not None:
             self._saved_state.save()
-        self._close()
+        self._opened.close()
         return clean
 
     def _end_grpc(self) -> None:
         if not self._is_started:  # gRPC lets go of a port only after it was started
             self._grpc.start()
         self._grpc.stop(None).wait()
-
-    def _close(self) -> None:
-        while self._closers:
-            self._closers.pop()()
 
 
 def tenant_salts(config: Settings) -> Callable[[str], bytes]:

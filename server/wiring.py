@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from kvstore.server.security.key_files import parse_encryption_keys
 from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.rules import GpuConfig, is_auto
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import format_size
+from kvstore.server.settings.values import GateTerms, format_size
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import ADMISSIONS
@@ -60,17 +61,14 @@ Clock = Callable[[], float]
 logger = structlog.get_logger(__name__)
 
 
-def open_tiers(
-    config: Settings, counters: Counters, clock: Clock, closers: list[Callable[[], object]]
-) -> list[Tier]:
-    """Return the configured tiers, fastest first; *closers* learns how to close them."""
+def open_tiers(config: Settings, counters: Counters, clock: Clock, opened: ExitStack) -> list[Tier]:
+    """Return the configured tiers, fastest first; *opened* closes them."""
+    hidden = hiding(config)
     tiers: list[Tier] = []
 
     def add(tier: Tier) -> None:
-        tiers.append(tier)
-        closers.append(tier.close)
+        tiers.append(opened.enter_context(closing(tier)))
 
-    hidden = hiding(config)
     register = None
     if "gpu" in config.tiers:
         gpu = open_gpu_tier(config.gpu)
@@ -99,12 +97,13 @@ def _open_disk_tier(config: Settings) -> Tier:
     from kvstore.tiers.disk import DiskOptions, DiskTier
     from kvstore.tiers.disk_files import DiskConfig
 
+    first, *others = config.disk
     options = DiskOptions(
-        tuple(DiskConfig(folder.path, folder.capacity_bytes) for folder in config.disk.others),
+        tuple(DiskConfig(folder.path, folder.capacity_bytes) for folder in others),
         is_direct=config.disk_direct,
         largest_frame_bytes=config.max_frame_bytes,
     )
-    return DiskTier(config.disk.path, config.disk.capacity_bytes, options=options)
+    return DiskTier(first.path, first.capacity_bytes, options=options)
 
 
 def open_gpu_tier(config: GpuConfig) -> GpuTier:
@@ -183,7 +182,7 @@ def make_policies(
         policy_names=names,
     )
     looks_ahead = any(ADMISSIONS[rule].looks_ahead for rule in config.write.values())
-    if looks_ahead or config.write_budgets:
+    if looks_ahead or any(config.write_budget.values()):
         metadata.forecast = ReuseForecast(metadata.history)
     by_tier: dict[str, EvictionPolicy] = {}
     for tier, size_bytes in capacities.items():
@@ -217,51 +216,55 @@ def build_store(
     config: Settings,
     clock: Clock,
     counters: Counters,
-    closers: list[Callable[[], object]],
+    opened: ExitStack,
     models: KnownModels,
     new_id: Callable[[], int],
 ) -> Store:
-    """Open the configured tiers and put a store over them; *closers* learns how to close.
+    """Open the configured tiers and put a store over them; *opened* closes them.
 
     *new_id* returns unpredictable numbers below 2^64.
     """
-    tiers = open_tiers(config, counters, clock, closers)
+    tiers = open_tiers(config, counters, clock, opened)
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
     metadata, policies = make_policies(config, capacities, time.perf_counter)
     slots = [_slot(config, tier, policies[tier.name], clock, models) for tier in tiers]
+    queues = {"store-cpu": 1, QUEUE: 1} if "gpu" in config.tiers else {QUEUE: 1}
     for tier in tiers:
+        name = tier.name
         if tier.write_error:
-            logger.warning("tier is down at start", tier=tier.name, reason=tier.write_error)
-    counters.add("dropped_rows", sum(tier.dropped_rows for tier in tiers))
-    queues = {"store-cpu": 1} if "gpu" in config.tiers else {}
-    queues[QUEUE] = 1
-    for tier in tiers:
-        if tier.name == "cpu":
-            continue
-        queues |= {f"load-{tier.name}": LOADS_AT_ONCE[tier.name], f"store-{tier.name}": 1}
+            logger.warning("tier is down at start", tier=name, reason=tier.write_error)
+        if name != "cpu":
+            queues |= {f"load-{name}": LOADS_AT_ONCE[name], f"store-{name}": 1}
         if tier.shared:
-            queues[f"ask-{tier.name}"] = FINDS_AT_ONCE[tier.name]
-    leases = Leases(config.limits.max_leases_per_session, new_id)
+            queues[f"ask-{name}"] = FINDS_AT_ONCE[name]
+    counters.add("dropped_rows", sum(tier.dropped_rows for tier in tiers))
+    limits = config.limits
+    leases = Leases(limits.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
     catalog = Catalog(policies, leases, pin_limit_bytes, clock, metadata)
     expect = {f"load-{tier.name}": partial(_expect, tier) for tier in tiers}
-    work_queue = WorkQueue(queues, config.limits.mover_queue, clock, batch_parallelism(), expect)
-    closers.append(work_queue.close)
+    work_queue = WorkQueue(queues, limits.mover_queue, clock, batch_parallelism(), expect)
+    opened.callback(work_queue.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     moves = Moves(Tiers(slots), catalog, work_queue, counters, clock, move_timeout_ms)
-    limits = StoreLimits(
+    store_limits = StoreLimits(
         lease_ttl_ms=config.lease_ttl_ms,
-        max_reservations_per_session=config.limits.max_reservations_per_session,
-        load_headroom_percent=config.limits.load_headroom_percent,
+        max_reservations_per_session=limits.max_reservations_per_session,
+        load_headroom_percent=limits.load_headroom_percent,
         bypass_bytes=config.max_frame_bytes,
-        prefetch_bytes=config.limits.prefetch_bytes,
+        prefetch_bytes=limits.prefetch_bytes,
         waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
-        blend=config.blend_terms,
+        blend=GateTerms(
+            limits.blend_ratio,
+            config.blend_agreement,
+            config.blend_divergence,
+            limits.blend_shadows,
+        ),
         blend_contents=config.blend_contents,
         state_admission=config.state_admission,
-        write_budgets=config.write_budgets,
+        write_budgets={tier: size for tier, size in config.write_budget.items() if size},
     )
-    store = Store(moves, limits, new_id)
+    store = Store(moves, store_limits, new_id)
     attach_refills(store)
     store.models = models
     return store

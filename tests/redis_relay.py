@@ -131,7 +131,7 @@ class _Pieces:
             room[: len(part)] = part
         return (len(piece),)
 
-    def settimeout(self, seconds: float) -> None:
+    def setblocking(self, flag: bool) -> None:
         pass
 
 

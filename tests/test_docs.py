@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -334,7 +335,7 @@ def test_the_vectors_of_the_places_of_frames_are_what_the_code_writes(tmp_path: 
     names = KeyNames("kvs:1:")
     assert names.manifest(info.key).decode() == v["manifest_name"]
     assert names.parts(manifest)[0].decode() == v["part_name"]
-    DiskDirectory(DiskConfig(tmp_path, 1 << 20), DEFAULT_FILE_BYTES, 0).close()
+    DiskDirectory(DiskConfig(tmp_path, 1 << 20), DEFAULT_FILE_BYTES, 0, ExitStack()).close()
     assert (tmp_path / "FORMAT").read_text() == v["format_line"] + "\n"
 
 

@@ -123,13 +123,6 @@ class Tier(ABC):
         verifier's ``arriving`` raises.
         """
 
-    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        """Fill each buffer from its offset in the frame, as ``read`` does each.
-
-        Ranges that follow one another may be one read; after an error any may be filled.
-        """
-        return all(self.read(key, out, offset) for offset, out in ranges)
-
     def batch_key(self, key: ChunkKey) -> object:
         """Return what *key* shares with others best read in a row by one thread; None: nothing."""
         return None
@@ -210,9 +203,8 @@ class Tier(ABC):
     def note_corrupt(self, key: ChunkKey) -> None:  # noqa: B027 - mostly nobody is to blame
         """Take note that what was read of *key* was not its frame."""
 
-    @abstractmethod
-    def flush(self) -> None:
-        """Make every sealed frame durable. Does nothing on a tier that survives no restart."""
+    def flush(self) -> None:  # noqa: B027 - a medium may have nothing to do
+        """Make every sealed frame durable, as far as the medium does so at all."""
 
     @abstractmethod
     def close(self) -> None:
@@ -225,3 +217,8 @@ def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
         raise InvalidRequestError(
             "offset", (offset, size_bytes), f"stay within the frame's {frame_bytes} bytes"
         )
+
+
+def spent(reservation: Reservation) -> InvalidRequestError:
+    """Return the error for a reservation that was sealed or aborted, or is another tier's."""
+    return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")

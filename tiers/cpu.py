@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
-from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
+from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -20,56 +24,59 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.proto.unix_socket import PLACE_ROW, Place, Reach
-from kvstore.tiers.allocator import (
-    BLOCK_HEADER_BYTES,
-    PAGE_BYTES,
-    Block,
-    Slab,
-    open_slab,
-)
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
+from kvstore.proto.unix_socket import Place, Reach
+from kvstore.tiers.allocator import FreeList
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range, spent
 from kvstore.tiers.locations import LocationTable
 
-_MEMORY = int(Reach.memory)
-
-
-class SlabTable(LocationTable):
-    """A LocationTable whose areas are slabs. About 123 bytes a frame.
-
-    Generations stand in the slabs too, where readers compare them. From there a prompt's would be
-    fetched from as many pages as it has chunks; here they lie side by side.
-    """
-
-    def __init__(self) -> None:
-        self.generations = array("Q")
-        super().__init__()
-
-    @override
-    def _extend(self, count: int) -> None:
-        super()._extend(count)
-        self.generations.frombytes(bytes(count * self.generations.itemsize))
-
-    def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
-        """Return where readers find the frames, as rows of places; zeros for absent ones."""
-        rows = np.zeros(len(keys), PLACE_ROW)
-        at = self.find_all(keys)
-        here: slice | np.ndarray[tuple[int], np.dtype[np.bool_]] = slice(None)
-        if not at.all():
-            here = at > 0
-            at = at[here]
-        rows["number"][here] = np.frombuffer(self._areas, np.uint32)[at]
-        rows["reach"][here] = _MEMORY
-        rows["offset"][here] = np.frombuffer(self._starts, np.int64)[at] + BLOCK_HEADER_BYTES
-        rows["size_bytes"][here] = np.frombuffer(self._sizes, np.uint64)[at]
-        rows["generation"][here] = np.frombuffer(self.generations, np.uint64)[at]
-        return rows.tobytes()
-
-
+PAGE_BYTES = 4096
 GRANULE_BYTES = 64
-
+BLOCK_HEADER_BYTES = 64
+"""Before each frame; keeps frames 64-byte aligned and ends in the generation."""
+_WORD_BYTES = 8
 _FIRST_GENERATION = 0x5EED_B10C_0000_0000
 """High, so that tensor bytes over a former generation word hardly ever look like one."""
+
+_slab_ids = count(1)
+"""One for the process: a slab_id means one memfd for as long as any client may remember it."""
+
+
+@dataclass(slots=True)
+class Slab:
+    """One memfd. ``tenant`` is its owner; of an empty slab, which nobody owns, its last."""
+
+    slab_id: int
+    fd: int
+    bytes: Bytes
+    words: NDArray[np.uint64]
+    tenant: str
+    holes: FreeList
+    is_announced: bool = False
+    """Whether its memory was announced to a device; ``forget`` ends that."""
+    forget: Callable[[], None] | None = None
+
+    def release(self) -> None:
+        """Let go of it; readers that map it keep its pages until they unmap them."""
+        if self.forget is not None:
+            self.forget()
+        # Our map goes with its last view: mmap.close() would raise while a caller holds one.
+        os.close(self.fd)
+
+
+def open_slab(slab_bytes: int, tenant: str) -> Slab:
+    """Create a memfd that nobody but this mapping will ever write to. Raises OSError."""
+    fd = unix_socket.create_memfd("kvstore-slab", slab_bytes)
+    try:
+        memory = mmap.mmap(fd, slab_bytes)
+        unix_socket.add_seals(fd, unix_socket.SIZE_SEALS | unix_socket.SEAL_FUTURE_WRITE)
+    except OSError:
+        os.close(fd)
+        raise
+    with suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, dtype=np.uint8)
+    holes = FreeList(slab_bytes, GRANULE_BYTES)
+    return Slab(next(_slab_ids), fd, data, data.view("<u8"), tenant, holes)
 
 
 class CpuTier(Tier):
@@ -114,10 +121,9 @@ class CpuTier(Tier):
         self.capacity_bytes = self._max_slabs * slab_bytes
         self._lock = Lock()
         self._slabs: dict[int, Slab] = {}
-        self._sealed = SlabTable()
-        self._reserved: dict[object, Block] = {}
-        """By place, whose generation no other reservation ever has."""
-        self._used_bytes = 0
+        self._sealed = LocationTable()
+        self._reserved: dict[object, Place] = {}
+        """Places by themselves: no other reservation ever has their generation."""
         self._generations = count(_FIRST_GENERATION, 2)
         self._closed = False
 
@@ -137,11 +143,10 @@ class CpuTier(Tier):
             if self._closed:
                 raise TierUnavailableError(self.name, "closed")
             slab, start = self._allocate(need_bytes, tenant, retired)
-            block = Block(slab, start, info.size_bytes)
-            slab.words[block.word] = next(self._generations)
-            place = block.place()
-            self._reserved[place] = block
-            self._used_bytes += need_bytes
+            first, generation = start + BLOCK_HEADER_BYTES, next(self._generations)
+            place = Place(slab.slab_id, Reach.memory, 0, first, info.size_bytes, generation)
+            slab.words[first // _WORD_BYTES - 1] = generation
+            self._reserved[place] = place
             is_new, slab.is_announced = not slab.is_announced, True
         # Outside the lock: both take as long as touching all pages of a large slab.
         for old in retired:
@@ -169,9 +174,9 @@ class CpuTier(Tier):
             old = next(empty, None)
         full = len(self._slabs) == self._max_slabs and old is None
         if full or need_bytes > self.slab_bytes:
-            raise TierFullError(self.name, need_bytes, self.capacity_bytes - self._used_bytes)
+            raise TierFullError(self.name, need_bytes, self.capacity_bytes - self._used_bytes())
         try:
-            slab = open_slab(self.slab_bytes, GRANULE_BYTES, tenant)
+            slab = open_slab(self.slab_bytes, tenant)
         except OSError as error:
             raise TierUnavailableError(self.name, f"cannot create a slab: {error}") from error
         if old is not None:
@@ -180,6 +185,9 @@ class CpuTier(Tier):
             retired.append(self._slabs.pop(old.slab_id))
         self._slabs[slab.slab_id] = slab
         return slab
+
+    def _used_bytes(self) -> int:
+        return sum(slab.holes.used_bytes for slab in self._slabs.values())
 
     @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
@@ -197,49 +205,50 @@ class CpuTier(Tier):
         Raises InvalidRequestError when the reservation is spent.
         """
         with self._lock:
-            block = self._reserved.get(reservation.place)
-        if block is None:
-            raise _spent(reservation)
-        return block.frame()
+            place = self._reserved.get(reservation.place)
+            if place is None:
+                raise spent(reservation)
+            return self._frame(place)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
         with self._lock:
-            block = self._reserved.pop(reservation.place, None)
-            if block is None:
-                raise _spent(reservation)
-            info = reservation.info
-            if self._sealed.find(info.key):
-                self._free(block)
+            place = self._reserved.pop(reservation.place, None)
+            if place is None:
+                raise spent(reservation)
+            if self._sealed.find(reservation.info.key):
+                self._free(place)
                 return False
-            row = self._sealed.seal(info, block.slab.slab_id, block.start)
-            self._sealed.generations[row] = int(block.slab.words[block.word])
+            self._sealed.seal(reservation.info, place)
             return True
 
     @override
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation; does nothing when it is spent."""
         with self._lock:
-            block = self._reserved.pop(reservation.place, None)
-            if block is not None:
-                self._free(block)
+            place = self._reserved.pop(reservation.place, None)
+            if place is not None:
+                self._free(place)
 
-    def _free(self, block: Block) -> None:
+    def _free(self, place: Place) -> None:
+        slab = self._slabs[place.number]
         # Odd before the room can be handed out: a reader that still copies will notice.
-        block.slab.words[block.word] += np.uint64(1)
-        size_bytes = self.allocated_bytes(block.size_bytes)
-        block.slab.holes.free_range(block.start, size_bytes)
-        self._used_bytes -= size_bytes
+        slab.words[place.offset // _WORD_BYTES - 1] += np.uint64(1)
+        start = place.offset - BLOCK_HEADER_BYTES
+        slab.holes.free_range(start, self.allocated_bytes(place.size_bytes))
+
+    def _frame(self, place: Place) -> Bytes:
+        frame = self._slabs[place.number].bytes
+        return frame[place.offset : place.offset + place.size_bytes]
 
     @override
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        block = self._block(key)
-        if block is None:
+        frame = self.peek(key)
+        if frame is None:
             return False
-        frame = block.frame()
         check_range(len(frame), offset, len(out))
         copy_bytes(out, frame[offset : offset + len(out)])
         if verifier is not None:
@@ -251,27 +260,23 @@ class CpuTier(Tier):
 
         They stay what they are while the caller keeps the chunk from being deleted.
         """
-        block = self._block(key)
-        if block is None:
-            return None
-        frame = block.frame()
+        with self._lock:
+            place = self._sealed.location(key)
+            if place is None:
+                return None
+            frame = self._frame(place)
         frame.flags.writeable = False
         return frame
 
     def locate(self, key: ChunkKey) -> Place | None:
         """Return where clients find the sealed frame; None when absent."""
         with self._lock:
-            block = self._at(self._sealed.find(key))
-            return None if block is None else block.place()
+            return self._sealed.location(key)
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
         """Return where clients find the frames, as rows of places; zeros for absent ones."""
         with self._lock:
             return self._sealed.place_rows(keys)
-
-    def _at(self, row: int) -> Block | None:
-        slab_id, start, size_bytes = self._sealed.location(row)
-        return Block(self._slabs[slab_id], start, size_bytes) if slab_id else None
 
     def slab_file(self, slab_id: int, tenant: str) -> int:
         """Return a descriptor of the slab, for a process of *tenant* to map read-only.
@@ -290,18 +295,16 @@ class CpuTier(Tier):
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:
-        block = self._block(key)
-        return DEFAULT_TENANT if block is None else block.slab.tenant
+        with self._lock:
+            place = self._sealed.location(key)
+            return DEFAULT_TENANT if place is None else self._slabs[place.number].tenant
 
+    @override
     def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks of the slab that holds *key*, in order of sealing."""
         with self._lock:
-            slab_id, _, _ = self._sealed.location(self._sealed.find(key))
-            return self._sealed.keys_in(slab_id) if slab_id else []
-
-    def _block(self, key: ChunkKey) -> Block | None:
-        with self._lock:
-            return self._at(self._sealed.find(key))
+            place = self._sealed.location(key)
+            return [] if place is None else self._sealed.keys_in(place.number)
 
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
@@ -311,30 +314,22 @@ class CpuTier(Tier):
     @override
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:
-            row = self._sealed.find(key)
-            block = self._at(row)
-            if block is None:
-                return False
-            self._sealed.remove(row)
-            self._free(block)
-            return True
+            place = self._sealed.pop(key)
+            if place is not None:
+                self._free(place)
+            return place is not None
 
     @override
     def scan(self) -> Iterator[ChunkInfo]:
         with self._lock:
             infos = self._sealed.infos()
-        yield from infos
+        return iter(infos)
 
     @override
     def stats(self) -> TierStats:
         with self._lock:
-            return TierStats(
-                self.capacity_bytes, self._used_bytes, len(self._sealed), len(self._reserved)
-            )
-
-    @override
-    def flush(self) -> None:
-        """Do nothing: memory survives no restart."""
+            used_bytes, chunks = self._used_bytes(), len(self._sealed)
+            return TierStats(self.capacity_bytes, used_bytes, chunks, len(self._reserved))
 
     @override
     def close(self) -> None:
@@ -342,12 +337,7 @@ class CpuTier(Tier):
             slabs = list(self._slabs.values())
             self._closed = True
             self._slabs.clear()
-            self._sealed = SlabTable()
+            self._sealed = LocationTable()
             self._reserved.clear()
-            self._used_bytes = 0
         for slab in slabs:
             slab.release()
-
-
-def _spent(reservation: Reservation) -> InvalidRequestError:
-    return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -17,8 +17,8 @@ from kvstore.proto.buffers import READ_LOOP_FROM_BYTES, Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.proto.unix_socket import Place, Reach
-from kvstore.tiers.allocator import Neighbour, adjacent_run
+from kvstore.proto.unix_socket import Place, Reach, unpack_places
+from kvstore.tiers.allocator import Span, adjacent_run
 from kvstore.tiers.base import (
     DEFAULT_TENANT,
     Reservation,
@@ -33,10 +33,9 @@ from kvstore.tiers.disk_index import (
     GroupCommit,
     IndexRow,
     PendingRow,
-    pack_row,
 )
-from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO, join_runs
-from kvstore.tiers.locations import NO_AREA, LocationTable
+from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO
+from kvstore.tiers.locations import LocationTable
 
 DEFAULT_FILE_BYTES = 4 << 30
 """Data files of a tier from 64 GiB on; smaller tiers have about sixteen."""
@@ -76,21 +75,8 @@ def file_bytes_for(capacity_bytes: int, largest_frame_bytes: int) -> int:
     return near + near // 32
 
 
-@dataclass(slots=True, eq=False)
-class _Place:
-    """Where one reservation writes; each is spent once. *sync_failures* are the file's then."""
-
-    file: DataFile
-    offset: int
-    sync_failures: int
-
-
-class _Located(NamedTuple):
-    """Where a sealed chunk lies."""
-
-    file: DataFile
-    offset: int
-    size_bytes: int
+def _place(row: IndexRow) -> Place:
+    return Place(row.file, Reach.file, 0, row.offset, row.info.size_bytes, 0)
 
 
 class DiskTier(Tier):
@@ -143,9 +129,8 @@ class DiskTier(Tier):
         self._callers = 0
         self._closed = False
         self.capacity_bytes = self._files.capacity_bytes
-        self._reserved: set[_Place] = set()
+        self._reserved: set[PendingRow] = set()
         self._chunks = LocationTable()
-        """Areas are the numbers of data files and one: none has the number of no area."""
         self._sequence = itertools.count(self._recover())
         self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
         self.dropped_rows = self._index.dropped
@@ -169,7 +154,7 @@ class DiskTier(Tier):
             self._files.discard()
             raise
         for row in rows:
-            self._chunks.seal(row.info, row.file + 1, row.offset)
+            self._chunks.seal(row.info, _place(row))
         return rows[-1].sequence + 1 if rows else 0
 
     @property
@@ -203,33 +188,33 @@ class DiskTier(Tier):
                 raise TierUnavailableError(TIER, failure, is_partial=True)
             if self._commit.index_full:
                 raise TierFullError(TIER, size, 0)
-            place = self._allocate(tenant, size)
-            if place is None:
+            pending = self._allocate(tenant, info)
+            if pending is None:
                 self._files.reassign(tenant, size, self._commit.note_owner)
-                place = self._allocate(tenant, size)
-            if place is None:
+                pending = self._allocate(tenant, info)
+            if pending is None:
                 raise TierFullError(TIER, size, self.capacity_bytes - self._files.used_bytes)
-        return Reservation(info, tenant, size, place)
+        return Reservation(info, tenant, size, pending)
 
-    def _allocate(self, tenant: str, size_bytes: int) -> _Place | None:
+    def _allocate(self, tenant: str, info: ChunkInfo) -> PendingRow | None:
         with self._lock:
-            found = self._files.allocate(tenant, size_bytes)
+            found = self._files.allocate(tenant, self.allocated_bytes(info.size_bytes))
             if found is None:
                 return None
             file, offset, is_new = found
             if is_new:
                 self._commit.note_owner(file.number, tenant)
-            place = _Place(file, offset, file.sync_failures)
-            self._reserved.add(place)
-            return place
+            pending = PendingRow(IndexRow(info, file.number, offset, 0), file, file.sync_failures)
+            self._reserved.add(pending)
+            return pending
 
     @override
     def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
         check_range(reservation.info.size_bytes, offset, len(data))
         with self._calling():
             with self._lock:
-                place = self._held(reservation)
-            self._files.write(place.file, place.offset + offset, data)
+                pending = self._held(reservation)
+            self._files.write(pending.file, pending.row.offset + offset, data)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
@@ -241,69 +226,54 @@ class DiskTier(Tier):
         """
         with self._calling():
             with self._lock:
-                place = self._held(reservation)
-            info, file = reservation.info, place.file
-            row = IndexRow(info, file.number, place.offset, next(self._sequence))
-            packed = pack_row(row)
-            with self._lock:
-                self._reserved.remove(place)
-                is_first = not self._chunks.find(info.key)
-                pending: PendingRow | None
+                pending = self._release(reservation)
+                waited: PendingRow | None = pending
+                row = pending.row = pending.row._replace(sequence=next(self._sequence))
+                is_first = not self._chunks.find(row.info.key)
                 if is_first:
-                    self._chunks.seal(info, file.number + 1, place.offset)
-                    pending = self._commit.add(row, packed, file, place.sync_failures)
+                    self._chunks.seal(row.info, _place(row))
+                    self._commit.add(pending)
                 else:
-                    self._files.free(file, place.offset, info.size_bytes)
-                    pending = self._commit.pending(info.key) if durable else None
+                    self._files.free(pending.file, row.offset, row.info.size_bytes)
+                    waited = self._commit.pending(row.info.key) if durable else None
                 is_due = durable or self._commit.is_due()
-            if pending is not None and is_due:
-                self._commit.commit(pending.batch)
-                if pending.failure is not None:
-                    raise pending.failure
+            if waited is not None and is_due:
+                self._commit.settle(waited)
         return is_first
 
     @override
     def abort(self, reservation: Reservation) -> None:
         with self._lock:
-            place = self._held(reservation)
-            self._reserved.remove(place)
-            self._files.free(place.file, place.offset, reservation.info.size_bytes)
+            pending = self._release(reservation)
+            self._files.free(pending.file, pending.row.offset, reservation.info.size_bytes)
 
     @override
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        if verifier is None:
-            return self.read_batch(key, [(offset, out)])
         with self._calling(key) as found:
             if found is None:
                 return False
-            check_range(found.size_bytes, offset, len(out))
-            self._read_verified(found, out, verifier)
+            file, place = found
+            check_range(place.size_bytes, offset, len(out))
+            if verifier is None:
+                self._files.read(file, place.offset + offset, out)
+            else:
+                self._read_verified(file, place.offset, out, verifier)
         return True
 
-    @override
-    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        """Fill each buffer from its offset; ranges that follow one another are one read."""
-        with self._calling(key) as found:
-            if found is None:
-                return False
-            for offset, out in ranges:
-                check_range(found.size_bytes, offset, len(out))
-            for offset, outs in join_runs(ranges):
-                self._files.read(found.file, found.offset + offset, outs)
-        return True
-
-    def _read_verified(self, found: _Located, out: Bytes, verifier: FrameVerifier) -> None:
+    def _read_verified(
+        self, file: DataFile, start: int, out: Bytes, verifier: FrameVerifier
+    ) -> None:
         """Fill *out* with the frame in steps; segments are summed as they are read."""
         done = 0
         if len(out) >= READ_LOOP_FROM_BYTES and self._files.io.can_sum:
             done = verifier.header_bytes
-            self._files.read(found.file, found.offset, [out[:done]])
+            self._files.read(file, start, out[:done])
             verifier.update(done)
         while segments := verifier.next_segments(done, RUN_BYTES):
-            groups = [(found.offset + a, [out[a:b]]) for a, b in segments]
-            sums = self._files.io.read_summed(found.file.fd, groups)
+            groups = [(start + a, [out[a:b]]) for a, b in segments]
+            sums = self._files.io.read_summed(file.fd, groups)
             if sums is None:
                 break
             verifier.add_checksums(sums)
@@ -312,7 +282,7 @@ class DiskTier(Tier):
         while done < len(out):
             # A short rest comes with the last step: one more read costs more than it is worth.
             stop = done + STEP_BYTES if done + 3 * STEP_BYTES // 2 < len(out) else len(out)
-            self._files.read(found.file, found.offset + done, [out[done:stop]])
+            self._files.read(file, start + done, out[done:stop])
             verifier.update(stop)
             done = stop
 
@@ -324,10 +294,11 @@ class DiskTier(Tier):
             with self._calling(key) as found:
                 if found is None:
                     continue
-                left -= found.size_bytes
+                file, place = found
+                left -= place.size_bytes
                 if left < 0:
                     return
-                self._files.io.read_ahead(found.file.fd, found.offset, found.size_bytes)
+                self._files.io.read_ahead(file.fd, place.offset, place.size_bytes)
 
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
@@ -360,38 +331,35 @@ class DiskTier(Tier):
     def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
         """Return the sealed chunks of the data file that holds *key*; none when absent."""
         with self._lock:
-            found = self._locate(key)
-            return [] if found is None else self._chunks.keys_in(found.file.number + 1)
+            place = self._chunks.location(key)
+            return [] if place is None else self._chunks.keys_in(place.number)
 
     @override
     def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
         with self._lock:
             found = self._locate(key)
-            if found is None or found.file.owner != tenant:
+            if found is None or found[0].owner != tenant:
                 return []
-            keys = self._chunks.keys_in(found.file.number + 1)
-            places = [self._chunks.location(self._chunks.find(one)) for one in keys]
-            holes = found.file.free.spans()
-        chunks = [
-            Neighbour(offset, self.allocated_bytes(size), one)
-            for one, (_, offset, size) in zip(keys, places, strict=True)
-        ]
-        return adjacent_run(chunks, holes, key, size_bytes)
+            file, _ = found
+            keys = self._chunks.keys_in(file.number)
+            rows = self._chunks.place_rows(keys)
+            spans = file.free.holes()
+        for one, place in zip(keys, unpack_places(rows), strict=True):
+            end = place.offset + self.allocated_bytes(place.size_bytes)
+            spans.append(Span(place.offset, end, one))
+        return adjacent_run(spans, key, size_bytes)
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:
         with self._lock:
             found = self._locate(key)
-            owner = None if found is None else found.file.owner
-        return DEFAULT_TENANT if owner is None else owner
+        return (found and found[0].owner) or DEFAULT_TENANT
 
     @override
     def file_place(self, key: ChunkKey) -> Place | None:
         with self._lock:
             found = self._locate(key)
-        if found is None or not found.file.is_known:
-            return None
-        return Place(found.file.number, Reach.file, 0, found.offset, found.size_bytes, 0)
+        return found[1] if found is not None and found[0].is_known else None
 
     @override
     def extent_file(self, extent: int, tenant: str) -> int:
@@ -420,10 +388,10 @@ class DiskTier(Tier):
         self._files.close()
 
     @contextmanager
-    def _calling(self, key: ChunkKey | None = None) -> Iterator[_Located | None]:
+    def _calling(self, key: ChunkKey | None = None) -> Iterator[tuple[DataFile, Place] | None]:
         """Keep ``close`` from closing files under a call: their numbers might be reused.
 
-        Gives where *key* lies; None when it is absent.
+        Gives the file and the place of *key*; None when it is absent.
         """
         with self._lock:
             self._check_open()
@@ -441,30 +409,32 @@ class DiskTier(Tier):
         if self._closed:
             raise TierUnavailableError(TIER, f"{self._path} is closed")
 
-    def _held(self, reservation: Reservation) -> _Place:
-        place = reservation.place
-        if not isinstance(place, _Place) or place not in self._reserved:
+    def _held(self, reservation: Reservation) -> PendingRow:
+        pending = reservation.place
+        if not isinstance(pending, PendingRow) or pending not in self._reserved:
             raise InvalidRequestError(
                 "reservation", reservation.info.key.hex(), "was sealed or aborted already"
             )
-        return place
+        return pending
+
+    def _release(self, reservation: Reservation) -> PendingRow:
+        pending = self._held(reservation)
+        self._reserved.remove(pending)
+        return pending
 
     def _forget(self, row: IndexRow) -> None:
-        found = self._locate(row.info.key)
-        if found is not None and (found.file.number, found.offset) == (row.file, row.offset):
+        found = self._chunks.location(row.info.key)
+        if found is not None and (found.number, found.offset) == (row.file, row.offset):
             self._remove(row.info.key)
 
-    def _locate(self, key: ChunkKey) -> _Located | None:
-        area, offset, size_bytes = self._chunks.location(self._chunks.find(key))
-        if area == NO_AREA:
-            return None
-        return _Located(self._files.by_number[area - 1], offset, size_bytes)
+    def _locate(self, key: ChunkKey) -> tuple[DataFile, Place] | None:
+        place = self._chunks.location(key)
+        return None if place is None else (self._files.by_number[place.number], place)
 
     def _remove(self, key: ChunkKey) -> bool:
         """Forget a chunk and free its room. Return whether it was there."""
-        found = self._locate(key)
-        if found is None:
-            return False
-        self._chunks.remove(self._chunks.find(key))
-        self._files.free(*found)
-        return True
+        place = self._chunks.pop(key)
+        if place is not None:
+            file = self._files.by_number[place.number]
+            self._files.free(file, place.offset, place.size_bytes)
+        return place is not None

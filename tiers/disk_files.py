@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -32,7 +32,6 @@ from kvstore.tiers.disk_io import (
     no_direct,
     read_signed_line,
     refused,
-    remove_made,
     signed_line,
     sync_folder,
     take_lock,
@@ -132,12 +131,15 @@ class DiskDirectory:
     ``failure`` says why nothing is put here until ``retry_at_s``.
     """
 
-    def __init__(self, config: DiskConfig, file_bytes: int, spare_bytes: int) -> None:
+    def __init__(
+        self, config: DiskConfig, file_bytes: int, spare_bytes: int, undo: ExitStack
+    ) -> None:
         """Own the folder and plan its capacity there, floored to whole blocks.
 
         *spare_bytes* must be free besides. A larger capacity than last time adds files, a
-        smaller one deletes those with the highest numbers. Raises TierUnavailableError, taking
-        back what was created.
+        smaller one deletes those with the highest numbers. Raises TierUnavailableError; *undo*
+        then takes back what was created, but for the lock file: one that was opened before it
+        was unlinked would lock nothing.
         """
         sizes = (("capacity_bytes", config.capacity_bytes), ("file_bytes", file_bytes))
         for name, value in sizes:
@@ -149,22 +151,15 @@ class DiskDirectory:
         self.used_bytes = 0
         self.files: dict[int, DataFile] = {}
         self.wanted: list[int] = []
-        self.last: dict[str, DataFile] = {}
-        """Where a tenant last found room: a commit then has few files to sync."""
         self.failure = ""
         self.retry_at_s = 0.0
         self._lock_fd = -1
-        self.made: list[Path] = []
-        """What this start created, in order."""
-        self._former_bytes: dict[Path, int] = {}
-        """Sizes of the files that this start enlarged."""
+        self.undo = undo
+        undo.callback(self.close)
         try:
             self._own(spare_bytes)
-        except (OSError, TierUnavailableError) as error:
-            self.discard()
-            if isinstance(error, OSError):
-                raise TierUnavailableError(TIER, self._explain(error)) from error
-            raise
+        except OSError as error:
+            raise TierUnavailableError(TIER, self._explain(error)) from error
 
     def _own(self, spare_bytes: int) -> None:
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -182,12 +177,11 @@ class DiskDirectory:
             raise refused(self.path, "has no FORMAT beside its extents or index")
         self._plan(spare_bytes)
         if words is None:
-            self.made += [self.path / "FORMAT", self.path / "FORMAT.new"]
-            write_durably(self.path / "FORMAT", signed_line(f"kvstore {TIER} 1 {self.file_bytes}"))
+            self.write("FORMAT", signed_line(f"kvstore {TIER} 1 {self.file_bytes}"))
         folder = self.path / "extents"
         if not folder.is_dir():
-            self.made.append(folder)
             folder.mkdir(mode=0o700)
+            self.undo.callback(folder.rmdir)
 
     def _plan(self, spare_bytes: int) -> None:
         """Keep the files of the lowest numbers, grow those that were cut, and want the rest.
@@ -216,18 +210,17 @@ class DiskDirectory:
     def fill(self, first_number: int) -> None:
         """Make every planned file, the new ones with numbers from *first_number* on.
 
-        What is beyond the capacity is deleted last. Raises TierUnavailableError; ``discard``
-        then takes back what was made.
+        What is beyond the capacity is deleted last. Raises TierUnavailableError.
         """
         try:
             for file in self.files.values():
                 former = file.path.stat().st_size
                 if former < file.size_bytes and file.path.is_file():
-                    self._former_bytes[file.path] = former
+                    self.undo.callback(os.truncate, file.path, former)
                 allocate_file(file.path, file.size_bytes, is_new=False)
             for number, size in enumerate(self.wanted, start=first_number):
                 file = DataFile(self, number, size)
-                self.made.append(file.path)
+                self.undo.callback(file.path.unlink, missing_ok=True)
                 allocate_file(file.path, size)
                 self.files[number] = file
             for number, path in self._existing():
@@ -238,15 +231,12 @@ class DiskDirectory:
         except OSError as error:
             raise TierUnavailableError(TIER, self._explain(error)) from error
 
-    def discard(self) -> None:
-        """Take back what this start created, then close.
-
-        The lock file stays: one that was opened before it was unlinked would lock nothing.
-        """
-        remove_made(self.made)
-        for path, size in self._former_bytes.items():
-            os.truncate(path, size)
-        self.close()
+    def write(self, name: str, line: bytes) -> None:
+        """Write one of the folder's small files, durably. Raises OSError."""
+        if not (self.path / name).exists():
+            for made in (name, f"{name}.new"):
+                self.undo.callback((self.path / made).unlink, missing_ok=True)
+        write_durably(self.path / name, line)
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
@@ -303,11 +293,13 @@ class DataFiles:
         """Files that were deleted and could not be made anew yet."""
         self.io = io
         self._clock = clock
+        self._undo = ExitStack()
+        self._undo.callback(io.close)
         try:
             for config in configs:
                 if self.directories:
                     file_bytes, index_bytes = self.directories[0].file_bytes, 0
-                self.directories.append(DiskDirectory(config, file_bytes, index_bytes))
+                self.directories.append(DiskDirectory(config, file_bytes, index_bytes, self._undo))
             _check_ids([directory.path for directory in self.directories])
         except (KVStoreError, OSError):
             self.discard()
@@ -361,11 +353,8 @@ class DataFiles:
         set_id = os.urandom(16).hex() if first is None else first.set_id
         for position, directory in reversed(list(enumerate(self.directories))):
             wanted = DirectoryId(set_id, position, len(self.directories))
-            found = DirectoryId.read(directory.path)
-            if found is None:
-                directory.made.append(directory.path / "DISK")
-            if found != wanted:
-                write_durably(directory.path / "DISK", wanted.line())
+            if DirectoryId.read(directory.path) != wanted:
+                directory.write("DISK", wanted.line())
 
     def _open(self, file: DataFile) -> None:
         directory = file.directory
@@ -400,8 +389,6 @@ class DataFiles:
     def _remove(self, file: DataFile) -> None:
         """Take *file* out of use. Under the lock."""
         del self.by_number[file.number], file.directory.files[file.number]
-        if file.owner is not None and file.directory.last.get(file.owner) is file:
-            del file.directory.last[file.owner]
 
     # --- room, under the lock
 
@@ -417,7 +404,6 @@ class DataFiles:
                 offset = file.free.allocate(size_bytes)
                 assert offset is not None
                 directory.used_bytes += size_bytes
-                directory.last[tenant] = file
                 return file, offset, is_new
         return None
 
@@ -501,10 +487,10 @@ class DataFiles:
         except OSError as error:
             raise self._failed(file, "open", error) from error
 
-    def read(self, file: DataFile, offset: int, outs: Sequence[Bytes]) -> None:
-        """Fill *outs* from *offset* on. Raises TierUnavailableError."""
+    def read(self, file: DataFile, offset: int, out: Bytes) -> None:
+        """Fill *out* from *offset* on. Raises TierUnavailableError."""
         try:
-            is_whole = self.io.read(file.fd, offset, outs)
+            is_whole = self.io.read(file.fd, offset, out)
         except OSError as error:
             raise self._failed(file, "read", error) from error
         if not is_whole:
@@ -544,10 +530,8 @@ class DataFiles:
         return any(other is not directory and not other.failure for other in self.directories)
 
     def discard(self) -> None:
-        """Close everything and take back what this start made."""
-        for directory in reversed(self.directories):
-            directory.discard()
-        self.io.close()
+        """Close everything and take back what this start made. Raises OSError."""
+        self._undo.close()
 
     def close(self) -> None:
         """Close the files, then release the folders. Idempotent."""
@@ -558,9 +542,6 @@ class DataFiles:
 
 def _find_room(directory: DiskDirectory, tenant: str, size_bytes: int) -> DataFile | None:
     """Return a file of the tenant's with room for a frame, else a blank one."""
-    last = directory.last.get(tenant)
-    if last is not None and last.free.largest_free_bytes >= size_bytes:
-        return last
     blank = None
     for file in directory.files.values():
         if file.free.largest_free_bytes >= size_bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Condition, Thread
@@ -28,11 +30,7 @@ from kvstore.tiers.disk_io import (
     BLOCK_BYTES,
     TIER,
     allocate_file,
-    lacks_room,
     read_lmdb,
-    refused,
-    remove_any,
-    remove_made,
     sync_folder,
 )
 
@@ -144,7 +142,7 @@ class DiskIndex:
         self.dropped = 0
         self.owners: dict[int, str] = {}
         self._path = path
-        self._made: list[Path] = []
+        self._undo = ExitStack()
         self._file = path / "data.mdb"
         self._index_bytes = index_bytes // BLOCK_BYTES * BLOCK_BYTES
         self._env: lmdb.Environment | None = None
@@ -163,19 +161,24 @@ class DiskIndex:
 
         *claim* says whether a row's place is free; of two that overlap the one sealed later is
         asked first. A child process reads the rows, and a fresh file is written from them: this
-        process maps no page that it has not written, but where there is no room for both files
-        and the child found no damage. Raises TierUnavailableError; a sound index then stays.
+        process maps no page that it has not written, but where that cannot be, as there is no
+        room for both files, and the child found no damage. Raises TierUnavailableError; a sound
+        index then stays.
         """
+        self._undo.callback(self.close)
         try:
             if not self._path.exists():
                 self._path.mkdir(mode=0o700)
-                self._made.append(self._path)
+                self._undo.callback(self._path.rmdir)
             rows: list[IndexRow] = []
+            gone: list[bytes] = []
             if self._file.exists() and self._file.stat().st_size:
-                rows = self._recover(claim)
+                rows, gone = self._recover(claim)
             else:
-                self._made.append(self._file)
+                self._undo.callback(self._file.unlink, missing_ok=True)
             self._env = _open_environment(self._path, self._index_bytes)
+            if gone:
+                self.commit(gone, [])
             # All room now, so that no later commit meets a full disk.
             size_bytes = max(self._index_bytes, self._file.stat().st_size)
             allocate_file(self._file, size_bytes, is_new=False)
@@ -249,10 +252,8 @@ class DiskIndex:
         return True
 
     def discard(self) -> None:
-        """Unmap the index, and remove it if this start created it."""
-        self.close()
-        remove_made(self._made)
-        self._made = []
+        """Unmap the index, and remove it if this start created it. Raises OSError."""
+        self._undo.close()
 
     def close(self) -> None:
         """Unmap the index. Idempotent."""
@@ -261,67 +262,66 @@ class DiskIndex:
             self._env.close()
             self._env = None
 
-    def _recover(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
+    def _recover(self, claim: Callable[[IndexRow], bool]) -> tuple[list[IndexRow], list[bytes]]:
+        """Return the usable rows and the keys of others that the file still has."""
         packed: dict[bytes, bytes] = {}
         status = read_lmdb(self._file, "forward", packed)
         if status:
             read_lmdb(self._file, "backward", packed)
-        found = len(packed)
         rows: list[IndexRow] = []
-        for key in list(packed):
+        gone: list[bytes] = []
+        for key, value in packed.items():
             try:
                 if key.startswith(_OWNER_TAG) and len(key) == _OWNER_KEY.size:
-                    file, tenant = unpack_owner(key, packed[key])
+                    file, tenant = unpack_owner(key, value)
                     self.owners[file] = tenant
                 else:
-                    rows.append(unpack_row(key, packed[key]))
+                    rows.append(unpack_row(key, value))
             except InvalidFrameError:
-                del packed[key]
+                gone.append(key)
         rows.sort(key=lambda row: row.sequence, reverse=True)
         kept: list[IndexRow] = []
         for row in rows:
             if claim(row):
                 kept.append(row)
             else:
-                del packed[row.info.key]
+                gone.append(row.info.key)
         kept.reverse()
-        dropped = found - len(packed) + (status != 0)
-        self.dropped += dropped
+        self.dropped += len(gone) + (status != 0)
         if status:
             left = f"starts with the {len(kept)} chunks it found" if kept else "starts empty"
             event = f"the disk tier's index is damaged: the tier {left}"
             logger.warning(event, index=str(self._file), status=status)
-        self._rewrite(sorted(packed.items()), is_sound=not dropped)
-        return kept
+        for key in gone:
+            del packed[key]
+        is_new = self._rewrite(sorted(packed.items()), is_sound=not status)
+        return kept, [] if is_new else gone
 
-    def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> None:
+    def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> bool:
         """Replace the file by one with just *rows*; a crash leaves the old or the new one.
 
-        Where there is no room for both, a sound one stays and another goes first. Raises OSError
-        and TierUnavailableError.
+        Where that fails, mostly as there is no room for both, a sound one stays, and this returns
+        False; another goes first. Raises OSError and lmdb.Error.
         """
         draft = self._path / "draft"
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
         try:
-            remove_any(draft)
             _write_fresh(draft, map_bytes, rows)
-        except (OSError, lmdb.Error) as error:
-            has_no_room = lacks_room(error, draft)
-            remove_any(draft)
-            if not has_no_room:
-                reason = f"could not be written anew: {error}"
-                raise refused(self._path, reason, ": start again, or look at the disk") from error
+        except (OSError, lmdb.Error):
             if is_sound:
-                return
+                shutil.rmtree(draft, ignore_errors=True)
+                return False
             self._file.unlink()
             _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)
         draft.rmdir()
         sync_folder(self._path)
+        return True
 
 
 def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
     """Make an index of sorted *rows* as the folder *path*, durably. Raises OSError, lmdb.Error."""
+    shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=0o700)
     env = _open_environment(path, map_bytes, sync=False)
     try:
@@ -368,16 +368,15 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
-    """A row on its way to the index; it counts as failed until its batch is committed.
+    """A row from the reservation of its room until the index has it; failed until then.
 
-    *sync_failures* are those of *file* when the room of the frame was reserved.
+    *sync_failures* are those of *file* when the room was reserved.
     """
 
     row: IndexRow
-    packed: bytes
     file: DataFile
     sync_failures: int
-    batch: Batch
+    batch: Batch | None = None
     failure: KVStoreError | None = field(
         default_factory=lambda: TierUnavailableError(TIER, "the commit broke off")
     )
@@ -431,12 +430,10 @@ class GroupCommit:
         is_off = self._failed_syncs >= MAX_SYNC_FAILURES and self._clock() < self._sync_retry_at_s
         return self._sync_failure if is_off else ""
 
-    def add(self, row: IndexRow, packed: bytes, file: DataFile, sync_failures: int) -> PendingRow:
-        """Add *row*, of a frame in *file*, to the open batch."""
-        batch = self._join()
-        pending = PendingRow(row, packed, file, sync_failures, batch)
-        batch.rows[row.info.key] = pending
-        return pending
+    def add(self, pending: PendingRow) -> None:
+        """Add the row of a frame that was sealed to the open batch."""
+        pending.batch = self._join()
+        pending.batch.rows[pending.row.info.key] = pending
 
     def drop(self, key: ChunkKey) -> None:
         """Delete the row of *key*, or the pending row that has not been written yet."""
@@ -460,6 +457,13 @@ class GroupCommit:
     def is_due(self) -> bool:
         """Whether the open batch is so large that its newest member commits it."""
         return len(self._open.rows) >= MAX_PENDING_ROWS
+
+    def settle(self, pending: PendingRow) -> None:
+        """Return once a row was committed. Raises why it failed."""
+        assert pending.batch is not None, "it was added"
+        self.commit(pending.batch)
+        if pending.failure is not None:
+            raise pending.failure
 
     def commit(self, batch: Batch) -> None:
         """Return once *batch* is committed or has failed; commit it if nobody else does."""
@@ -507,7 +511,7 @@ class GroupCommit:
         good = self._sync(list(batch.rows.values()))
         gone = [owner_key(file) for file, tenant in batch.owners.items() if tenant is None]
         owners = [pack_owner(file, name) for file, name in batch.owners.items() if name is not None]
-        rows: list[PackedRow] = [(pending.row.info.key, pending.packed) for pending in good]
+        rows: list[PackedRow] = [(one.row.info.key, pack_row(one.row)) for one in good]
         try:
             done = self._index.commit({*batch.deletes, *gone}, owners + rows)
         except TierUnavailableError as error:
@@ -517,11 +521,9 @@ class GroupCommit:
             return False
         if done >= len(owners):
             batch.owners.clear()
-        count = max(0, done - len(owners))
-        for pending in good[:count]:
-            pending.failure = None
-        for pending in good[count:]:
-            pending.failure = TierFullError(TIER, len(pending.packed), 0)
+        for at, pending in enumerate(good, len(owners)):
+            size_bytes = len(rows[at - len(owners)][1])
+            pending.failure = None if at < done else TierFullError(TIER, size_bytes, 0)
         self.index_failure = ""
         is_short = done < len(rows) + len(owners)
         self.index_full = is_short or (self.index_full and not batch.deletes)

@@ -6,26 +6,23 @@ import errno
 import fcntl
 import mmap
 import os
-import shutil
 import signal
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import LifoQueue
 from subprocess import DEVNULL, PIPE, Popen
-from threading import Condition, Lock, Timer
+from threading import Timer
 from typing import ClassVar
 
-import lmdb
 import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, FileGroups, checksum, copy_bytes, read_summed
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 
-_PROBE_BYTES = 1 << 20
-"""More than LMDB writes at a time: where it was cut short there is less."""
 TIER = "disk"
 BLOCK_BYTES = 4096
 """Frames start and data files end on this boundary, which is also what O_DIRECT asks for."""
@@ -37,8 +34,6 @@ PROBE_BYTES = 1 << 20
 """Distance of the bytes that ``is_near`` looks for in the page cache."""
 READ_LIMIT_S = 60.0
 """How long an index may take to read at start. A start that needs longer is refused."""
-_MAX_PARTS = 1024
-"""IOV_MAX of Linux."""
 _HEAD = struct.Struct("<HI")
 _MAX_WORDS = 8192
 """What is read of a traceback, in bytes."""
@@ -116,22 +111,16 @@ class FileIO:
     def close(self) -> None:
         """Free what the reads and writes needed. Idempotent."""
 
-    def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
-        """Fill *outs*, one after the other, from *offset*. False when the file ends early.
-
-        Raises OSError, as ``write`` does.
+    def read(self, fd: int, offset: int, out: Bytes) -> bool:
+        """Fill *out* from *offset*. False when the file ends early. Raises OSError, as ``write``
+        does.
         """
-        parts: Sequence[Bytes] = outs
-        if len(outs) != 1 or not len(outs[0]):
-            parts = [out for out in outs if len(out)]
-        while parts:
-            count = os.preadv(fd, [part.data for part in parts[:_MAX_PARTS]], offset)
-            if count == len(parts[0]) and len(parts) == 1:
-                return True
-            if count == 0:
+        done = 0
+        while done < len(out):
+            count = os.preadv(fd, [out[done:].data], offset + done)
+            if not count:
                 return False
-            offset += count
-            parts = _rest(parts, count)
+            done += count
         return True
 
     def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
@@ -175,26 +164,28 @@ class DirectIO(FileIO):
     can_sum = False
 
     def __init__(self) -> None:
-        self._free: list[Bytes] = []
-        self._made = 0
-        self._lock = Lock()  # guards the two above
-        self._returned = Condition(self._lock)
+        self.close()
 
     @override
-    def read(self, fd: int, offset: int, outs: Sequence[Bytes]) -> bool:
-        parts = [out for out in outs if len(out)]
-        stop = offset + sum(map(len, parts))
+    def close(self) -> None:
+        self._free: LifoQueue[Bytes | None] = LifoQueue()
+        """The buffers in no use; None for each that may be made."""
+        for _ in range(BOUNCE_BUFFERS):
+            self._free.put(None)
+
+    @override
+    def read(self, fd: int, offset: int, out: Bytes) -> bool:
+        done = 0
         with self._bounce() as bounce:
-            while offset < stop:
-                first = offset // BLOCK_BYTES * BLOCK_BYTES
-                size = min(len(bounce), _whole_blocks(stop - first))
-                got = os.preadv(fd, [bounce[:size].data], first) - (offset - first)
+            while done < len(out):
+                start = (offset + done) % BLOCK_BYTES
+                size = min(len(bounce), _whole_blocks(start + len(out) - done))
+                got = os.preadv(fd, [bounce[:size].data], offset + done - start) - start
                 if got <= 0:
                     return False
-                take = min(got, stop - offset)
-                start = offset - first
-                parts = _scatter(bounce[start : start + take], parts)
-                offset += take
+                take = min(got, len(out) - done)
+                copy_bytes(out[done : done + take], bounce[start : start + take])
+                done += take
         return True
 
     @override
@@ -202,8 +193,8 @@ class DirectIO(FileIO):
         done = 0
         with self._bounce() as bounce:
             while done < len(data):
-                first = (offset + done) // BLOCK_BYTES * BLOCK_BYTES
-                start = offset + done - first
+                start = (offset + done) % BLOCK_BYTES
+                first = offset + done - start
                 take = min(len(bounce) - start, len(data) - done)
                 size = _whole_blocks(start + take)
                 if start:
@@ -222,50 +213,24 @@ class DirectIO(FileIO):
 
     @contextmanager
     def _bounce(self) -> Iterator[Bytes]:
-        with self._returned:
-            while not self._free and self._made == BOUNCE_BUFFERS:
-                self._returned.wait()
-            bounce = self._free.pop() if self._free else None
-            self._made += bounce is None
+        free = self._free
+        bounce = free.get()
         if bounce is None:
             # Anonymous maps begin on a page; they go with their last view.
             bounce = np.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), np.uint8)
         try:
             yield bounce
         finally:
-            with self._returned:
-                self._free.append(bounce)
-                self._returned.notify()
+            free.put(bounce)
 
     @override
     def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
         """Do nothing: what the kernel would keep is not read from there."""
 
     @override
-    def close(self) -> None:
-        with self._lock:
-            self._made -= len(self._free)
-            self._free.clear()
-
-    @override
     def check(self, fd: int) -> None:
         with self._bounce() as bounce:
             _fetch(fd, 0, bounce[:BLOCK_BYTES])
-
-
-def join_runs(ranges: Sequence[tuple[int, Bytes]]) -> Iterator[tuple[int, list[Bytes]]]:
-    """Join ranges that follow one another: the offset of each run and what it fills."""
-    start = end = -1
-    outs: list[Bytes] = []
-    for offset, out in ranges:
-        if offset != end:
-            if outs:
-                yield start, outs
-            start, outs = offset, []
-        outs.append(out)
-        end = offset + len(out)
-    if outs:
-        yield start, outs
 
 
 def no_direct(path: Path, error: OSError) -> TierUnavailableError:
@@ -285,27 +250,6 @@ def _fetch(fd: int, offset: int, block: Bytes) -> None:
     """Read one block; what lies behind the end of the file is zero."""
     count = os.preadv(fd, [block.data], offset)
     block[count:] = 0
-
-
-def _scatter(data: Bytes, parts: list[Bytes]) -> list[Bytes]:
-    """Copy *data* into *parts*, one after the other; return what is still to be filled."""
-    left = list(parts)
-    done = 0
-    while done < len(data):
-        step = min(len(data) - done, len(left[0]))
-        copy_bytes(left[0][:step], data[done : done + step])
-        done += step
-        left = _rest(left, step)
-    return left
-
-
-def _rest(parts: Sequence[Bytes], count: int) -> list[Bytes]:
-    """Return *parts* without their first *count* bytes."""
-    for at, part in enumerate(parts):
-        if count < len(part):
-            return [part[count:], *parts[at + 1 :]]
-        count -= len(part)
-    return []
 
 
 def sync_folder(path: Path) -> None:
@@ -331,15 +275,6 @@ def write_durably(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
     draft.rename(file)
     sync_folder(file.parent)
-
-
-def remove_made(paths: list[Path]) -> None:
-    """Remove what was created in this order, files and empty folders. Raises OSError."""
-    for path in reversed(paths):
-        if path.is_dir():
-            path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
 
 
 def signed_line(words: str) -> bytes:
@@ -460,25 +395,3 @@ def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
             ": start again, or move it away to start empty",
         )
     return status
-
-
-def remove_any(path: Path) -> None:
-    """Remove what is there, whatever it is. Raises OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def lacks_room(error: OSError | lmdb.Error, draft: Path) -> bool:
-    """Whether writing an index in the folder *draft* failed because there was no room.
-
-    LMDB says EIO of a write that was cut short: whether more can be allocated tells then.
-    """
-    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-    if code == errno.EIO:
-        try:
-            allocate_file(draft / "probe", _PROBE_BYTES)
-        except OSError as failure:
-            code = failure.errno
-    return isinstance(error, lmdb.DiskError) or code in (errno.ENOSPC, errno.EDQUOT)

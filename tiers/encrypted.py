@@ -287,50 +287,33 @@ class EncryptedTier(Tier):
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        return self._read(key, [(offset, out)], verifier)
-
-    @override
-    def read_batch(self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        return self._read(key, ranges, None)
-
-    def _read(
-        self, key: ChunkKey, ranges: Sequence[tuple[int, Bytes]], verifier: FrameVerifier | None
-    ) -> bool:
         (info,) = self.find([key])
         if info is None:
             return False
-        for offset, out in ranges:
-            check_range(info.size_bytes, offset, len(out))
-        cipher: FrameCipher | None = None
+        check_range(info.size_bytes, offset, len(out))
         header: Bytes = np.empty(HEADER_BYTES, np.uint8)
         room: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
-        for offset, out in ranges:
-            found = cells(info.size_bytes, offset, offset + len(out))
-            while group := list(islice(found, READ_CELLS)):
-                first, last = group[0].place, group[-1]
-                sealed = room[: last.place - first + last.stop - last.start + TAG_BYTES]
-                parts = [(first, sealed)]
-                if cipher is None:
-                    parts.insert(0, (0, header))
-                if not self.inner.read_batch(key, parts):
-                    return False
-                cipher = cipher or self._cipher_for(header.tobytes(), info)
-                if cipher is None:
-                    return False
-                bodies = (sealed[cell.place - first :] for cell in group)
-                if not all(map(partial(_decrypt, cipher, out, offset), group, bodies)):
-                    raise ChunkCorruptError(key, "what lies there does not decrypt")
-                if verifier is not None:
-                    verifier.update(min(last.stop, len(out)))
-        return True
+        cipher = self._cipher_for(header, info) if self.inner.read(key, header) else None
+        found = cells(info.size_bytes, offset, offset + len(out))
+        while cipher is not None and (group := list(islice(found, READ_CELLS))):
+            first, last = group[0].place, group[-1]
+            sealed = room[: last.place - first + last.stop - last.start + TAG_BYTES]
+            if not self.inner.read(key, sealed, first):
+                return False
+            bodies = (sealed[cell.place - first :] for cell in group)
+            if not all(map(partial(_decrypt, cipher, out, offset), group, bodies)):
+                raise ChunkCorruptError(key, "what lies there does not decrypt")
+            if verifier is not None:
+                verifier.update(min(last.stop, len(out)))
+        return cipher is not None
 
-    def _cipher_for(self, header: bytes, info: ChunkInfo) -> FrameCipher | None:
+    def _cipher_for(self, header: Bytes, info: ChunkInfo) -> FrameCipher | None:
         """Return the cipher of a header that was read; None for one that is others' to open.
 
         Raises ChunkCorruptError.
         """
         try:
-            return self._keys.cipher_for(header, info.key, info.size_bytes)
+            return self._keys.cipher_for(header.tobytes(), info.key, info.size_bytes)
         except UnknownKeyError as error:
             if self.shared:
                 return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count, cycle, takewhile
 from queue import SimpleQueue
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from typing_extensions import override
@@ -19,24 +20,28 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
 from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range, spent
 
 PIECES_PER_LANE = 2
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """``busy`` is the event of the last copy that used it."""
+    """``busy`` is the event of the last copy that used it, ``out`` where its bytes go then."""
 
     tensor: torch.Tensor
     bytes: Bytes
     busy: Event | None = None
+    out: Bytes | None = None
 
     def settle(self) -> None:
         """Wait until the device is done with it."""
+        out, self.out = self.out, None
         if self.busy is not None:
             self.busy.synchronize()
             self.busy = None
+        if out is not None:
+            copy_bytes(out, self.bytes[: len(out)])
 
 
 class Staging:
@@ -58,6 +63,8 @@ class Staging:
         try:
             yield lane
         finally:
+            for piece in lane:
+                piece.out = None  # of a transfer that failed
             self._lanes.put(lane)
 
     def upload(self, stream: Stream, out: torch.Tensor, data: Bytes) -> None:
@@ -73,25 +80,16 @@ class Staging:
     def download(self, stream: Stream, out: Bytes, data: torch.Tensor) -> None:
         """Copy *data* from the device to *out*; done when this returns."""
         with self._lane() as lane:
-            under_way: list[tuple[_Piece, Bytes]] = []
             for piece, start in zip(cycle(lane), self._starts(out), strict=False):
-                part = out[start : start + self._piece_bytes]
-                if len(under_way) == len(lane):
-                    _land(*under_way.pop(0))
                 piece.settle()
+                part = out[start : start + self._piece_bytes]
                 stream.copy(piece.tensor[: len(part)], data[start : start + len(part)])
-                piece.busy = stream.record()
-                under_way.append((piece, part))
-            for landing in under_way:
-                _land(*landing)
+                piece.busy, piece.out = stream.record(), part
+            for piece in lane:
+                piece.settle()
 
     def _starts(self, data: Bytes) -> range:
         return range(0, len(data), self._piece_bytes)
-
-
-def _land(piece: _Piece, part: Bytes) -> None:
-    piece.settle()
-    copy_bytes(part, piece.bytes[: len(part)])
 
 
 GRANULE_BYTES = 256
@@ -105,24 +103,12 @@ _generations = count(0x5EED_B10C_0000_0000, 2)
 """One for the process, so that no place of one tier is ever that of another."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """A chunk's header and frame in the arena."""
+class _Frame(NamedTuple):
+    """A chunk in the arena."""
 
     info: ChunkInfo
     tenant: str
-    start: int
-    generation: int
-
-    @property
-    def first(self) -> int:
-        """Offset of the frame."""
-        return self.start + BLOCK_HEADER_BYTES
-
-    def place(self) -> Place:
-        """Return where clients of the device find the frame."""
-        size_bytes = self.info.size_bytes
-        return Place(ARENA_SLAB, Reach.device, 0, self.first, size_bytes, self.generation)
+    place: Place
 
 
 class GpuTier(Tier):
@@ -157,8 +143,9 @@ class GpuTier(Tier):
         self._lock = Lock()
         # Guards all below; held for dictionary operations only.
         self._room = FreeList(self.capacity_bytes, GRANULE_BYTES)
-        self._sealed: dict[ChunkKey, _Block] = {}
-        self._reserved: dict[object, _Block] = {}
+        self._sealed: dict[ChunkKey, _Frame] = {}
+        self._reserved: dict[object, Place] = {}
+        """Places by themselves: no other reservation ever has their generation."""
         self._closed = False
 
     @override
@@ -181,9 +168,9 @@ class GpuTier(Tier):
             if start is None:
                 free_bytes = self.capacity_bytes - self._room.used_bytes
                 raise TierFullError(self.name, need_bytes, free_bytes)
-            block = _Block(info, tenant, start, next(_generations))
-            place = block.place()
-            self._reserved[place] = block
+            first, generation = start + BLOCK_HEADER_BYTES, next(_generations)
+            place = Place(ARENA_SLAB, Reach.device, 0, first, info.size_bytes, generation)
+            self._reserved[place] = place
         return Reservation(info, tenant, need_bytes, place)
 
     @override
@@ -204,53 +191,53 @@ class GpuTier(Tier):
 
         The caller waits for that work before it seals or aborts.
         """
-        block = self._open(reservation)
+        place = self._open(reservation)
         # Who had the room before may still have copies into it on the way.
         stream.wait(self._up.record())
-        return self._slice(block, 0, block.info.size_bytes)
+        return self._slice(place, 0, place.size_bytes)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
-        block = self._open(reservation)
+        place = self._open(reservation)
         try:
-            self._up.fill(self._word(block), block.generation)
+            self._up.fill(self._word(place), place.generation)
             self._up.record().synchronize()  # behind every copy into the frame
         except TierUnavailableError:
             self.abort(reservation)
             raise
         with self._lock:
             del self._reserved[reservation.place]
-            key = block.info.key
+            key = reservation.info.key
             if key not in self._sealed:
-                self._sealed[key] = block
+                self._sealed[key] = _Frame(reservation.info, reservation.tenant, place)
                 return True
-        self._retire(block)
+        self._retire(place)
         return False
 
     @override
     def abort(self, reservation: Reservation) -> None:
         """Free the room of a reservation; does nothing when it is spent."""
         with self._lock:
-            block = self._reserved.pop(reservation.place, None)
-            if block is not None:
+            place = self._reserved.pop(reservation.place, None)
+            if place is not None:
                 # Copies into it may still run; whoever gets the room writes behind them.
-                self._free(block)
+                self._free(place)
 
-    def _open(self, reservation: Reservation) -> _Block:
+    def _open(self, reservation: Reservation) -> Place:
         with self._lock:
-            block = self._reserved.get(reservation.place)
-        if block is None:
-            raise InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
-        return block
+            place = self._reserved.get(reservation.place)
+        if place is None:
+            raise spent(reservation)
+        return place
 
-    def _slice(self, block: _Block, offset: int, size_bytes: int) -> torch.Tensor:
-        check_range(block.info.size_bytes, offset, size_bytes)
-        start = block.first + offset
+    def _slice(self, place: Place, offset: int, size_bytes: int) -> torch.Tensor:
+        check_range(place.size_bytes, offset, size_bytes)
+        start = place.offset + offset
         return self.memory[start : start + size_bytes]
 
-    def _word(self, block: _Block) -> torch.Tensor:
-        return self.memory[block.first - _WORD_BYTES : block.first].view(torch.int64)
+    def _word(self, place: Place) -> torch.Tensor:
+        return self.memory[place.offset - _WORD_BYTES : place.offset].view(torch.int64)
 
     # --- out
 
@@ -258,10 +245,10 @@ class GpuTier(Tier):
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        block = self._block(key)
-        if block is None:
+        place = self.locate(key)
+        if place is None:
             return False
-        data = self._slice(block, offset, len(out))
+        data = self._slice(place, offset, len(out))
         if self.device.is_registered(out):
             self._down.copy(tensor_over(out), data)
             self._down.record().synchronize()
@@ -273,81 +260,70 @@ class GpuTier(Tier):
 
     def locate(self, key: ChunkKey) -> Place | None:
         """Return where clients of the device find the sealed frame; None when absent."""
-        block = self._block(key)
-        return None if block is None else block.place()
+        with self._lock:
+            frame = self._sealed.get(key)
+        return None if frame is None else frame.place
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
         """Return where clients of the device find the frames up to the first that is absent, as
         rows of places.
         """
         with self._lock:
-            blocks = [self._sealed.get(key) for key in keys]
-        here = takewhile(lambda block: block is not None, blocks)
-        return pack_places(block.place() for block in here if block is not None)
+            here = takewhile(self._sealed.__contains__, keys)
+            return pack_places([self._sealed[key].place for key in here])
 
     @override
     def tenant_of(self, key: ChunkKey) -> str:
-        block = self._block(key)
-        return DEFAULT_TENANT if block is None else block.tenant
+        with self._lock:
+            frame = self._sealed.get(key)
+        return DEFAULT_TENANT if frame is None else frame.tenant
 
     def arena_file(self) -> int:
         """Return a descriptor from which another process maps the arena; the caller closes it."""
         return self.device.export(self.memory)
 
-    def _block(self, key: ChunkKey) -> _Block | None:
-        with self._lock:
-            return self._sealed.get(key)
-
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
         with self._lock:
-            blocks = [self._sealed.get(key) for key in keys]
-        return [None if block is None else block.info for block in blocks]
+            frames = [self._sealed.get(key) for key in keys]
+        return [frame and frame.info for frame in frames]
 
     @override
     def scan(self) -> Iterator[ChunkInfo]:
         with self._lock:
-            blocks = list(self._sealed.values())
-        for block in blocks:
-            yield block.info
+            return iter([frame.info for frame in self._sealed.values()])
 
     # --- away
 
     @override
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:
-            block = self._sealed.pop(key, None)
-        if block is None:
+            frame = self._sealed.pop(key, None)
+        if frame is None:
             return False
-        self._retire(block)
+        self._retire(frame.place)
         return True
 
-    def _retire(self, block: _Block) -> None:
+    def _retire(self, place: Place) -> None:
         """Free a block that nobody finds any more."""
         try:
             # Odd, and queued before the room can be handed out: a reader in another process
             # that still copies will notice.
-            self._up.fill(self._word(block), block.generation + 1)
+            self._up.fill(self._word(place), place.generation + 1)
         finally:
             with self._lock:
-                self._free(block)
+                self._free(place)
 
-    def _free(self, block: _Block) -> None:
-        self._room.free_range(block.start, self.allocated_bytes(block.info.size_bytes))
+    def _free(self, place: Place) -> None:
+        start = place.offset - BLOCK_HEADER_BYTES
+        self._room.free_range(start, self.allocated_bytes(place.size_bytes))
 
     @override
     def stats(self) -> TierStats:
         with self._lock:
-            return TierStats(
-                self.capacity_bytes,
-                0 if self._closed else self._room.used_bytes,
-                len(self._sealed),
-                len(self._reserved),
-            )
-
-    @override
-    def flush(self) -> None:
-        """Do nothing: memory survives no restart."""
+            used_bytes = 0 if self._closed else self._room.used_bytes
+            chunks, reservations = len(self._sealed), len(self._reserved)
+            return TierStats(self.capacity_bytes, used_bytes, chunks, reservations)
 
     @override
     def close(self) -> None:

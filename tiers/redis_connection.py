@@ -7,6 +7,7 @@ from a socket whose every use ends by the call's deadline and that yields a limi
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections import deque
@@ -39,7 +40,11 @@ GRACE_S = 0.1
 _JOINED_BYTES = _RECEIVE_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 512
 _END = b"\r\n"
-_LATE = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, socket.timeout)
+_NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_TLS_EVENTS: dict[type[OSError], int] = {
+    ssl.SSLWantReadError: select.POLLIN,
+    ssl.SSLWantWriteError: select.POLLOUT,
+}
 
 
 class WrongTypeError(errors.ResponseError):
@@ -133,6 +138,7 @@ class DeadlineSocket:
         self.deadline = 0.0
         self.limit_bytes = 0
         """What ``recv`` returns yet; with more, the reply is larger than any right one."""
+        sock.setblocking(False)
         self._sock = sock
         self._silence_s = silence_s
         self._clock = clock
@@ -140,25 +146,26 @@ class DeadlineSocket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
 
-    def _use(self, call: Callable[[Any], Any], argument: object) -> Any:
-        left_s = self.deadline - self._clock()
-        if left_s < -GRACE_S:
-            raise errors.TimeoutError("no answer in time")
-        self._sock.settimeout(min(self._silence_s, max(0.0, left_s)))
-        try:
-            return call(argument)
-        except _LATE:
-            raise errors.TimeoutError("no answer in time") from None
+    def _use(self, event: int, call: Callable[[Any], Any], argument: object) -> Any:
+        while (left_s := self.deadline - self._clock()) >= -GRACE_S:
+            try:
+                return call(argument)
+            except _NOT_YET as error:
+                wait = select.poll()
+                wait.register(self._sock, _TLS_EVENTS.get(type(error), event))
+                if not wait.poll(1e3 * min(self._silence_s, max(0.0, left_s))):
+                    break
+        raise errors.TimeoutError("no answer in time")
 
     def sendall(self, data: bytes | memoryview) -> None:
         """Send all of *data*."""
         left = memoryview(data)
         while left:
-            left = left[self._use(self._sock.send, left) :]
+            left = left[self._use(select.POLLOUT, self._sock.send, left) :]
 
     def recv(self, size: int) -> bytes:
         """Receive *size* bytes at most, for redis-py's parser, which raises when there are none."""
-        data: bytes = self._use(self._sock.recv, size)
+        data: bytes = self._use(select.POLLIN, self._sock.recv, size)
         self.limit_bytes -= len(data)
         if self.limit_bytes < 0:
             raise errors.InvalidResponse("the reply is larger than any right one")
@@ -167,9 +174,9 @@ class DeadlineSocket:
     def recv_into(self, rooms: Sequence[memoryview]) -> int:
         """Fill *rooms*, as far as something came; return how far."""
         if isinstance(self._sock, ssl.SSLSocket):
-            count: int = self._use(self._sock.recv_into, rooms[0])
+            count: int = self._use(select.POLLIN, self._sock.recv_into, rooms[0])
         else:
-            count = self._use(self._sock.recvmsg_into, rooms)[0]
+            count = self._use(select.POLLIN, self._sock.recvmsg_into, rooms)[0]
         if not count:
             raise errors.ConnectionError("the server hung up")
         return count

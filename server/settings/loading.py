@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -20,8 +20,8 @@ from pydantic_core import ErrorDetails
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.settings.checks import ConflictError, Problem
-from kvstore.server.settings.values import Limits, format_size, limits_by_name, text_by_tier
+from kvstore.server.settings.checks import CONFLICT
+from kvstore.server.settings.values import Limits, format_size, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
@@ -41,14 +41,13 @@ REPLACED = {
 } | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
 """Settings that are gone, and what to give instead."""
 
-Split: TypeAlias = "Mapping[str, Callable[[str], dict[str, object]]]"
-"""From settings that name several things to what tells those apart, "" for all of them."""
-
 Given: TypeAlias = tuple[str, object]
 """Where a setting came from, and what it was given."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+_JOINED = ("limits", "codec", "write", "write_budget")
+"""Settings that name several things: what one source names is over what those below it do."""
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _PREFIX = "KVSTORE_"
 # Kubernetes puts these into every pod beside a service whose name starts with kvstore.
@@ -75,37 +74,30 @@ def user_folder(variable: str, otherwise: str) -> Path:
     return Path(value if os.path.isabs(value) else otherwise)
 
 
-def load(model: type[ModelT], argv: Sequence[str], split: Split) -> tuple[ModelT, dict[str, str]]:
+def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, str]]:
     """Return the settings that are given somewhere, and where each of them came from.
 
-    What *split* tells apart is joined by name. Raises InvalidRequestError for flags that do not
-    exist, for a file that is no YAML, and for values, with a line for each that is wrong.
+    Raises InvalidRequestError for flags that do not exist, for a file that is no YAML, and for
+    values, with a line for each that is wrong.
     """
     flags, environment = _flags(model.model_fields, argv), _environment()
-    path = flags.pop("config", environment.pop("config", ("", ""))[1])
+    path = flags.pop("config", environment.pop("config", ("", "")))[1]
     file = read_settings(Path(str(path))) if path else {}
-    values: dict[str, object] = {}
-    origins: dict[str, str] = {}
-    sources: tuple[Mapping[str, Given], ...] = (
-        {name: (str(path), value) for name, value in file.items()},
-        environment,
-        {name: (flag_of(name), value) for name, value in flags.items()},
-    )
-    for given in sources:
-        for name, (origin, value) in _by_full_name(given).items():
-            origins[name] = origin
-            if name in split and name in values:
-                value = _joined(values[name], value, split[name])
-            values[name] = value
+    given: dict[str, Given] = {}
+    values: dict[str, Any] = {}
+    for source in ({name: (str(path), one) for name, one in file.items()}, environment, flags):
+        for name, (origin, value) in _by_full_name(source).items():
+            given[name] = origin, value
+            values[name] = [*values.get(name, []), value] if name in _JOINED else value
     try:
-        return model.model_validate(values), origins
+        return model.model_validate(values), {name: origin for name, (origin, _) in given.items()}
     except ValidationError as error:
-        raise _refusal(error, values, origins, model.model_fields) from None
+        raise _refusal(error, given, model.model_fields) from None
 
 
-def _environment() -> dict[str, tuple[str, str]]:
+def _environment() -> dict[str, Given]:
     """Return by setting the variable that gives it, in capitals or not, and what it gives."""
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, Given] = {}
     for variable, value in os.environ.items():
         in_capitals = variable.upper()
         if in_capitals.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(in_capitals):
@@ -117,17 +109,6 @@ def _environment() -> dict[str, tuple[str, str]]:
     return found
 
 
-def _joined(below: object, above: object, split: Callable[[str], dict[str, object]]) -> object:
-    """Return what *above* names over what *below* does; *above* alone if it is for all of them."""
-    if not isinstance(below, Mapping | str) or not isinstance(above, Mapping | str):
-        return above
-    try:
-        one, other = (split(x) if isinstance(x, str) else dict(x) for x in (below, above))
-    except ValueError:  # the check of the setting names what is wrong
-        return above
-    return above if "" in other else one | other
-
-
 def _by_full_name(given: Mapping[str, Given]) -> dict[str, Given]:
     """Return settings by their full names. Raises InvalidRequestError for one given by both."""
     for short, name in SHORT_NAMES.items():
@@ -137,7 +118,7 @@ def _by_full_name(given: Mapping[str, Given]) -> dict[str, Given]:
     return {SHORT_NAMES.get(name, name): value for name, value in given.items()}
 
 
-def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, object]:
+def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Given]:
     """Return the settings named in *argv* as they were written, and ``config`` for the file.
 
     Raises InvalidRequestError on a flag that does not exist. ``--help`` and ``--version``
@@ -153,7 +134,10 @@ def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, ob
         named = (word.partition("=")[0] if word.startswith("-") else "***" for word in rest)
         raise InvalidRequestError("flags", " ".join(named), _fix(rest[0], parser))
     # A flag of rules that is given again adds to those before.
-    return {k: ",".join(v) if isinstance(v, list) else v for k, v in vars(known).items()}
+    return {
+        name: (flag_of(name), ",".join(value) if isinstance(value, list) else value)
+        for name, value in vars(known).items()
+    }
 
 
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
@@ -212,44 +196,32 @@ def _default(field: FieldInfo) -> str:
 
 
 def _refusal(
-    error: ValidationError,
-    values: Mapping[str, object],
-    origins: Mapping[str, str],
-    known: Mapping[str, FieldInfo],
+    error: ValidationError, given: Mapping[str, Given], known: Mapping[str, FieldInfo]
 ) -> InvalidRequestError:
-    """Return what *error* says of *values*, which came from *origins*.
+    """Return what *error* says of the values *given*.
 
     The Redis URL is never repeated, as a malformed one may hold its password anywhere; nor is
     what an unknown setting was given, which may be meant for that.
     """
-    problems: list[Problem] = []
+    problems: list[tuple[str, object, str]] = []
     for item in error.errors(include_url=False):
-        reason = item.get("ctx", {}).get("error")
-        if isinstance(reason, ConflictError):
-            found = tuple((name, values.get(name, v), fix) for name, v, fix in reason.problems)
+        if item["type"] == CONFLICT:
+            together = item["ctx"]["problems"]
+            found = [(name, known[name].default, fix) for name, fix in together]
         else:
-            found = ((".".join(map(str, item["loc"])), _given(item, values), _fix_of(item, known)),)
+            names = [part for part in item["loc"] if isinstance(part, str)]
+            found = [(".".join(names), item["input"], _fix_of(item, known))]
         for field, value, fix in found:
-            name = field.partition(".")[0]
-            shown = "***" if name == "redis_url" and value is not None else value
-            origin = f" (from {origins[name]})" if name in origins else ""
-            problems.append((field if _NAME.fullmatch(field) else "***", shown, fix + origin))
+            name, _, inner = field.partition(".")
+            origin, written = given.get(name, ("", value))
+            shown = value if inner else written
+            if shown is not None and (name == "redis_url" or item["type"] == "extra_forbidden"):
+                shown = "***"
+            fix += f" (from {origin})" if origin else ""
+            problems.append((field if _NAME.fullmatch(field) else "***", shown, fix))
     (field, value, fix), *others = problems
     rest = [str(InvalidRequestError(*problem)) for problem in others]
     return InvalidRequestError(field, value, "\n".join([fix, *rest]))
-
-
-def _given(item: ErrorDetails, values: Mapping[str, object]) -> object:
-    """Return the value that *item* is about, as it was written where that is known."""
-    name, *inner = item["loc"]
-    value: object = item["input"] if inner else values.get(str(name), item["input"])
-    if item["type"] == "extra_forbidden" and value is not None:
-        return "***"
-    if name == "limits" and inner:
-        given = values["limits"]
-        named = limits_by_name(given) if isinstance(given, str) else given
-        return named.get(inner[0], value) if isinstance(named, Mapping) else value
-    return value
 
 
 def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -36,21 +35,15 @@ logger = structlog.get_logger(__name__)
 
 
 def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Return the lowest limit of this process's cgroup and of those above; None without one."""
-    limits = []
-    for file in _limit_files(root):
-        with suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int(file.read_text()))
-    return min(limits, default=None)
+    """Return the lowest limit of this process's cgroup and of those above; None without one.
 
-
-def _limit_files(root: Path) -> Iterator[Path]:
-    """Yield where limits may stand, of cgroups v2 and v1 (cgroups(7))."""
+    It may stand in files of cgroups v2 and v1 (cgroups(7)).
+    """
+    mount, limits = root / "sys/fs/cgroup", []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
+        return None
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -61,7 +54,10 @@ def _limit_files(root: Path) -> Iterator[Path]:
             continue
         # In a container the path may be the host's, which is not there: its own is the mount.
         own = PurePosixPath(path.strip("/"))
-        yield from (base / folder / name for base in mounts for folder in (own, *own.parents))
+        for file in (base / folder / name for base in mounts for folder in (own, *own.parents)):
+            with suppress(OSError, ValueError):  # not there, or "max"
+                limits.append(int(file.read_text()))
+    return min(limits, default=None)
 
 
 def memory_limit_bytes() -> int:

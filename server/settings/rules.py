@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -31,13 +30,15 @@ from kvstore.server.settings.values import (
     MAX_LIMIT,
     MIB,
     TIER_NAMES,
+    AnyTenant,
     Checked,
     OwnPath,
     Size,
+    Tenant,
     TierSize,
-    check_tenant_name,
     checked_size,
     format_size,
+    named_values,
 )
 
 AUTO = "auto"
@@ -51,74 +52,70 @@ MAX_TTL_S = 30 * 24 * 3600
 MAX_POOLS = 256
 MAX_DISKS = 64
 
-WRITE_RULES = ("through", "evict", "selective", "auto")
-
 _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
+_BEFORE_TIER = f",(?=(?:{'|'.join(TIER_NAMES)})=)"
+_BEFORE_TENANT = ",(?=[^,=]*/)"
+"""Commas between codecs: those inside of a codec's terms, as of kvq:2,sinks=4, are no others."""
 
 
-@dataclass(frozen=True, slots=True)
-class ByTier:
-    """How a setting of several tiers is written: ``VALUE`` for all, ``TIER=VALUE`` for one.
+def _one_of(names: Sequence[str], fix: str) -> Callable[[str], str]:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(fix.format(", ".join(names)))
+        return name
 
-    With commas between them; ``comma`` matches one. ``check`` returns the value that a text is,
-    or raises ValueError. What is not given is that of ``default``.
+    return check
+
+
+def _by_tier(
+    fix: str, default: Mapping[str, Any], check: Callable[[Any], Any], comma: str = ","
+) -> BeforeValidator:
+    """Return what reads ``VALUE`` for all tiers and ``TIER=VALUE`` for one, over *default*.
+
+    Of a list each source is over those before it. *check* returns the value that a text is.
     """
 
-    text: str
-    default: dict[str, Any]
-    check: Callable[[Any], Any]
-    comma: str = ","
+    def read(value: object) -> dict[str, Any]:
+        found = default
+        for pairs in named_values(value, f"give {fix}", comma):
+            given = dict(pairs)
+            if not pairs or sum(not tier for tier, _ in pairs) > 1:
+                raise ValueError(f"give {fix}")
+            if len(given) < len(pairs):
+                raise ValueError("name each tier once")
+            if not given.keys() <= {"", *default}:
+                raise ValueError(f"name tiers out of {', '.join(default)}")
+            every = dict.fromkeys(default, given.pop("")) if "" in given else found
+            found = {**every, **given}
+        return {tier: check(one) for tier, one in found.items()}
 
-    def parse(self, value: object) -> object:
-        """Return the value of every tier. Raises ValueError."""
-        if value is None:
-            return self.default
-        if not isinstance(value, str | Mapping):
-            raise ValueError(f"give {self.text}")
-        found = self.split(value) if isinstance(value, str) else dict(value)
-        plain = found.pop("", None)
-        if not found.keys() <= self.default.keys():
-            raise ValueError(f"name tiers out of {', '.join(self.default)}")
-        every = self.default if plain is None else dict.fromkeys(self.default, plain)
-        return {tier: self.check(one) for tier, one in (every | found).items()}
-
-    def split(self, text: str) -> dict[str, object]:
-        """Return the parts of *text* by tier, "" for all of them. Raises ValueError."""
-        parts = [part.strip() for part in re.split(self.comma, text)]
-        keyed = [re.fullmatch(r"(?s:(?:([a-z]+)=)?(.*))", part) for part in parts if part]
-        named = [(match[1] or "", match[2]) for match in keyed if match]
-        if not named or len([tier for tier, _ in named if not tier]) > 1:
-            raise ValueError(f"give {self.text}")
-        if len({tier for tier, _ in named}) < len(named):
-            raise ValueError("name each tier once")
-        return dict(named)
+    return BeforeValidator(read)
 
 
-def _matched(pattern: str, text: str, fix: str) -> dict[str, object]:
-    """Return the named parts of *text* that are there. Raises ValueError for another *pattern*."""
-    match = re.fullmatch(pattern, text.strip(), re.DOTALL)
-    if match is None:
-        raise ValueError(f"give {fix}")
-    return {name: part for name, part in match.groupdict().items() if part}
+class Rule(Checked):
+    """Values that are also given as text of the ``_form``, a pattern that names them."""
+
+    _form: ClassVar[str]
+    _fix: ClassVar[str]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        match = re.fullmatch(cls._form, value.strip(), re.DOTALL)
+        if match is None:
+            raise ValueError(f"give {cls._fix}")
+        return {name: part for name, part in match.groupdict().items() if part}
 
 
-def _rules(pattern: str, text: str, each: str, most: int, comma: str = ",") -> WrapValidator:
-    """Return what reads rules, ``PLACE=TERMS`` with commas between them, from text or a list.
+def _rules(each: str, most: int, comma: str = ",") -> WrapValidator:
+    """Return what reads at most so many rules from text or a list: one for *each*."""
 
-    *pattern* names their fields, *text* says what to give, *each* what has one rule only, *most*
-    how many there may be; *comma* matches one.
-    """
-
-    def read(value: Any, handler: ValidatorFunctionWrapHandler) -> tuple[Checked, ...]:
-        rules = re.split(comma, value) if isinstance(value, str) else value
-        if isinstance(rules, list | tuple):
-            rules = tuple(
-                _matched(pattern, rule, text) if isinstance(rule, str) else rule
-                for rule in rules
-                if rule
-            )
-        found: tuple[Checked, ...] = handler(() if rules is None else rules)
+    def read(value: Any, handler: ValidatorFunctionWrapHandler) -> tuple[Rule, ...]:
+        texts = [one for one in re.split(comma, value) if one] if isinstance(value, str) else value
+        found: tuple[Rule, ...] = handler(texts or ())
         if len({str(rule).partition("=")[0] for rule in found}) < len(found):
             raise ValueError(f"name each {each}")
         if len(found) > most:
@@ -137,12 +134,6 @@ def _policy(name: object) -> object:
     return name
 
 
-def _write_rule(rule: object) -> object:
-    if rule not in WRITE_RULES:
-        raise ValueError(f"use one of {', '.join(WRITE_RULES)}")
-    return rule
-
-
 def _daily_bytes(value: object) -> int:
     size_bytes = checked_size(value)
     if 0 < size_bytes < MIB:
@@ -150,22 +141,30 @@ def _daily_bytes(value: object) -> int:
     return size_bytes
 
 
-POLICY_FORM = ByTier(
-    "NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru",
-    dict.fromkeys(TIER_NAMES, "hit_density"),
-    _policy,
-)
-WRITE_FORM = ByTier(
-    "RULE, or RULE,TIER=RULE, such as through,redis=selective",
-    dict.fromkeys(CODED_TIERS, "through"),
-    _write_rule,
-)
-BUDGET_FORM = ByTier(
-    "SIZE, or TIER=SIZE, such as disk=500GiB", dict.fromkeys(CODED_TIERS, 0), _daily_bytes
-)
-TierPolicies = Annotated[dict[str, str], BeforeValidator(POLICY_FORM.parse), "NAME"]
-TierWrites = Annotated[dict[str, str], BeforeValidator(WRITE_FORM.parse), "RULE,TIER=RULE"]
-TierBudgets = Annotated[dict[str, int], BeforeValidator(BUDGET_FORM.parse), "TIER=SIZE"]
+DEFAULT_POLICIES = dict.fromkeys(TIER_NAMES, "hit_density")
+DEFAULT_WRITES = dict.fromkeys(CODED_TIERS, "through")
+DEFAULT_BUDGETS = dict.fromkeys(CODED_TIERS, 0)
+DEFAULT_CODECS = {"disk": "raw", "redis": "zplane"}
+
+TierPolicies = Annotated[
+    dict[str, str],
+    _by_tier("NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru", DEFAULT_POLICIES, _policy),
+    "NAME",
+]
+TierWrites = Annotated[
+    dict[str, str],
+    _by_tier(
+        "RULE, or RULE,TIER=RULE, such as through,redis=selective",
+        DEFAULT_WRITES,
+        _one_of(("through", "evict", "selective", "auto"), "use one of {}"),
+    ),
+    "RULE,TIER=RULE",
+]
+TierBudgets = Annotated[
+    dict[str, int],
+    _by_tier("SIZE, or TIER=SIZE, such as disk=500GiB", DEFAULT_BUDGETS, _daily_bytes),
+    "TIER=SIZE",
+]
 
 
 # --- codecs
@@ -186,8 +185,9 @@ def auto_fidelity(name: str) -> Fidelity:
     return Fidelity[least]
 
 
-def checked_codec(name: str) -> str:
+def checked_codec(name: object) -> str:
     """Return *name* if it is a codec, with or without its terms. Raises ValueError."""
+    name = str(name)
     if is_auto(name):
         auto_fidelity(name)
         return name
@@ -205,44 +205,40 @@ def checked_codec(name: str) -> str:
     return name
 
 
-CODEC_FORM = ByTier(
-    "CODEC, or TIER=CODEC, such as disk=raw,redis=kvq:2",
-    {"disk": "raw", "redis": "zplane"},
-    lambda name: checked_codec(str(name)),
-    f",(?=(?:{'|'.join(TIER_NAMES)})=)",  # a codec's terms may have commas: kvq:2,sinks=4
-)
-TierCodecs = Annotated[dict[str, str], BeforeValidator(CODEC_FORM.parse), "TIER=CODEC"]
+def _tenant_codec(name: str) -> str:
+    if is_auto(name):
+        raise ValueError(f"{AUTO} is for whole tiers; name a codec")
+    return checked_codec(name)
 
 
-class TenantCodec(Checked):
+class TenantCodec(Rule):
     """The codec of one tenant's chunks on one tier, in place of the tier's own."""
 
-    tenant: str
-    tier: str
-    codec: Annotated[str, AfterValidator(checked_codec)]
-
-    @model_validator(mode="after")
-    def _check(self) -> TenantCodec:
-        check_tenant_name(self.tenant)
-        if self.tier not in CODED_TIERS:
-            raise ValueError(f"name one of {', '.join(CODED_TIERS)}: the others hold raw frames")
-        if is_auto(self.codec):
-            raise ValueError(f"{AUTO} is for whole tiers; name a codec")
-        return self
+    _form = "(?P<tenant>[^/=]+)/(?P<tier>[^=]+)=(?P<codec>.+)"
+    _fix = "TENANT/TIER=CODEC, such as acme/redis=kvq:2"
+    tenant: Tenant
+    tier: Annotated[
+        str, AfterValidator(_one_of(CODED_TIERS, "name one of {}: the others hold raw frames"))
+    ]
+    codec: Annotated[str, AfterValidator(_tenant_codec)]
 
     def __str__(self) -> str:
         return f"{self.tenant}/{self.tier}={self.codec}"
 
 
+TierCodecs = Annotated[
+    dict[str, str],
+    _by_tier(
+        "CODEC, or TIER=CODEC, such as disk=raw,redis=kvq:2",
+        DEFAULT_CODECS,
+        checked_codec,
+        _BEFORE_TIER,
+    ),
+    "TIER=CODEC",
+]
 TenantCodecs = Annotated[
     tuple[TenantCodec, ...],
-    _rules(
-        "(?P<tenant>[^/=]+)/(?P<tier>[^=]+)=(?P<codec>.+)",
-        "TENANT/TIER=CODEC, such as acme/redis=kvq:2",
-        "tenant once for each tier",
-        MAX_TENANT_CODECS,
-        ",(?=[^,=]*/)",  # as in CODEC_FORM
-    ),
+    _rules("tenant once for each tier", MAX_TENANT_CODECS, _BEFORE_TENANT),
     "TENANT/TIER=CODEC",
 ]
 
@@ -250,19 +246,20 @@ TenantCodecs = Annotated[
 # --- quotas and limits
 
 
-class TenantQuota(Checked):
+class TenantQuota(Rule):
     """What the chunks of one tenant may take of a tier, and are sure of; no tier: of each."""
 
-    tenant: str
-    tier: str = ""
+    _form = "(?P<tenant>[^/=]+)(/(?P<tier>[^=]+))?=(?P<quota>[^:]+)(:(?P<guaranteed>.+))?"
+    _fix = "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE"
+    tenant: Tenant
+    tier: Annotated[
+        str, AfterValidator(_one_of((*TIER_NAMES, ""), "name one of {}or no tier for each of them"))
+    ] = ""
     quota: Size
     guaranteed: Size = 0
 
     @model_validator(mode="after")
     def _check(self) -> TenantQuota:
-        check_tenant_name(self.tenant)
-        if self.tier and self.tier not in TIER_NAMES:
-            raise ValueError(f"name one of {', '.join(TIER_NAMES)}, or no tier for each of them")
         if not 0 <= self.guaranteed <= self.quota or not self.quota:
             raise ValueError("give a quota, and guarantee no more than that")
         return self
@@ -282,19 +279,20 @@ def parse_ttl(value: object) -> int:
     return seconds
 
 
-class CategoryTerm(Checked):
+def _category(name: str) -> str:
+    if not name.isprintable() or not 1 <= len(name) <= MAX_CATEGORY_CHARS:
+        raise ValueError(f"a category has 1 to {MAX_CATEGORY_CHARS} printable characters")
+    return name
+
+
+class CategoryTerm(Rule):
     """How long chunks of a category live, and what they may take of each tier; 0: no limit."""
 
-    category: str
+    _form = "(?P<category>[^=]+)=(?P<ttl_s>[^:]+)?(:(?P<quota>.+))?(?<!=)"
+    _fix = "CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB"
+    category: Annotated[str, AfterValidator(_category)]
     ttl_s: Annotated[int, BeforeValidator(parse_ttl)] = 0
     quota: Size = 0
-
-    @model_validator(mode="after")
-    def _check(self) -> CategoryTerm:
-        name = self.category
-        if not name.isprintable() or not 1 <= len(name) <= MAX_CATEGORY_CHARS:
-            raise ValueError(f"a category has 1 to {MAX_CATEGORY_CHARS} printable characters")
-        return self
 
     def __str__(self) -> str:
         quota = f":{format_size(self.quota)}" if self.quota else ""
@@ -304,19 +302,19 @@ class CategoryTerm(Checked):
 Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
 
 
-class TenantLimit(Checked):
+class TenantLimit(Rule):
     """What one tenant may have besides bytes, or each that is not named. 0: no limit."""
 
-    tenant: str
+    _form = "(?P<tenant>[^=]+)=(?P<chunks>[^:]+):(?P<requests_per_s>[^:]+):(?P<leases>.+)"
+    _fix = "TENANT=CHUNKS:REQUESTS_PER_S:LEASES, 0 for no limit"
+    tenant: AnyTenant
     chunks: Limit = 0
     requests_per_s: Limit = 0
     leases: Limit = 0
 
     @model_validator(mode="after")
     def _check(self) -> TenantLimit:
-        if self.tenant != EVERY_OTHER:
-            check_tenant_name(self.tenant)
-        elif self.chunks:
+        if self.tenant == EVERY_OTHER and self.chunks:
             raise ValueError("chunks are counted for tenants that are named; give *=0:RATE:LEASES")
         return self
 
@@ -338,35 +336,18 @@ def _few_quotas(rules: tuple[CategoryTerm, ...]) -> tuple[CategoryTerm, ...]:
 
 TenantQuotas = Annotated[
     tuple[TenantQuota, ...],
-    _rules(
-        "(?P<tenant>[^/=]+)(/(?P<tier>[^=]+))?=(?P<quota>[^:]+)(:(?P<guaranteed>.+))?",
-        "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE",
-        "tenant once for each tier",
-        MAX_QUOTAS * (1 + len(TIER_NAMES)),
-    ),
+    _rules("tenant once for each tier", MAX_QUOTAS * (1 + len(TIER_NAMES))),
     AfterValidator(_few_tenants),
     "TENANT=SIZE:GUARANTEED",
 ]
 CategoryTerms = Annotated[
     tuple[CategoryTerm, ...],
-    _rules(
-        "(?P<category>[^=]+)=(?P<ttl_s>[^:]+)?(:(?P<quota>.+))?(?<!=)",
-        "CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB",
-        "category once",
-        MAX_CATEGORIES,
-    ),
+    _rules("category once", MAX_CATEGORIES),
     AfterValidator(_few_quotas),
     "CATEGORY=TTL:SIZE",
 ]
 TenantLimits = Annotated[
-    tuple[TenantLimit, ...],
-    _rules(
-        "(?P<tenant>[^=]+)=(?P<chunks>[^:]+):(?P<requests_per_s>[^:]+):(?P<leases>.+)",
-        "TENANT=CHUNKS:REQUESTS_PER_S:LEASES, 0 for no limit",
-        "tenant once",
-        BUCKETS,
-    ),
-    "TENANT=CHUNKS:RATE:LEASES",
+    tuple[TenantLimit, ...], _rules("tenant once", BUCKETS), "TENANT=CHUNKS:RATE:LEASES"
 ]
 
 
@@ -377,21 +358,17 @@ def _members(value: object) -> object:
     return tuple(filter(None, value.split("+"))) if isinstance(value, str) else value
 
 
-Members = Annotated[tuple[str, ...], BeforeValidator(_members)]
+Members = Annotated[tuple[AnyTenant, ...], BeforeValidator(_members)]
 
 
-class Pool(Checked):
+class Pool(Rule):
     """Who may read a pool, and who may also put into it; ``*`` is every tenant."""
 
-    name: str
+    _form = "(?P<name>[^=]+)=(?P<readers>[^:]+)?(:(?P<writers>.+))?(?<!=)"
+    _fix = "POOL=READER+READER:WRITER, such as library=*:curator"
+    name: Tenant
     readers: Members = ()
     writers: Members = ()
-
-    @model_validator(mode="after")
-    def _check(self) -> Pool:
-        for name in (self.name, *({*self.readers, *self.writers} - {EVERY_OTHER})):
-            check_tenant_name(name)
-        return self
 
     def roles(self, tenant: str) -> frozenset[str]:
         """Return what *tenant* may do here."""
@@ -406,16 +383,7 @@ class Pool(Checked):
         return f"{self.name}={'+'.join(self.readers)}{writers}"
 
 
-SharedPools = Annotated[
-    tuple[Pool, ...],
-    _rules(
-        "(?P<name>[^=]+)=(?P<readers>[^:]+)?(:(?P<writers>.+))?(?<!=)",
-        "POOL=READER+READER:WRITER, such as library=*:curator",
-        "name once",
-        MAX_POOLS,
-    ),
-    "POOL=READERS:WRITERS",
-]
+SharedPools = Annotated[tuple[Pool, ...], _rules("name once", MAX_POOLS), "POOL=READERS:WRITERS"]
 
 
 # --- disks and GPUs
@@ -425,9 +393,11 @@ def _disk_path() -> Path:
     return user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
 
 
-class DiskFolder(Checked):
+class DiskFolder(Rule):
     """One folder of the disk tier and the bytes it may take."""
 
+    _form = "(?P<capacity_bytes>[^:]+)(:(?P<path>.+))?"
+    _fix = "SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore"
     capacity_bytes: TierSize = 4 * GIB
     path: OwnPath = Field(default_factory=_disk_path)
 
@@ -435,70 +405,46 @@ class DiskFolder(Checked):
         return f"{format_size(self.capacity_bytes)}:{self.path}"
 
 
-class DiskFolders(DiskFolder):
-    """The first folder, which also holds the index, and ``others`` that extents are spread over.
-
-    Also given as ``100GiB:/path``, as either half of it, or as several such pairs with commas
-    between them; a path without a size then takes the size before it.
-    """
-
-    others: tuple[DiskFolder, ...] = ()
-
-    @property
-    def folders(self) -> tuple[DiskFolder, ...]:
-        """All folders, the first one first."""
-        return (self, *self.others)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        first, *others = map(_folder, value.split(","))
-        size: object = first.get("capacity_bytes", 4 * GIB)
-        for one in others:
-            if "path" not in one:
-                raise ValueError("give each further disk as SIZE:PATH, such as 1TiB:/mnt/b")
-            size = one.setdefault("capacity_bytes", size)
-        return first | {"others": others}
-
-    @model_validator(mode="after")
-    def _check_folders(self) -> DiskFolders:
-        paths = [os.path.realpath(folder.path) for folder in self.folders]
-        if len(set(paths)) < len(paths):
-            raise ValueError("name each folder once")
-        if len(paths) > MAX_DISKS:
-            raise ValueError(f"give at most {MAX_DISKS} folders")
-        return self
-
-    def __str__(self) -> str:
-        return ",".join(map(DiskFolder.__str__, self.folders))
+def _disk_texts(value: object) -> object:
+    """Split text at commas; a path without a size has the size before it."""
+    if not isinstance(value, str):
+        return [value] if isinstance(value, Mapping) else value
+    texts: list[str] = []
+    for part in value.split(","):
+        text = part.strip()
+        if text.startswith(("/", "~", ".")):
+            size = texts[-1].partition(":")[0] if texts else "4GiB"
+            text = f"{size}:{text}"
+        elif text and ":" not in text and texts:
+            raise ValueError("give each further disk as SIZE:PATH, such as 1TiB:/mnt/b")
+        texts.append(text)
+    return texts
 
 
-def _folder(text: str) -> dict[str, object]:
-    text = text.strip()
-    if text.startswith(("/", "~", ".")):
-        return {"path": text}
-    form = "(?P<capacity_bytes>[^:]+)(:(?P<path>.+))?"
-    return _matched(form, text, "SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore")
+def _apart(folders: tuple[DiskFolder, ...]) -> tuple[DiskFolder, ...]:
+    if len({os.path.realpath(folder.path) for folder in folders}) < len(folders):
+        raise ValueError("name each folder once")
+    if not 1 <= len(folders) <= MAX_DISKS:
+        raise ValueError(f"give at most {MAX_DISKS} folders")
+    return folders
 
 
-class GpuConfig(Checked):
-    """How much memory the gpu tier takes, and on which device; also given as ``8GiB:1``.
+DiskFolders = Annotated[
+    tuple[DiskFolder, ...], BeforeValidator(_disk_texts), AfterValidator(_apart), "SIZE:PATH"
+]
+"""The first one also holds the index; extents are spread over all of them."""
+
+
+class GpuConfig(Rule):
+    """How much memory the gpu tier takes, and on which device.
 
     ``device`` counts as CUDA does, among the devices that CUDA_VISIBLE_DEVICES leaves.
     """
 
+    _form = "(?P<capacity_bytes>[^:]+)(:(?P<device>[0-9]+))?"
+    _fix = "SIZE or SIZE:DEVICE, such as 8GiB:1"
     capacity_bytes: TierSize = 4 * GIB
     device: Annotated[int, Field(ge=0, lt=64)] = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        form = "(?P<capacity_bytes>[^:]+)(:(?P<device>[0-9]+))?"
-        return _matched(form, value, "SIZE or SIZE:DEVICE, such as 8GiB:1")
 
     def __str__(self) -> str:
         return f"{format_size(self.capacity_bytes)}:{self.device}"

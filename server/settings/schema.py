@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvstore.server.settings.values import Limits
 
-_SIZE_PATTERN = "^[0-9]{1,18}\\s*([KkMmGgTt][Ii]?)?[Bb]?$"
-_BOUNDS = {
-    Ge: ("ge", "minimum"),
-    Le: ("le", "maximum"),
-    Gt: ("gt", "exclusiveMinimum"),
-    Lt: ("lt", "exclusiveMaximum"),
-}
+_BOUNDS = {"enum", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
 def settings_schema(settings: type[BaseModel]) -> dict[str, Any]:
@@ -27,50 +20,28 @@ def settings_schema(settings: type[BaseModel]) -> dict[str, Any]:
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Settings of kvstore-server",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {name: _property(field) for name, field in settings.model_fields.items()},
-    }
+    } | _object(settings)
 
 
-def _property(field: FieldInfo) -> dict[str, Any]:
-    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    is_optional = len(kinds) < len(get_args(field.annotation))
-    kind = kinds[0] if is_optional and kinds else field.annotation
-    schema = _scalar(kind, field.metadata)
-    if is_optional:
-        if "enum" in schema:
-            schema["enum"].append(None)
-        else:
-            types = schema["type"]
-            schema["type"] = [*([types] if isinstance(types, str) else types), "null"]
-    return {"description": " ".join((field.description or "").split())} | schema
+def _object(model: type[BaseModel]) -> dict[str, Any]:
+    found = model.model_json_schema()["properties"]
+    properties = {name: _property(found[name], one) for name, one in model.model_fields.items()}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-def _scalar(kind: Any, metadata: list[Any]) -> dict[str, Any]:
-    while hasattr(kind, "__metadata__"):  # an Annotated inside an optional
-        kind, metadata = kind.__origin__, [*kind.__metadata__, *metadata]
-    if get_origin(kind) is Literal:
-        return {"enum": list(get_args(kind))}
-    if kind is bool:
-        return {"type": "boolean"}
-    if "SIZE" in metadata:
-        return {"type": ["string", "integer"], "pattern": _SIZE_PATTERN}
-    if kind in (int, float):
-        # Those inside a FieldInfo too.
-        flat = [one for field in metadata for one in getattr(field, "metadata", [field])]
-        found = [(one, *_BOUNDS[type(one)]) for one in flat if type(one) in _BOUNDS]
-        bounds = {name: getattr(one, attribute) for one, attribute, name in found}
-        return {"type": "integer" if kind is int else "number"} | bounds
-    if isinstance(kind, type) and issubclass(kind, Limits):
-        limits = {name: _property(field) for name, field in kind.model_fields.items()}
-        closed = {"additionalProperties": False, "properties": limits}
-        return {"type": ["string", "object"]} | closed
-    if get_origin(kind) is dict:
-        return {"type": ["string", "object"]}
-    if get_origin(kind) is tuple:
-        return {"type": ["string", "array"], "items": {"type": "string"}}
-    if kind is str:  # what YAML makes of a bare off
-        takes_off = "HOST:PORT" in metadata or "PATH" in metadata
-        return {"type": ["string", "boolean"]} if takes_off else {"type": "string"}
-    return {"type": "string"}
+def _property(found: dict[str, Any], field: FieldInfo) -> dict[str, Any]:
+    """Return what pydantic *found*, with the text that values of several parts may be."""
+    about = {"description": " ".join((field.description or "").split())}
+    if field.annotation is Limits:
+        return about | _object(Limits) | {"type": ["string", "object"]}
+    one, *null = found.get("anyOf", [found])  # of an optional one
+    kind = one.get("type", "string")
+    types = kind if isinstance(kind, list) else [kind]
+    if kind in ("array", "object"):
+        types = ["string", kind]
+    elif {"HOST:PORT", "PATH"} & {*map(str, field.metadata)} and not null and "format" not in one:
+        types = ["string", "boolean"]  # what YAML makes of a bare off
+    types = [*types, *(option["type"] for option in null)]
+    items = {"items": {"type": "string"}} if kind == "array" else {}
+    bounds = {key: value for key, value in one.items() if key in _BOUNDS}
+    return about | {"type": types if len(types) > 1 else types[0]} | items | bounds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import quote, urlencode, urlsplit
@@ -22,11 +22,12 @@ from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.server.settings.checks import REDIS_FIX, TLS_FILES, check_together
 from kvstore.server.settings.loading import load, user_folder
 from kvstore.server.settings.rules import (
-    BUDGET_FORM,
-    CODEC_FORM,
-    POLICY_FORM,
-    WRITE_FORM,
+    DEFAULT_BUDGETS,
+    DEFAULT_CODECS,
+    DEFAULT_POLICIES,
+    DEFAULT_WRITES,
     CategoryTerms,
+    DiskFolder,
     DiskFolders,
     GpuConfig,
     SharedPools,
@@ -57,7 +58,6 @@ from kvstore.server.settings.values import (
     TierName,
     TierSize,
     absolute,
-    limits_by_name,
     parse_endpoint,
     read_password,
     slab_bytes,
@@ -77,27 +77,25 @@ def _off(value: object) -> object:
     return "off" if value is False else value  # what YAML makes of a bare off
 
 
+def _or_off(check: Callable[[str], str]) -> AfterValidator:
+    return AfterValidator(lambda value: value if value == "off" else check(value))
+
+
 def _address(value: str) -> str:
     parse_endpoint(value)
     return value
 
 
-def _address_or_off(value: str) -> str:
-    return value if value == "off" else _address(value)
-
-
 def _event_address(value: str) -> str:
-    if not value.startswith("ipc:"):
-        return _address_or_off(value)
     path = value.removeprefix("ipc:")
+    if path == value:
+        return _address(value)
     if not os.path.isabs(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         raise ValueError(f"give ipc: and an absolute path of {SOCKET_PATH_BYTES} bytes at most")
     return value
 
 
 def _socket_path(value: str) -> str:
-    if value == "off":
-        return value
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
         raise ValueError("give an absolute path, or off to do without shared memory")
@@ -128,9 +126,9 @@ def _redis_url(url: str) -> str:
 
 
 Listen = Annotated[str, BeforeValidator(_off), AfterValidator(_address), "HOST:PORT"]
-Endpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_address_or_off), "HOST:PORT"]
-EventEndpoint = Annotated[str, BeforeValidator(_off), AfterValidator(_event_address), "HOST:PORT"]
-SocketPath = Annotated[str, BeforeValidator(_off), AfterValidator(_socket_path), "PATH"]
+Endpoint = Annotated[str, BeforeValidator(_off), _or_off(_address), "HOST:PORT"]
+EventEndpoint = Annotated[str, BeforeValidator(_off), _or_off(_event_address), "HOST:PORT"]
+SocketPath = Annotated[str, BeforeValidator(_off), _or_off(_socket_path), "PATH"]
 
 
 # --- files
@@ -212,13 +210,6 @@ def _peers(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
 
 
 NAMES = BeforeValidator(_names)
-SPLIT = {
-    "limits": limits_by_name,
-    "codec": CODEC_FORM.split,
-    "write": WRITE_FORM.split,
-    "write_budget": BUDGET_FORM.split,
-}
-"""Settings that name several things, and what tells those of one source apart."""
 
 
 class Settings(Checked):
@@ -229,7 +220,7 @@ class Settings(Checked):
     """tiers to use, out of cpu, disk, redis, gpu"""
     cpu_size: TierSize = 4 * GIB
     """memory that the cpu tier may fill"""
-    disk: Annotated[DiskFolders, "SIZE:PATH"] = Field(default_factory=DiskFolders)
+    disk: DiskFolders = Field(default_factory=lambda: (DiskFolder(),))
     """size and folder of the disk tier; either alone keeps the other's default; several with commas
     between them"""
     redis_url: Annotated[Annotated[str, AfterValidator(_redis_url)] | None, "URL"] = Field(
@@ -273,24 +264,24 @@ class Settings(Checked):
     """longest wait for one answer of Redis"""
 
     # --- what is stored, and how
-    codec: TierCodecs = CODEC_FORM.default
+    codec: TierCodecs = DEFAULT_CODECS
     """codecs of frames, as CODEC for both tiers or TIER=CODEC, such as disk=auto,redis=kvq:2; auto:
     whichever loads fastest"""
     tenant_codecs: TenantCodecs = ()
     """other codecs for chunks of some tenants, with commas between them"""
     assets: Annotated[Annotated[Path, AfterValidator(_folder)] | None, "PATH"] = None
     """folder of model assets, for codecs that need one; see kvstore calibrate"""
-    write: TierWrites = WRITE_FORM.default
+    write: TierWrites = DEFAULT_WRITES
     """copy to disk and Redis when a chunk is stored (through), when it is evicted (evict), when it
     is asked for a second time (selective), or when it is evicted and likely to be asked for again
     (auto); RULE,TIER=RULE for tiers that differ"""
-    write_budget: TierBudgets = BUDGET_FORM.default
+    write_budget: TierBudgets = DEFAULT_BUDGETS
     """bytes a day to write to disk and to Redis; beyond them only durable puts and what leaves
     memory and is likely to be asked for again; 0: no limit"""
     disk_copies: Literal["inclusive", "exclusive"] = "inclusive"
     """whether the copy on disk stays when a chunk comes up to memory; exclusive holds more and
     writes more, and takes no durable puts"""
-    policy: TierPolicies = POLICY_FORM.default
+    policy: TierPolicies = DEFAULT_POLICIES
     """whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ"""
     state_admission: StateRule = "all"
     """which recurrent states are kept of those that engines put: all, or those where a put ends,
@@ -416,16 +407,6 @@ class Settings(Checked):
         return parse_endpoint(self.listen)
 
     @property
-    def http_address(self) -> tuple[str, int] | None:
-        """Host and port of the metrics page; None when it is off."""
-        return None if self.http == "off" else parse_endpoint(self.http)
-
-    @property
-    def health_address(self) -> tuple[str, int] | None:
-        """Host and port of the second health service; None when it is off."""
-        return None if self.health == "off" else parse_endpoint(self.health)
-
-    @property
     def authenticates_callers(self) -> bool:
         """Whether callers have to say who they are."""
         return any((self.auth_keys, self.jwt_key, self.tls_client_ca))
@@ -439,19 +420,6 @@ class Settings(Checked):
     def codecs(self) -> dict[str, str]:
         """The codec of each tier, by name; memory and peers have raw frames."""
         return dict.fromkeys(("gpu", "cpu", "peer"), "raw") | self.codec
-
-    @property
-    def write_budgets(self) -> dict[str, int]:
-        """The bytes a day of each tier that has a budget."""
-        return {tier: size for tier, size in self.write_budget.items() if size}
-
-    @property
-    def blend_terms(self) -> GateTerms:
-        """What gates are held to."""
-        limits = self.limits
-        return GateTerms(
-            limits.blend_ratio, self.blend_agreement, self.blend_divergence, limits.blend_shadows
-        )
 
     @property
     def peer_addresses(self) -> tuple[str, ...]:
@@ -498,4 +466,4 @@ def load_config(argv: Sequence[str]) -> Settings:
 
 def load_with_origins(argv: Sequence[str]) -> tuple[Settings, dict[str, str]]:
     """Like ``load_config``, with where each setting that is not a default came from."""
-    return load(Settings, argv, SPLIT)
+    return load(Settings, argv)

@@ -14,9 +14,10 @@ from typing import Annotated, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -46,11 +47,7 @@ MAX_RATIO = 0.75
 TierName = Literal["gpu", "cpu", "disk", "redis"]
 StateRule = Literal["all", "judicious"]
 
-_BINARY = {"kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB}
-_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS = {"": 1, "b": 1} | _BINARY | _DECIMAL
-_UNITS |= {name.removesuffix("b"): size for name, size in _UNITS.items()}  # 8G, 8Gi
-_SIZE = re.compile(r"([0-9]{1,18})\s*([a-zA-Z]*)")
+_SIZE = re.compile(r"([0-9]{1,18})\s*([KkMmGgTt][Ii]?)?[Bb]?")
 
 
 def parse_size(value: object) -> int:
@@ -58,9 +55,11 @@ def parse_size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _UNITS:
+    if match is None:
         raise ValueError("give bytes as 8GiB, 512MiB, 1GB or 1048576")
-    return int(match[1]) * _UNITS[match[2].lower()]
+    unit = (match[2] or " ").lower()
+    factor: int = (1024 if unit[1:] else 1000) ** " kmgt".index(unit[0])
+    return int(match[1]) * factor
 
 
 def format_size(size_bytes: int) -> str:
@@ -76,6 +75,24 @@ def text_by_tier(values: Mapping[str, object]) -> str:
     texts = {t: format_size(v) if isinstance(v, int) else str(v) for t, v in values.items()}
     usual = Counter(texts.values()).most_common(1)[0][0]
     return ",".join([usual, *(f"{tier}={text}" for tier, text in texts.items() if text != usual)])
+
+
+def named_values(value: object, fix: str, comma: str = ",") -> list[list[tuple[str, object]]]:
+    """Return the ``NAME=VALUE`` pairs of a text or a mapping, or of each in a list; "" for no name.
+
+    *comma* matches what is between them. Raises ValueError with *fix*.
+    """
+    found: list[list[tuple[str, object]]] = []
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, Mapping):
+            found.append(list(one.items()))
+        elif isinstance(one, str):
+            parts = (part.strip() for part in re.split(comma, one))
+            named = (re.fullmatch(r"(?s:(?:([\w-]+)\s*=\s*)?(.*))", part) for part in parts if part)
+            found.append([(match[1] or "", match[2]) for match in named if match])
+        elif one is not None:
+            raise ValueError(fix)
+    return found
 
 
 def parse_endpoint(value: str) -> tuple[str, int]:
@@ -117,10 +134,15 @@ def slab_bytes(cpu_bytes: int) -> int:
     return cpu_bytes // slabs // (4 * KIB) * (4 * KIB)
 
 
-def check_tenant_name(name: str) -> None:
-    """Raise ValueError for what is no tenant's name."""
+def check_tenant_name(name: str) -> str:
+    """Return *name*. Raises ValueError for what is no tenant's name."""
     if not TENANT_NAME.fullmatch(name):
         raise ValueError(f"no tenant's name: {TENANT_FIX}")
+    return name
+
+
+def _tenant_or_other(name: str) -> str:
+    return name if name == EVERY_OTHER else check_tenant_name(name)
 
 
 def is_loopback(host: str) -> bool:
@@ -178,14 +200,6 @@ def _tier_size(size_bytes: int) -> int:
     return size_bytes
 
 
-Size = Annotated[int, BeforeValidator(checked_size), "SIZE"]
-TierSize = Annotated[Size, AfterValidator(_tier_size)]
-Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
-Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
-Share = Annotated[float, Field(ge=0.0, le=1.0), "SHARE"]
-OwnPath = Annotated[Path, AfterValidator(absolute), "PATH"]
-
-
 def _slab(size_bytes: int) -> int:
     if 0 < size_bytes < 64 * KIB:
         raise ValueError("it must be greater than or equal to 65536, or 0 for one from --cpu")
@@ -194,12 +208,15 @@ def _slab(size_bytes: int) -> int:
     return size_bytes
 
 
-def limits_by_name(text: str) -> dict[str, object]:
-    """Return what ``NAME=VALUE,...`` gives; of one given twice the later. Raises ValueError."""
-    pairs = [part.strip().partition("=") for part in text.split(",") if part.strip()]
-    if not all(name and equals for name, equals, _ in pairs):
-        raise ValueError("give NAME=VALUE, such as mover_queue=4096; with commas between them")
-    return {name.strip(): given.strip() for name, _, given in pairs}
+_SIZE_SCHEMA = {"type": ["string", "integer"], "pattern": f"^{_SIZE.pattern}$"}
+Size = Annotated[int, PlainValidator(checked_size), WithJsonSchema(_SIZE_SCHEMA), "SIZE"]
+TierSize = Annotated[Size, AfterValidator(_tier_size)]
+Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
+Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
+Share = Annotated[float, Field(ge=0.0, le=1.0), "SHARE"]
+Tenant = Annotated[str, AfterValidator(check_tenant_name)]
+AnyTenant = Annotated[str, AfterValidator(_tenant_or_other)]
+OwnPath = Annotated[Path, AfterValidator(absolute), "PATH"]
 
 
 class Checked(BaseModel):
@@ -263,9 +280,13 @@ class Limits(Checked):
     @model_validator(mode="before")
     @classmethod
     def _from_text(cls, value: object) -> object:
-        if value is None:
-            return {}
-        return limits_by_name(value) if isinstance(value, str) else value
+        if isinstance(value, cls):
+            return value
+        fix = "give NAME=VALUE, such as mover_queue=4096; with commas between them"
+        pairs = [pair for source in named_values(value, fix) for pair in source]
+        if not all(name for name, _ in pairs):
+            raise ValueError(fix)
+        return dict(pairs)
 
     def texts(self) -> dict[str, str]:
         """Return each limit as text."""

@@ -510,7 +510,10 @@ class RangeRead:
 
     def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
         moves, started = self._moves, self._moves.clock()
-        read = partial(slot.tier.read_batch, info.key, ranges)
+
+        def read() -> bool:
+            return all(slot.tier.read(info.key, out, start) for start, out in ranges)
+
         if not moves.read_from(slot, info.key, lambda: slot.guarded(read, "read")):
             return False
         size_bytes = sum(len(out) for _, out in ranges)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvstore.proto.types import DIGEST_BYTES, Namespace
 from kvstore.server.api.service import Backend
-from kvstore.server.telemetry.metrics import Finds, Times
+from kvstore.server.telemetry.metrics import Times
 
 EVERY_S = 1.0
 """Between two looks while somebody reads; nobody reads: nothing is done."""
@@ -30,6 +30,8 @@ TOP_EVERY_S = 10.0
 """The whole index is gone through for them."""
 SHOWN_FLOWS = 12
 SHOWN_TENANTS = 16
+_SHOWN_OF_TIER = ("name", "reason", "load_bytes_per_s", "codec")
+_SHOWN_OF_STATS = ("used_bytes", "capacity_bytes", "chunks")
 
 MAX_PAGE_BYTES = 100_000
 """Of the page with all that it loads."""
@@ -65,7 +67,6 @@ class Look(NamedTuple):
     at_s: float
     counters: Mapping[str, int]
     flows: Mapping[tuple[str, str], tuple[int, int]]
-    finds: Finds
     times: Mapping[str, Times]
 
     def since(self, before: Look, name: str) -> int:
@@ -74,14 +75,18 @@ class Look(NamedTuple):
 
     def hit_ratio(self, before: Look) -> float | None:
         """Return what share of the chunks looked up after *before* was found; None of none."""
-        asked = self.since(before, "lookup_chunks")
-        return self.since(before, "lookup_ready_chunks") / asked if asked > 0 else None
+        wanted = self.since(before, "lookup_chunks")
+        return self.since(before, "lookup_ready_chunks") / wanted if wanted > 0 else None
+
+    def span_s(self, before: Look) -> float:
+        """Return the time since *before*, never 0."""
+        return max(1e-3, self.at_s - before.at_s)
 
 
 class Dashboard:
     """Looks at a server now and then, and at all of it, once a second, for its readers.
 
-    ``text`` and ``after`` are for one event loop; they call ``data`` in a thread.
+    ``text`` is for one event loop; it calls ``data`` in a thread.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -95,15 +100,11 @@ class Dashboard:
         self._prefixes_s = -TOP_EVERY_S
         self._rendering = asyncio.Lock()  # one at a time
         self._text = ""
-        self._number = 0
         self._text_s = 0.0
 
     def _look(self) -> Look:
         counters = self._counters
-        return Look(
-            self._clock(), counters.snapshot(), counters.moves(),
-            counters.finds(), counters.times(),
-        )  # fmt: skip
+        return Look(self._clock(), counters.snapshot(), counters.moves(), counters.times())
 
     def tick(self) -> None:
         """Keep a look if the last one is old. Called a few times a second; takes microseconds."""
@@ -112,48 +113,33 @@ class Dashboard:
             with self._lock:
                 self._looks.append(look)
 
-    # --- for readers
-
     async def text(self) -> str:
         """Return what there is to show, a second old at most, as one line of JSON."""
-        return (await self._fresh())[1]
-
-    async def after(self, number: int) -> tuple[int, str]:
-        """Wait for a text behind the one of *number*; return its number and itself."""
-        left_s = self._text_s + EVERY_S - self._clock()
-        if number == self._number and left_s > 0:
-            await asyncio.sleep(left_s)
-        return await self._fresh()
-
-    async def _fresh(self) -> tuple[int, str]:
         async with self._rendering:
-            if not self._number or self._clock() - self._text_s >= EVERY_S:
+            if not self._text or self._clock() - self._text_s >= EVERY_S:
                 data = await asyncio.to_thread(self.data)
                 self._text = json.dumps(data, separators=(",", ":"))
-                self._number += 1
                 self._text_s = self._clock()
-            return self._number, self._text
-
-    # --- what there is to show
+            return self._text
 
     def data(self) -> dict[str, Any]:
         """Return what there is to show now, by sections of the page. For one thread at a time.
 
         Rates are per second, since a look about a minute ago; ratios are None where unknown.
         """
-        now = self._look()
+        now, finds = self._look(), self._counters.finds()
         with self._lock:
             looks = [*self._looks, now]
-        old = [look for look in looks if now.at_s - look.at_s >= RECENT_S]
-        recent = old[-1] if old else looks[0]
-        ratios = [then.hit_ratio(before) for before, then in pairwise(looks)]
-        tiers, finds = self._tiers(), now.finds
+        recent = next(
+            (look for look in reversed(looks) if now.at_s - look.at_s >= RECENT_S), looks[0]
+        )
+        tiers = self._tiers()
         tenants = sorted(finds.asked, key=lambda name: -finds.asked[name])[:SHOWN_TENANTS]
         return {
             "now": self._now(now, recent),
             "tiers": tiers,
             "hits": {
-                "ratios": ratios,
+                "ratios": [then.hit_ratio(before) for before, then in pairwise(looks)],
                 "ratios_s": now.at_s - looks[0].at_s,
                 "asked": now.counters["lookup_chunks"],
                 "tiers": [[one["name"], finds.tiers.get(one["name"], 0)] for one in tiers],
@@ -175,17 +161,15 @@ class Dashboard:
         }
 
     def _now(self, now: Look, recent: Look) -> dict[str, Any]:
-        backend = self._backend
-        span_s = _span_s(now, recent)
+        backend, span_s = self._backend, now.span_s(recent)
+        rates = ("lookups", "get_bytes", "put_bytes")
         return {
             "state": "draining" if backend.sessions.is_draining else "serving",
             "version": backend.identity.version,
             "uptime_s": now.at_s - self._born_s,
             "recent_s": span_s,
             "hit_ratio": now.hit_ratio(recent),
-            "lookups_per_s": now.since(recent, "lookups") / span_s,
-            "get_bytes_per_s": now.since(recent, "get_bytes") / span_s,
-            "put_bytes_per_s": now.since(recent, "put_bytes") / span_s,
+            **{f"{name}_per_s": now.since(recent, name) / span_s for name in rates},
             "chunks": len(backend.store.catalog),
             "sessions": len(backend.sessions),
             "leases": len(backend.store.catalog.leases),
@@ -193,36 +177,24 @@ class Dashboard:
         }
 
     def _tiers(self) -> list[dict[str, Any]]:
-        tiers = []
-        for status in self._backend.store.slot_statuses():
-            report = self._backend.store.catalog.eviction.policy_report(status.name)
-            tiers.append(
-                {
-                    "name": status.name,
-                    "reason": status.reason,
-                    "used_bytes": status.stats.used_bytes,
-                    "capacity_bytes": status.stats.capacity_bytes,
-                    "chunks": status.stats.chunks,
-                    "load_bytes_per_s": status.load_bytes_per_s,
-                    "codec": status.codec,
-                    "policy": report.name,
-                    "curve": sorted(report.curve.items()),
-                }
-            )
+        store, tiers = self._backend.store, []
+        for one in store.slot_statuses():
+            report = store.catalog.eviction.policy_report(one.name)
+            tier = {name: getattr(one, name) for name in _SHOWN_OF_TIER}
+            tier |= {name: getattr(one.stats, name) for name in _SHOWN_OF_STATS}
+            tiers.append(tier | {"policy": report.name, "curve": sorted(report.curve.items())})
         return tiers
 
     def _top_prefixes(self, now_s: float) -> list[list[object]]:
         if now_s - self._prefixes_s >= TOP_EVERY_S:
             store = self._backend.store
-            self._prefixes = []
+            self._prefixes_s, self._prefixes = now_s, []
             for one in store.catalog.queries.top_prefixes(TOP_PREFIXES):
                 space = store.spaces.of(Namespace(one.key[:DIGEST_BYTES]))
                 model = space.representation.model_id if space else "unknown"
                 tenant = space.tenant if space else "unknown"
-                digest = one.key[DIGEST_BYTES:].hex()[:12]
-                tiers = ", ".join(one.tiers)
+                digest, tiers = one.key[DIGEST_BYTES:].hex()[:12], ", ".join(one.tiers)
                 self._prefixes.append([digest, model, tenant, tiers, one.tokens, one.hits])
-            self._prefixes_s = now_s
         return self._prefixes
 
     def _nodes(self) -> list[list[str]]:
@@ -234,21 +206,17 @@ class Dashboard:
         return [own, *([one.node_id, one.grpc_address, "lives"] for one in report.nodes)]
 
 
-def _span_s(now: Look, recent: Look) -> float:
-    return max(1e-3, now.at_s - recent.at_s)
-
-
 def _flows(now: Look, recent: Look) -> dict[str, Any]:
     """Return the ways with the most bytes a second: source, target, rate and chunks."""
-    span_s, counts = _span_s(now, recent), now.counters
+    span_s, counts = now.span_s(recent), now.counters
     rows = [
-        [*way, (size - recent.flows.get(way, (0, 0))[1]) / span_s, chunks]
+        (*way, (size - recent.flows.get(way, (0, 0))[1]) / span_s, chunks)
         for way, (chunks, size) in now.flows.items()
     ]
     puts, gets = (now.since(recent, name) / span_s for name in ("put_bytes", "get_bytes"))
-    rows.append(["engines", "cpu", puts, counts["put_stored_chunks"]])
-    rows.append(["tiers", "engines", gets, counts["get_chunks"]])
-    rows.sort(key=lambda row: (row[2], row[3]), reverse=True)
+    rows.append(("engines", "cpu", puts, counts["put_stored_chunks"]))
+    rows.append(("tiers", "engines", gets, counts["get_chunks"]))
+    rows.sort(key=lambda row: row[2:], reverse=True)
     evicted, dropped = counts["evicted_chunks"], counts["dropped_victims"]
     return {"ways": rows[:SHOWN_FLOWS], "evicted": evicted, "dropped": dropped}
 
@@ -259,5 +227,5 @@ def _latency(now: Look, recent: Look) -> list[list[object]]:
     for name, times in now.times.items():
         lately = times.since(recent.times[name])
         quantiles = [lately.quantile_s(share) for share in (0.5, 0.9, 0.99)]
-        rows.append([name, lately.calls / _span_s(now, recent), *quantiles, times.calls])
+        rows.append([name, lately.calls / now.span_s(recent), *quantiles, times.calls])
     return rows

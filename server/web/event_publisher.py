@@ -168,7 +168,7 @@ class EventPublisher:
         self._kept_bytes = 0
         self._number = 0
         """Of the next batch."""
-        self._replays: deque[_Replay] = deque()
+        self._replays: list[_Replay] = []
         self._cuts: deque[list[bytes]] = deque(maxlen=MAX_CUTS)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -176,7 +176,8 @@ class EventPublisher:
 
     def tick(self) -> None:
         """Take in a file of readers that was replaced or deleted. Called a few times a second."""
-        self._sockets.refresh()
+        if self._sockets.readers is not None:
+            self._sockets.readers.refresh()
 
     def is_alive(self) -> bool:
         """Whether the thread that owns the sockets lives."""
@@ -192,10 +193,9 @@ class EventPublisher:
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._sockets.hold()
+                self._sockets.admit()
                 # Each has its turn: a long answer keeps no event waiting.
-                steps = (self._publish, self._sockets.admit, self._receive, self._replay)
-                did = [step() for step in steps]
+                did = [step() for step in (self._publish, self._receive, self._replay)]
                 if not any(did):
                     self._sockets.wait(int(1000 * POLL_S))
         finally:
@@ -267,27 +267,21 @@ class EventPublisher:
     def _replay(self) -> bool:
         """Send the next message of each answer; False when none of them could go on."""
         did = False
-        for _ in range(len(self._replays)):
-            replay = self._replays.popleft()
-            if replay.frames is None:
-                replay.frames = next(replay.answer, _LAST)
+        for replay in list(self._replays):
+            replay.frames = replay.frames or next(replay.answer, _LAST)
             is_sent = self._send(replay.reader, replay.frames)
-            if is_sent:
-                did = True
-                if replay.frames is not _LAST:
-                    replay.frames, replay.waiting_since = None, self._clock()
-                    self._replays.append(replay)
-            elif is_sent is None:
-                continue  # it is gone
-            elif self._clock() - replay.waiting_since < MAX_REPLAY_WAIT_S:
-                self._replays.append(replay)
-            else:
+            is_cut = is_sent is False and self._clock() - replay.waiting_since >= MAX_REPLAY_WAIT_S
+            if is_sent and replay.frames is not _LAST:
+                replay.frames, replay.waiting_since = None, self._clock()
+            elif is_sent is not False or is_cut:
+                self._replays.remove(replay)
+            if is_cut:
                 self._counters.add("event_cut_replays")
                 self._cuts.append(replay.reader)
-        for _ in range(len(self._cuts)):
-            reader = self._cuts.popleft()
-            if self._send(reader, _CUT_SHORT) is False:
-                self._cuts.append(reader)
+            did = did or is_sent is True
+        for reader in list(self._cuts):
+            if self._send(reader, _CUT_SHORT) is not False:
+                self._cuts.remove(reader)
         return did
 
     def _send(self, reader: list[bytes], message: Message) -> bool | None:

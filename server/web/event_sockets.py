@@ -34,8 +34,8 @@ def load_key(folder: Path) -> bytes:
     """
     path = folder / SECRET_NAME
     fix = "others could read the key; chown it to this user, chmod go="
+    _make_private(folder, "events_keys", fix)
     try:
-        _make_private(folder, "events_keys", fix)
         if not path.exists():
             # Whole or not at all; of two servers that start together one wins.
             with tempfile.NamedTemporaryFile(dir=folder) as draft, suppress(FileExistsError):
@@ -46,8 +46,7 @@ def load_key(folder: Path) -> bytes:
         _check_private(path, "events_keys", fix)
         secret = path.read_bytes().strip()
     except OSError as error:
-        fix = f"{error.strerror}; name a folder that this user can write"
-        raise InvalidRequestError("events_keys", str(folder), fix) from None
+        raise _unusable("events_keys", folder, error) from None
     try:
         zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):
@@ -57,15 +56,23 @@ def load_key(folder: Path) -> bytes:
 
 
 def _make_private(folder: Path, name: str, fix: str) -> None:
-    """Make *folder* for this user alone, or refuse one that others may enter. Raises OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(folder, name, fix)
+    """Make *folder* for this user alone, or refuse one that others may enter."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder, name, fix)
+    except OSError as error:
+        raise _unusable(name, folder, error) from None
 
 
 def _check_private(path: Path, name: str, fix: str) -> None:
     found = path.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise InvalidRequestError(name, str(path), fix)
+
+
+def _unusable(name: str, folder: Path, error: OSError) -> InvalidRequestError:
+    fix = f"{error.strerror}; name a folder that this user can write"
+    return InvalidRequestError(name, str(folder), fix)
 
 
 _EVENT = struct.Struct("=Hi")
@@ -99,44 +106,37 @@ class ConnectionCap:
 
     def hold(self) -> None:
         """Take in who came and went, and hang up on who is too many."""
-        while True:
-            try:
-                event, _ = self.news.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            kind, descriptor = _EVENT.unpack(event)
-            if kind == zmq.EVENT_DISCONNECTED:
-                self._open.discard(descriptor)
-            elif len(self._open) < self._most:
-                self._open.add(descriptor)
-            else:
-                self._hang_up(descriptor)
-                self._refused()
+        with suppress(zmq.Again):
+            while True:
+                kind, descriptor = _EVENT.unpack(self.news.recv_multipart(zmq.NOBLOCK)[0])
+                if kind == zmq.EVENT_DISCONNECTED:
+                    self._open.discard(descriptor)
+                elif len(self._open) < self._most:
+                    self._open.add(descriptor)
+                else:
+                    self._hang_up(descriptor)
+                    self._refused()
 
     def _hang_up(self, descriptor: int) -> None:
         """End a connection as its other end would; ZeroMQ sees that and closes it."""
-        with suppress(OSError):  # gone by itself
-            copy = os.dup(descriptor)
-            try:
-                link = sockets.socket(fileno=copy)
-            except OSError:
-                os.close(copy)
-                raise
-            with link:
-                own = link.getsockname()
-                if link.family in (sockets.AF_INET, sockets.AF_INET6):
-                    own = own[1]
-                url = _bound(self._socket)
-                bound = url.removeprefix("ipc://") if url.startswith("ipc:") else urlsplit(url).port
-                # The number may be another file's by now: only what came to this address is ended.
-                if own == bound:
-                    link.shutdown(sockets.SHUT_RDWR)
+        scheme, _, place = _bound(self._socket).partition("://")
+        family = sockets.AF_UNIX if scheme == "ipc" else sockets.AF_INET6
+        expected = place if scheme == "ipc" else (int(place.rpartition(":")[2]),)
+        with (
+            suppress(OSError),  # gone by itself, or no socket
+            sockets.fromfd(descriptor, family, sockets.SOCK_STREAM) as link,
+        ):
+            own = link.getsockname()  # a path, or host, port and more
+            # The number may be another file's by now: only what came to this address is ended.
+            if expected in (own, own[1:2]):
+                link.shutdown(sockets.SHUT_RDWR)
 
 
 def _bound(socket: Socket) -> str:
+    """Return where a socket is bound, as tcp://HOST:PORT or ipc://PATH."""
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
-    return endpoint.rstrip(b"\0").decode()
+    return endpoint.decode()
 
 
 SEND_QUEUE_BATCHES = 10_000
@@ -173,11 +173,10 @@ def bind_to(socket: Socket, endpoint: str) -> str:
     if endpoint.startswith("ipc:"):
         socket.bind(f"ipc://{endpoint.removeprefix('ipc:')}")
         return _bound(socket)
-    host, port = parse_endpoint(endpoint)
-    socket.ipv6 = ":" in host
-    socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+    socket.ipv6 = endpoint.startswith("[")
+    socket.bind(f"tcp://{endpoint}")
     bound = _bound(socket)
-    return f"tcp://*:{urlsplit(bound).port}" if host in _ANY_HOST else bound
+    return f"tcp://*:{urlsplit(bound).port}" if parse_endpoint(endpoint)[0] in _ANY_HOST else bound
 
 
 class EventSockets:
@@ -197,7 +196,7 @@ class EventSockets:
         refused: Callable[[], object] = lambda: None,
     ) -> None:
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
-        self._secret, self._readers, self._refused = secret, readers, refused
+        self._secret, self.readers, self._refused = secret, readers, refused
         self._caps: list[ConnectionCap] = []
         self.addresses: list[str] = []
         self.pub: Socket | None = None
@@ -217,13 +216,8 @@ class EventSockets:
 
     def _bound(self, kind: int, endpoint: str, name: str) -> Socket:
         if endpoint.startswith("ipc:"):
-            folder = Path(endpoint.removeprefix("ipc:")).parent
-            try:
-                fix = "others could connect; use a folder of this user's alone: chmod 700"
-                _make_private(folder, name, fix)
-            except OSError as error:
-                fix = f"{error.strerror}; choose another folder"
-                raise InvalidRequestError(name, str(folder), fix) from None
+            fix = "others could connect; use a folder of this user's alone: chmod 700"
+            _make_private(Path(endpoint.removeprefix("ipc:")).parent, name, fix)
         socket = self._context.socket(kind)
         socket.sndhwm = SEND_QUEUE_BATCHES
         if kind == zmq.ROUTER:
@@ -235,7 +229,7 @@ class EventSockets:
         socket.heartbeat_ivl = _HEARTBEAT_MS
         socket.heartbeat_timeout = _SILENCE_MS
         socket.copy_threshold = 0  # what is sent again is one piece of memory, however many wait
-        if self._readers is not None:
+        if self.readers is not None:
             socket.curve_server = True
             socket.curve_secretkey = self._secret
             socket.setsockopt(zmq.ZAP_DOMAIN, b"events")
@@ -248,11 +242,6 @@ class EventSockets:
             raise InvalidRequestError(name, endpoint, fix) from None
         return socket
 
-    def refresh(self) -> None:
-        """Look again whether the readers have changed."""
-        if self._readers is not None:
-            self._readers.refresh()
-
     def wait(self, timeout_ms: int) -> None:
         """Wait until a reader asks for something, or somebody connects."""
         poller = zmq.Poller()
@@ -261,26 +250,19 @@ class EventSockets:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(timeout_ms)
 
-    def hold(self) -> None:
-        """Hang up on connections that are too many."""
+    def admit(self) -> None:
+        """Answer connections that ask to be let in, and hang up on those that are too many."""
         for cap in self._caps:
             cap.hold()
-
-    def admit(self) -> bool:
-        """Answer one connection that asks to be let in; False when there is none."""
-        if self._admission is None or self._readers is None:
-            return False
-        try:
-            frames = self._admission.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        version, request, _, _, _, mechanism, *proof = frames
-        self._readers.refresh()
-        is_key = mechanism == b"CURVE" and [len(one) for one in proof] == [32]
-        is_known = is_key and z85.encode(proof[0]) in self._readers.value
-        answer = (b"200", b"OK") if is_known else (b"400", b"unknown key")
-        self._admission.send_multipart((version, request, *answer, b"", b""))
-        return True
+        with suppress(zmq.Again):
+            while self._admission is not None and self.readers is not None:
+                frames = self._admission.recv_multipart(zmq.NOBLOCK)
+                version, request, _, _, _, mechanism, *proof = frames
+                self.readers.refresh()
+                is_key = mechanism == b"CURVE" and [len(one) for one in proof] == [32]
+                is_known = is_key and z85.encode(proof[0]) in self.readers.value
+                answer = (b"200", b"OK") if is_known else (b"400", b"unknown key")
+                self._admission.send_multipart((version, request, *answer, b"", b""))
 
     def close(self) -> None:
         """Close all of it. Idempotent."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, permutations
 from typing import TYPE_CHECKING, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -109,34 +109,25 @@ class MetricsText(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield every family; called by the library."""
-        for name, value in self._counters.snapshot().items():
-            yield CounterMetricFamily(f"kvstore_{name}", COUNTERS[name], value=value)
-        finds, tiers = self._counters.finds(), self._tiers
-        found = dict.fromkeys(tiers, 0) | finds.tiers
-        asked, ready = (by or {OTHERS: 0} for by in (finds.asked, finds.ready))
-        yield _counter("tier_found_chunks", "chunks that lookups found there first", "tier", found)
-        yield _counter("tenant_lookup_chunks", "chunks asked for by a tenant", "tenant", asked)
-        yield _counter("tenant_ready_chunks", "those of them found ready", "tenant", ready)
-        yield from self._flows()
+        yield from _families(CounterMetricFamily, self._counts())
         yield self._times()
-        families: dict[str, GaugeMetricFamily] = {}
-        for name, text, where, level in self._gauges():
-            labels = ({"tier": where} if where else {}) if isinstance(where, str) else where
-            if name not in families:
-                families[name] = GaugeMetricFamily(f"kvstore_{name}", text, labels=list(labels))
-            families[name].add_metric(list(labels.values()), level)
-        yield from families.values()
+        yield from _families(GaugeMetricFamily, self._gauges())
 
-    def _flows(self) -> Iterable[Metric]:
-        ways = [(one, other) for one in self._tiers for other in self._tiers if one != other]
-        moved = dict.fromkeys(ways, (0, 0)) | self._counters.moves()
-        labels = ["source", "target"]
-        chunks = CounterMetricFamily("kvstore_flow_chunks", "chunks copied", labels=labels)
-        sizes = CounterMetricFamily("kvstore_flow_bytes", "bytes of them there", labels=labels)
-        for way, (count, size_bytes) in moved.items():
-            chunks.add_metric(way, count)
-            sizes.add_metric(way, size_bytes)
-        return chunks, sizes
+    def _counts(self) -> Iterator[Gauge]:
+        for name, value in self._counters.snapshot().items():
+            yield (name, COUNTERS[name], "", value)
+        finds, tiers = self._counters.finds(), self._tiers
+        for tier, found in (dict.fromkeys(tiers, 0) | finds.tiers).items():
+            yield ("tier_found_chunks", "chunks that lookups found there first", tier, found)
+        for tenant, wanted in (finds.asked or {OTHERS: 0}).items():
+            labels, ready = {"tenant": tenant}, finds.ready.get(tenant, 0)
+            yield ("tenant_lookup_chunks", "chunks asked for by a tenant", labels, wanted)
+            yield ("tenant_ready_chunks", "those of them found ready", labels, ready)
+        moved = dict.fromkeys(permutations(tiers, 2), (0, 0)) | self._counters.moves()
+        for (source, target), (chunks, size_bytes) in moved.items():
+            labels = {"source": source, "target": target}
+            yield ("flow_chunks", "chunks copied", labels, chunks)
+            yield ("flow_bytes", "bytes of them there", labels, size_bytes)
 
     def _times(self) -> Metric:
         text = "time of calls in the server, of those over gRPC and the socket"
@@ -148,8 +139,13 @@ class MetricsText(Collector):
         return family
 
 
-def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(f"kvstore_{name}", text, labels=[label])
-    for of, value in values.items():
-        family.add_metric([of], value)
-    return family
+def _families(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], rows: Iterable[Gauge]
+) -> Iterable[Metric]:
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for name, text, where, level in rows:
+        labels = ({"tier": where} if where else {}) if isinstance(where, str) else where
+        if name not in families:
+            families[name] = kind(f"kvstore_{name}", text, labels=list(labels))
+        families[name].add_metric(list(labels.values()), level)
+    return families.values()

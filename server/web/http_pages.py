@@ -19,8 +19,8 @@ from kvstore.server.security.authenticator import SCHEME
 from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import is_loopback
-from kvstore.server.web.dashboard import MEDIA, Dashboard
+from kvstore.server.settings.values import is_loopback, parse_endpoint
+from kvstore.server.web.dashboard import EVERY_S, MEDIA, Dashboard
 from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
 from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
 
@@ -134,18 +134,16 @@ class Pages:
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     async def _events(self, request: Request) -> AsyncIterator[str]:
-        """Yield what the page shows whenever it is another, while the caller may see it."""
+        """Yield what the page shows, every second, while the caller may see it."""
         self._readers += 1
         try:
             yield "retry: 2000\n\n"
-            number = 0
             while not await request.is_disconnected():
-                number, text = await self._dashboard.after(number)
-                try:
-                    self._check(request, is_noted=False)
-                except KVStoreError:
-                    return
-                yield f"data: {text}\n\n"
+                self._check(request, is_noted=False)
+                yield f"data: {await self._dashboard.text()}\n\n"
+                await asyncio.sleep(EVERY_S)
+        except KVStoreError:
+            return
         finally:
             self._readers -= 1
 
@@ -162,10 +160,8 @@ def _bearer(given: str) -> str:
     return SCHEME + text.partition(":")[2]
 
 
-def open_http(
-    address: tuple[str, int], config: Settings, backend: Backend, trust: Trust
-) -> HttpServer:
-    """Serve the metrics and the dashboard at *address*. Raises InvalidRequestError."""
+def open_http(config: Settings, backend: Backend, trust: Trust) -> HttpServer:
+    """Serve the metrics and the dashboard at ``--http``. Raises InvalidRequestError."""
     store = backend.store
     metrics = MetricsText(
         store.counters,
@@ -177,4 +173,4 @@ def open_http(
     if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
         tls = (config.tls_cert, config.tls_key, config.tls_client_ca)
     pages = Pages(config, trust, metrics, dashboard)
-    return HttpServer(address, pages.app, tls, dashboard.tick)
+    return HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)

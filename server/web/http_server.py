@@ -118,10 +118,9 @@ class HttpServer:
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
         )
         config.load()
-        self._files: WatchedFile[tuple[bytes, ...]] | None = None
+        self._files = None if tls is None else WatchedFile(tuple(filter(None, tls)), checked_pair)
         self._tls = tls
         if tls is not None:
-            self._files = WatchedFile(tuple(filter(None, tls)), checked_pair)
             config.ssl = self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             if tls[2] is not None:
                 self._context.verify_mode = ssl.CERT_OPTIONAL
@@ -158,20 +157,16 @@ class HttpServer:
 
 def _listen(address: tuple[str, int]) -> socket.socket:
     host, port = address
-    listening: socket.socket | None = None
     try:
-        family, *_, where = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # The connection of a reader that takes nothing any more ends.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_MS)
-        listening.bind(where)
-        listening.listen(BACKLOG)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, where = found[0]
+        is_v6 = family == socket.AF_INET6
+        listening = socket.create_server(
+            (str(where[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
+        )
     except OSError as error:
-        if listening is not None:
-            listening.close()
-        fix = f"{error.strerror}; choose another address"
+        fix = f"{(error.strerror or '').partition(' (')[0]}; choose another address"
         raise InvalidRequestError("http", f"{host}:{port}", fix) from None
+    # The connection of a reader that takes nothing any more ends.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_MS)
     return listening

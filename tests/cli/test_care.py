@@ -36,7 +36,7 @@ def test_scrub_says_what_it_checked_and_fails_on_damage(
     server.settled()
     status, out = run(capsys, "scrub", server.address, "--json")
     assert (status, json.loads(out)["damaged_chunks"]) == (0, 0)
-    flip_a_bit(server.config.disk.path, keys[1])
+    flip_a_bit(server.config.disk[0].path, keys[1])
     status, out = run(capsys, "scrub", server.address, "--tiers", "disk", "--json")
     assert status == 1
     assert (json.loads(out)["checked_chunks"], json.loads(out)["damaged_chunks"]) == (4, 1)

@@ -196,7 +196,7 @@ def test_a_damaged_chunk_is_not_written_and_stat_says_what_is_wrong(
     slab = server.node.store.tiers.cpu_tier.find(keys)[0]
     assert slab is not None
     server.node.store.delete(keys, server.node.store.moves.clock() + 5, "cpu")
-    flip_a_bit(server.config.disk.path, keys[0])
+    flip_a_bit(server.config.disk[0].path, keys[0])
     status, _, _ = kvstore(
         "get", digest(keys[0]), "-o", tmp_path / "x.frame", "--address", server.address
     )

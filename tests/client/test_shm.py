@@ -199,7 +199,7 @@ class TestShmTransport(TransportContract):
         assert place is not None
         (extent,) = [
             path
-            for path in (Path(server.config.disk.path) / "extents").iterdir()
+            for path in (Path(server.config.disk[0].path) / "extents").iterdir()
             if path.read_bytes()[place.offset :][:4] == b"KVFR"
             and path.read_bytes()[place.offset :][48:80] == keys[1]
         ]

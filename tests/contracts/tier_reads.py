@@ -26,33 +26,6 @@ _BYTES = 20_011
 class TierReads:
     """Holds for every tier, whether it does better than ``read`` or not."""
 
-    def test_ranges_are_filled_as_single_reads_would(self, tier: Tier) -> None:
-        info, data = make_info(1, _BYTES), payload(1, _BYTES)
-        put(tier, info, data)
-        wanted = [(0, 100), (100, 5_000), (5_100, 1), (9_000, 0), (9_000, 11_011), (3, 7)]
-        room = np.full(sum(size for _, size in wanted) + 1, 7, np.uint8)
-        stops = np.cumsum([size for _, size in wanted])
-        outs = [room[stop - size : stop] for stop, (_, size) in zip(stops, wanted, strict=True)]
-        offsets = [offset for offset, _ in wanted]
-        assert tier.read_batch(info.key, list(zip(offsets, outs, strict=True)))
-        for (offset, size), out in zip(wanted, outs, strict=True):
-            assert np.array_equal(out, data[offset : offset + size])
-        assert room[-1] == 7
-
-    def test_ranges_of_an_absent_key_are_left_alone(self, tier: Tier) -> None:
-        out = np.full(64, 7, np.uint8)
-        assert tier.read_batch(make_info(1, 64).key, [(0, out[:9]), (20, out[20:])]) is False
-        assert (out == 7).all()
-
-    @pytest.mark.parametrize(("offset", "size"), [(-1, 1), (_BYTES, 1), (0, _BYTES + 1)])
-    def test_ranges_that_leave_the_frame_are_refused(
-        self, tier: Tier, offset: int, size: int
-    ) -> None:
-        info = make_info(1, _BYTES)
-        put(tier, info, bytes_of(info))
-        with pytest.raises(InvalidRequestError):
-            tier.read_batch(info.key, [(0, np.empty(9, np.uint8)), (offset, np.empty(size, "u1"))])
-
     @pytest.mark.parametrize("size", [1, _BYTES, 1_200_003])
     def test_steps_tell_how_much_has_come_and_end_with_all_of_it(
         self, tier: Tier, size: int
@@ -131,8 +104,7 @@ class TierReads:
                     assert not tier.read(infos[seed].key, np.empty(_BYTES, np.uint8))
                 else:
                     assert_holds(tier, infos[seed], bytes_of(infos[seed]))
-                    ranges = [(5, np.empty(70, np.uint8))]
-                    assert tier.read_batch(infos[seed].key, ranges)
+                    assert tier.read(infos[seed].key, np.empty(70, np.uint8), 5)
             tier.expect([])
         assert tier.find([infos[9].key, infos[0].key]) == [None, infos[0]]
 

@@ -71,7 +71,7 @@ def test_chunks_on_disk_are_read_and_files_show_nothing(
         assert {put.outcome for put in puts} == {PutOutcome.stored}, puts
     assert_comes(client, keys)
     sample = parts_of(tensors_of(keys[0], MEDIUM, CHUNK_TOKENS))[0].tobytes()[:32]
-    files = stored(server.config.disk.path)
+    files = stored(server.config.disk[0].path)
     assert len(files) > 8 << 20
     assert sample not in files
     assert server.node.store.tiers.file_backed is None

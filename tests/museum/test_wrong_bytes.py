@@ -35,7 +35,7 @@ def test_lmcache_3388_a_load_that_falls_short_is_never_told_as_a_hit(
     client.put(chunks_of(client, keys), durable=True)
     client.close()
     server.stop()
-    flip_a_bit(server.config.disk.path, keys[2])
+    flip_a_bit(server.config.disk[0].path, keys[2])
     engine = PlainEngine(make_server().connect(transport))
     assert engine.load(PROMPT).stored_tokens == 2 * 16
     assert engine.connector.stats().lost_chunks == 2

@@ -20,7 +20,7 @@ from prompts import chunks_of, is_right, keys_of
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.server.node import SERVICE_NAME, Maintenance
+from kvstore.server.node import SERVICE_NAME, run_jobs
 from kvstore.server.settings import settings as config_module
 from kvstore.server.telemetry.metrics import COUNTERS
 
@@ -211,7 +211,7 @@ def test_health_fails_once_a_thread_of_the_node_died(
         raise SystemExit
 
     if worker == "maintenance":
-        monkeypatch.setattr(node._maintenance, "run_jobs", end)
+        node._jobs.append(end)
     else:
         monkeypatch.setattr(node._content_reader, "step", end)
     assert eventually(lambda: not node.is_alive())
@@ -284,15 +284,14 @@ def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
 
 
 def test_a_job_that_fails_stops_neither_itself_nor_others() -> None:
-    maintenance, runs = Maintenance(), Counter[str]()
+    runs = Counter[str]()
 
     def fail() -> None:
         runs["failing"] += 1
         raise OSError("no disk")
 
-    maintenance.jobs += [fail, lambda: runs.update(["other"])]
     for _ in range(2):
-        maintenance.run_jobs()
+        run_jobs([fail, lambda: runs.update(["other"])])
     assert runs == {"failing": 2, "other": 2}
 
 

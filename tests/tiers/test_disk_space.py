@@ -14,7 +14,7 @@ from disk_process import EXTENT_BYTES, open_disk
 
 from kvstore.proto.errors import TierFullError
 from kvstore.proto.types import ChunkInfo
-from kvstore.tiers.allocator import FreeList, Neighbour, adjacent_run
+from kvstore.tiers.allocator import FreeList, Span, adjacent_run
 from kvstore.tiers.disk import DiskTier, file_bytes_for
 from kvstore.tiers.disk_io import BLOCK_BYTES
 
@@ -86,14 +86,13 @@ class Churn:
 
     def _in_the_way(self, size_bytes: int) -> list[int]:
         number, _, oldest = next(iter(self.chunks.values()))
-        here = {
-            seed: Neighbour(offset, self.extents[extent].rounded(info.size_bytes), info.key)
-            for seed, (extent, offset, info) in self.chunks.items()
-            if extent == number
-        }
-        spans = self.extents[number].spans()
-        keys = adjacent_run([*here.values()], spans, oldest.key, size_bytes)
-        seeds = {one.key: seed for seed, one in here.items()}
+        holes, seeds = self.extents[number], {}
+        spans = holes.holes()
+        for seed, (extent, offset, info) in self.chunks.items():
+            if extent == number:
+                seeds[info.key] = seed
+                spans.append(Span(offset, offset + holes.rounded(info.size_bytes), info.key))
+        keys = adjacent_run(spans, oldest.key, size_bytes)
         return [seeds[key] for key in keys]
 
 

@@ -6,49 +6,61 @@ from dataclasses import replace
 
 from contracts.chunks import make_info, make_representation
 
-from kvstore.proto.types import ChunkKey, KVLayout
+from kvstore.proto.types import ChunkInfo, ChunkKey, KVLayout
+from kvstore.proto.unix_socket import Place, Reach, pack_places
 from kvstore.tiers.locations import LocationTable
 
 INFOS = [make_info(seed, 100 + seed) for seed in range(6)]
 ABSENT = ChunkKey(bytes(32))
 
 
+def place(info: ChunkInfo, number: int = 0) -> Place:
+    return Place(number, Reach.memory, 0, 64 * info.size_bytes, info.size_bytes, number << 40)
+
+
+PLACES = [place(info, number % 2) for number, info in enumerate(INFOS)]
+
+
 def filled() -> LocationTable:
     table = LocationTable()
-    for number, info in enumerate(INFOS):
-        table.seal(info, 1 + number % 2, 64 * number)
+    for info, at in zip(INFOS, PLACES, strict=True):
+        table.seal(info, at)
     return table
 
 
 def test_frames_are_found_where_they_were_sealed() -> None:
     table = filled()
-    assert table.location(table.find(INFOS[3].key)) == (2, 192, 103)
-    assert table.location(table.find(INFOS[5].key)) == (2, 320, 105)
-    assert table.location(table.find(ABSENT))[0] == 0
+    assert [table.location(info.key) for info in INFOS] == PLACES
+    assert table.location(ABSENT) is None
+    keys = [INFOS[5].key, ABSENT, INFOS[0].key]
+    assert table.place_rows(keys) == b"".join(
+        [pack_places([PLACES[5]]), bytes(32), pack_places([PLACES[0]])]
+    )
 
 
-def test_an_area_names_its_frames_in_order_of_sealing() -> None:
+def test_a_slab_names_its_frames_in_order_of_sealing() -> None:
     table = filled()
-    assert table.keys_in(1) == [info.key for info in INFOS[::2]]
-    table.remove(table.find(INFOS[0].key))
-    table.seal(INFOS[0], 1, 4096)
-    assert table.keys_in(1) == [INFOS[2].key, INFOS[4].key, INFOS[0].key]
+    assert table.keys_in(0) == [info.key for info in INFOS[::2]]
+    assert table.pop(INFOS[0].key) == PLACES[0]
+    table.seal(INFOS[0], PLACES[0])
+    assert table.keys_in(0) == [INFOS[2].key, INFOS[4].key, INFOS[0].key]
     assert table.infos() == [*INFOS[1:], INFOS[0]]
     assert table.keys_in(9) == []
 
 
 def test_a_frame_that_was_removed_lies_nowhere() -> None:
     table = filled()
-    table.remove(table.find(INFOS[1].key))
-    assert table.location(table.find(INFOS[1].key))[0] == 0
-    assert INFOS[1].key not in table.keys_in(2)
+    assert table.pop(INFOS[1].key) == PLACES[1]
+    assert table.pop(INFOS[1].key) is None
+    assert table.location(INFOS[1].key) is None
+    assert INFOS[1].key not in table.keys_in(1)
     assert len(table) == 5
 
 
 def test_infos_come_back_as_they_were_sealed() -> None:
     table = LocationTable()
     infos = [make_info(seed, 100 + seed) for seed in range(200)]
-    rows = [table.seal(info, 1, 0) for info in infos]
+    rows = [table.seal(info, place(info)) for info in infos]
     assert [table.info(row) for row in rows] == infos
     assert [table.info_of(info.key) for info in infos] == infos
     assert table.info_of(ChunkKey(bytes(32))) is None
@@ -56,19 +68,20 @@ def test_infos_come_back_as_they_were_sealed() -> None:
 
 def test_the_largest_values_of_every_field_are_kept() -> None:
     table = LocationTable()
-    info = replace(
-        make_info(1, (1 << 64) - 1), codec_id=(1 << 16) - 1, prefill_flops=float(1 << 70)
-    )
-    assert table.info(table.seal(info, 1, 0)) == info
+    most = (1 << 64) - 1
+    info = replace(make_info(1, most), codec_id=(1 << 16) - 1, prefill_flops=float(1 << 70))
+    at = Place((1 << 32) - 1, Reach.peer, 255, most, most, most)
+    assert table.info(table.seal(info, at)) == info
+    assert table.location(info.key) == at
 
 
 def test_a_row_is_given_again_with_nothing_of_the_old() -> None:
     table = LocationTable()
     old, new = make_info(1, 100), make_info(2, 7)
-    row = table.seal(old, 1, 0)
-    table.remove(row)
+    row = table.seal(old, place(old))
+    table.pop(old.key)
     assert table.info_of(old.key) is None
-    assert table.seal(new, 1, 0) == row
+    assert table.seal(new, place(new)) == row
     assert table.info(row) == new
 
 
@@ -79,5 +92,5 @@ def test_more_layouts_than_are_shared_are_told_apart() -> None:
         replace(make_info(seed, 100), layout=KVLayout.of(representation, 16 + seed))
         for seed in range(1500)
     ]
-    rows = [table.seal(info, 1, 0) for info in infos]
+    rows = [table.seal(info, place(info)) for info in infos]
     assert [table.info(row) for row in rows] == infos

@@ -18,7 +18,7 @@ from kvstore.proto.types import Fidelity
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.loading import show
-from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolders, auto_fidelity, is_auto
+from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolder, auto_fidelity, is_auto
 from kvstore.server.settings.settings import (
     Settings,
     load_config,
@@ -56,10 +56,9 @@ def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) ->
     config = load_config([])
     assert config.tiers == ("cpu", "disk")
     assert config.listen_address == ("127.0.0.1", 7420)
-    assert config.http_address is None
-    assert config.disk == DiskFolders(
-        capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk"
-    )
+    assert config.http == "off"
+    folder = DiskFolder(capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk")
+    assert config.disk == (folder,)
     assert config.read_secret() == b""
     assert not config.insecure
 
@@ -181,9 +180,9 @@ insecure: yes
     config = load_config(["--config", write(tmp_path / "c.yaml", text)])
     assert config.tiers == ("cpu", "disk")
     assert config.cpu_size == 64 * MIB
-    assert config.disk == DiskFolders(capacity_bytes=GIB, path=tmp_path)
+    assert config.disk == (DiskFolder(capacity_bytes=GIB, path=tmp_path),)
     assert config.socket_path_for(1) is None
-    assert config.http_address is None
+    assert config.http == "off"
     assert config.insecure
 
 
@@ -601,14 +600,14 @@ def test_a_slab_that_is_given_is_kept() -> None:
 
 
 def test_disk_takes_a_size_a_path_or_both(tmp_path: Path) -> None:
-    both = load_config(["--disk", "10GiB:/data/a:b"]).disk
+    both = load_config(["--disk", "10GiB:/data/a:b"]).disk[0]
     assert (both.capacity_bytes, both.path) == (10 * GIB, Path("/data/a:b"))
-    path_only = load_config(["--disk", "~/kv"]).disk
+    path_only = load_config(["--disk", "~/kv"]).disk[0]
     assert (path_only.capacity_bytes, path_only.path) == (4 * GIB, Path.home() / "kv")
-    size_only = load_config(["--disk", "10GiB"]).disk
+    size_only = load_config(["--disk", "10GiB"]).disk[0]
     assert size_only.capacity_bytes == 10 * GIB
     assert size_only.path == tmp_path / "cache" / "kvstore" / "disk"
-    assert load_config(["--disk", "./kv"]).disk.path == Path.cwd() / "kv"
+    assert load_config(["--disk", "./kv"]).disk[0].path == Path.cwd() / "kv"
 
 
 def test_the_socket_carries_the_bound_port_in_the_users_runtime_folder(
@@ -631,7 +630,7 @@ def test_a_runtime_folder_too_deep_for_a_socket_is_refused(monkeypatch: pytest.M
 def test_insecure_lets_the_server_listen_to_other_hosts() -> None:
     config = load_config(["--listen", "0.0.0.0:0", "--http", "[::]:9000", "--insecure"])
     assert config.listen_address == ("0.0.0.0", 0)
-    assert config.http_address == ("::", 9000)
+    assert config.http == "[::]:9000"
 
 
 # --- what is shown
@@ -713,20 +712,20 @@ def test_importing_the_configuration_loads_nothing_heavy() -> None:
 def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path: Path) -> None:
     a, b, c = (tmp_path / name for name in "abc")
     disk = load_config(["--disk", f"5GiB:{a}, 6GiB:{b},{c}"]).disk
-    assert [(folder.capacity_bytes, folder.path) for folder in disk.folders] == [
+    assert [(folder.capacity_bytes, folder.path) for folder in disk] == [
         (5 * GIB, a),
         (6 * GIB, b),
         (6 * GIB, c),
     ]
-    assert load_config(["--disk", str(disk)]).disk == disk
-    by_name = f"disk: {{path: {a}, capacity_bytes: 5GiB, others: [{{path: {b}}}]}}\n"
+    assert load_config(["--disk", ",".join(map(str, disk))]).disk == disk
+    by_name = f"disk: [{{path: {a}, capacity_bytes: 5GiB}}, {{path: {b}}}]\n"
     named = load_config(["--config", write(tmp_path / "c.yaml", by_name)]).disk
-    assert str(named) == f"5GiB:{a},4GiB:{b}"
+    assert ",".join(map(str, named)) == f"5GiB:{a},4GiB:{b}"
 
 
 def test_a_disk_alone_in_a_list_has_the_default_size(tmp_path: Path) -> None:
     disk = load_config(["--disk", f"{tmp_path}/a,{tmp_path}/b"]).disk
-    assert [folder.capacity_bytes for folder in disk.folders] == [4 * GIB] * 2
+    assert [folder.capacity_bytes for folder in disk] == [4 * GIB] * 2
 
 
 @pytest.mark.parametrize(
@@ -879,8 +878,8 @@ def test_what_is_given_for_no_tier_is_for_all_of_them() -> None:
     assert config.codecs["cpu"] == config.codecs["peer"] == "raw"
     assert load_config(["--codec", "kvq:2,sinks=4"]).codec["redis"] == "kvq:2,sinks=4"
     budget = load_config(["--write-budget", "disk=1TiB,redis=500G"])
-    assert budget.write_budgets == {"disk": 1 << 40, "redis": 500 * 10**9}
-    assert load_config([]).write_budgets == {}
+    assert budget.write_budget == {"disk": 1 << 40, "redis": 500 * 10**9}
+    assert load_config([]).write_budget == {"disk": 0, "redis": 0}
 
 
 def test_the_ten_flags_that_matter_first_are_first_in_help(

@@ -203,7 +203,7 @@ def test_a_damaged_copy_says_on_which_tier(make_server: ServerMaker) -> None:
     client.put(chunks_of(client, keys), durable=True)
     client.close()
     server.stop()
-    flip_a_bit(server.config.disk.path, keys[1])
+    flip_a_bit(server.config.disk[0].path, keys[1])
     server = make_server()
     client = server.connect("grpc")
     assert states(explained(server, keys)) == ["ready", "ready"]

@@ -53,7 +53,7 @@ def test_damage_is_found_quarantined_and_can_be_put_again(server: LocalServer) -
     client = server.connect()
     keys = store(client, 1, CHUNKS)
     server.settled()
-    flip_a_bit(server.config.disk.path, keys[2])
+    flip_a_bit(server.config.disk[0].path, keys[2])
     assert scrub_of(server).run_pass(["disk"], 0).damaged_chunks == 1
     assert server.counter("corrupt_chunks") == 1
     server.settled()
@@ -130,7 +130,7 @@ def test_a_reader_that_finds_damage_which_is_none_deletes_nothing(server: LocalS
     request = pb.DeleteRequest(digests=b"".join(key[16:] for key in keys), if_damaged=True)
     assert wire.call("Delete", request).deleted == 0
     assert_reads(client, keys)
-    flip_a_bit(server.config.disk.path, keys[0])
+    flip_a_bit(server.config.disk[0].path, keys[0])
     assert wire.call("Delete", request).deleted == 1
     assert_reads(client, keys)
 
