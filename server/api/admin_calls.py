@@ -121,8 +121,8 @@ class AdminCalls:
         eviction = self._catalog.eviction
         for chunk in chunks if request.ranks else ():
             for copy in chunk.copies:
-                turn = eviction.rank(copy.tier, ChunkKey(session.namespace + chunk.digest))
-                copy.before, copy.at_least = turn.before, turn.is_at_least
+                key = ChunkKey(session.namespace + chunk.digest)
+                copy.before, copy.at_least = eviction.rank(copy.tier, key)
                 copy.policy = eviction.policy_report(copy.tier).name
         return pb.StatResponse(chunks=chunks)
 

@@ -17,7 +17,7 @@ from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import CatalogListener, CatalogState, Lookup, Stored
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
-from kvstore.server.index.hints import ChunkMetadata, PutInfo
+from kvstore.server.index.hints import NEVER, ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Lease, Leases, LeaseTerms
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.queries import CatalogQueries
@@ -120,8 +120,6 @@ class Catalog:
         facts, flops = None, [0.0]
         if is_new:
             facts, flops = known.facts(rows, infos, put_info or _UNKNOWN)
-        if known.hints.awaited:
-            known.hints.arrived(rows)
         if is_new and uses.batches:
             for info in infos:
                 if put_info is not None:  # who put it has used it
@@ -409,8 +407,13 @@ class Catalog:
     def expired_keys(self) -> list[ChunkKey]:
         """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
         with self._lock:
-            rows = self._metadata.hints.expired(self._clock(), EXPIRED_AT_ONCE)
-            return [self._index.key(row) for row in rows]
+            index, hints, keys = self._index, self._metadata.hints, list[ChunkKey]()
+            for row in hints.expired(self._clock(), EXPIRED_AT_ONCE):
+                if index.holders(row):
+                    keys.append(index.key(row))
+                else:  # it did not come again after the restart
+                    hints.set_expiry(row, NEVER)
+            return keys
 
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Keep *key* from eviction while it is moved; return its copies. Pair with ``let_go``."""
@@ -495,7 +498,7 @@ class Catalog:
     def restore(self, saved: SavedHistory) -> int:
         """Remember what an earlier run did; return how many chunks. Before any other event.
 
-        What engines said of chunks counts from ``note_sealed`` on. Raises InvalidRequestError.
+        Raises InvalidRequestError.
         """
         known = self._metadata
         with self._lock:

@@ -27,13 +27,6 @@ class Wanted(NamedTuple):
 EVERYBODY = Wanted()
 
 
-class EvictionRank(NamedTuple):
-    """How many others go before a chunk; at least so many where no more were looked at."""
-
-    before: int
-    is_at_least: bool = False
-
-
 class TierUse(NamedTuple):
     """What a tenant takes of a tier, and may take."""
 
@@ -143,16 +136,13 @@ class EvictionState:
         parent = self._index.parents.__getitem__
         return self._state.metadata.hints.in_order(rows, parent, len(policy))
 
-    def rank(self, tier: str, key: ChunkKey) -> EvictionRank:
-        """Return how many others *tier* would evict before *key*; nobody is."""
+    def rank(self, tier: str, key: ChunkKey) -> tuple[int, bool]:
+        """Return how many others *tier* would evict before *key*, and whether it may be more."""
         with self._state.lock:
             self._state.access_log.apply_all()
-            row, before = self._index.row(key), 0
-            for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
-                if victim == row:
-                    return EvictionRank(before)
-                before += 1
-            return EvictionRank(before, is_at_least=True)
+            victims = list(islice(self._candidates(tier, EVERYBODY), LOOKED_AT))
+            row = self._index.row(key)
+            return (victims.index(row), False) if row in victims else (len(victims), True)
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
         """The eviction is over, whatever became of it."""

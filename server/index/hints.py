@@ -45,8 +45,6 @@ class RowHints:
         self.columns = (self.priorities, self.expiries, self.partitions)
         self._times: list[tuple[float, int]] = []
         """When which row may expire, a heap; entries that are no longer true are skipped."""
-        self.awaited: dict[int, tuple[float, int]] = {}
-        """What an earlier run knew of chunks that are not here yet, by row."""
         self.expiring = 0
         """Chunks that expire some time."""
         self._prioritized = 0
@@ -138,24 +136,14 @@ class RowHints:
         chunks["left_s"] = left_s
 
     def restore(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
-        """Take what an earlier run wrote: it counts once the chunks have arrived here again."""
+        """Take what an earlier run wrote."""
         spoken = np.flatnonzero((chunks["left_s"] > 0) | (chunks["priority"] > 0))
-        for at in spoken.tolist():
-            left_s = float(chunks["left_s"][at])
-            expires_s = now_s + left_s if left_s else NEVER
-            self.awaited[int(rows[at])] = (expires_s, int(chunks["priority"][at]))
-
-    def arrived(self, rows: Sequence[int]) -> None:
-        """Chunks have copies: what an earlier run knew of them counts now."""
-        for row in rows:
-            if row in self.awaited:
-                expires_s, priority = self.awaited.pop(row)
-                self.set_expiry(row, expires_s)
-                self.set_priority(row, min(priority, MAX_PRIORITY))
+        for row, chunk in zip(rows[spoken].tolist(), chunks[spoken], strict=True):
+            self.set_priority(row, min(int(chunk["priority"]), MAX_PRIORITY))
+            self.set_expiry(row, now_s + float(chunk["left_s"]) if chunk["left_s"] else NEVER)
 
     def forget(self, row: int) -> None:
         """The chunk is nowhere any more."""
-        self.awaited.pop(row, None)
         self.set_priority(row, 0)
         self.set_expiry(row, NEVER)
         self.partitions[row] = 0

@@ -36,6 +36,7 @@ class Ticket:
     queue: str
     name: bytes
     work: Work
+    is_urgent: bool
     claims: int | None
     """How many want it, of those that may lose interest; None: it is done whatever they want."""
     batch_key: object
@@ -68,7 +69,6 @@ class WorkQueue:
         self._limit = limit_per_queue
         self._clock = clock
         self._waiting: dict[str, deque[Ticket]] = {queue: deque() for queue in queues}
-        self._urgent: dict[str, deque[Ticket]] = {queue: deque() for queue in queues}
         self._open: dict[tuple[str, bytes], Ticket] = {}
         self._at_work: dict[str, list[object]] = {queue: [] for queue in queues}
         """The batch_key of each worker that has one."""
@@ -108,24 +108,28 @@ class WorkQueue:
         takes several of the same *batch_key*, in order.
         """
         with self._lock:
-            tickets, rush = self._waiting[queue], self._urgent[queue]
-            known = self._open.get((queue, name))
+            tickets, known = self._waiting[queue], self._open.get((queue, name))
             if known is not None:
                 if known.claims is not None:
                     known.claims = known.claims + 1 if claimed else None
-                if urgent and known in tickets:
+                if urgent and not known.is_urgent and known in tickets:
                     tickets.remove(known)
-                    rush.append(known)
+                    known.is_urgent = True
+                    tickets.insert(self._urgent_count(queue), known)
                 return known
-            if self._closed or (len(tickets) + len(rush) >= self._limit and not urgent):
+            if self._closed or (len(tickets) >= self._limit and not urgent):
                 return None
             # In the context of who asks: its request id, and its span.
             work = partial(copy_context().run, work)
-            ticket = Ticket(queue, name, work, 1 if claimed else None, batch_key)
+            ticket = Ticket(queue, name, work, urgent, 1 if claimed else None, batch_key)
             self._open[queue, name] = ticket
-            (rush if urgent else tickets).append(ticket)
+            tickets.insert(self._urgent_count(queue) if urgent else len(tickets), ticket)
             self._queued[queue].notify()
             return ticket
+
+    def _urgent_count(self, queue: str) -> int:
+        """Return how many urgent tickets wait: they come first."""
+        return sum(1 for _ in takewhile(lambda ticket: ticket.is_urgent, self._waiting[queue]))
 
     def let_go(self, ticket: Ticket) -> bool:
         """Undo one claim. Return whether the work ends, or never begins, for that.
@@ -139,9 +143,8 @@ class WorkQueue:
             if ticket.claims:
                 return False
             if not ticket.is_begun:
-                for tickets in (self._waiting[ticket.queue], self._urgent[ticket.queue]):
-                    with suppress(ValueError):
-                        tickets.remove(ticket)
+                with suppress(ValueError):  # a worker has taken it along
+                    self._waiting[ticket.queue].remove(ticket)
                 ticket.error = DeadlineError(f"{ticket.queue}: nobody waits for it any more")
                 self._end(ticket)
             return True
@@ -159,11 +162,7 @@ class WorkQueue:
     def wait(self, ticket: Ticket, deadline: float) -> object:
         """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
         with self._changed:
-            while not ticket.done and not self._closed:
-                left_s = deadline - self._clock()
-                if left_s <= 0:
-                    break
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: ticket.done or self._closed, deadline - self._clock())
         if not ticket.done:
             raise DeadlineError(f"{ticket.queue}: not done by the deadline")
         if ticket.error is not None:
@@ -174,14 +173,10 @@ class WorkQueue:
         """Wait until a ticket of *queues* is done; False if none is open or time is up."""
         with self._changed:
             tickets = [ticket for (queue, _), ticket in self._open.items() if queue in queues]
-            if not tickets:
-                return False
-            while not any(ticket.done for ticket in tickets) and not self._closed:
-                left_s = deadline - self._clock()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-        return True
+            return bool(tickets) and self._changed.wait_for(
+                lambda: self._closed or any(ticket.done for ticket in tickets),
+                deadline - self._clock(),
+            )
 
     def named(self, name: bytes) -> list[Ticket]:
         """Return the tickets of any queue that have *name* and are not done."""
@@ -189,14 +184,13 @@ class WorkQueue:
             return [self._open[at] for queue in self._idle if (at := (queue, name)) in self._open]
 
     def _next(self, queue: str) -> Ticket | None:
-        """Take the first ticket, urgent ones before others, that not too many are at."""
+        """Take the first ticket of whose batch_key there are not too many at work."""
         at_work, most = self._at_work[queue], self._parallelism[queue]
-        for tickets in (self._urgent[queue], self._waiting[queue]):
-            for ticket in tickets:
-                if ticket.batch_key is None or at_work.count(ticket.batch_key) < most:
-                    tickets.remove(ticket)
-                    ticket.is_begun = True
-                    return ticket
+        for ticket in self._waiting[queue]:
+            if ticket.batch_key is None or at_work.count(ticket.batch_key) < most:
+                self._waiting[queue].remove(ticket)
+                ticket.is_begun = True
+                return ticket
         return None
 
     def _next_run(self, queue: str) -> list[Ticket]:
@@ -258,11 +252,11 @@ class WorkQueue:
     def depth(self) -> dict[str, int]:
         """Return how many tickets wait in each queue."""
         with self._lock:
-            return {name: len(self._urgent[name]) + len(self._waiting[name]) for name in self._idle}
+            return {queue: len(tickets) for queue, tickets in self._waiting.items()}
 
     def fullness(self, queue: str) -> float:
         """Return how full a queue is, from 0 to 1; 0 for one that does not exist."""
-        return min(1.0, self.depth().get(queue, 0) / self._limit)
+        return min(1.0, len(self._waiting.get(queue, ())) / self._limit)
 
     def is_idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
@@ -277,7 +271,7 @@ class WorkQueue:
         """Finish what runs, drop what waits, stop the threads. Idempotent."""
         with self._lock:
             self._closed = True
-            for tickets in (*self._waiting.values(), *self._urgent.values()):
+            for tickets in self._waiting.values():
                 tickets.clear()
             self._open = {at: ticket for at, ticket in self._open.items() if ticket.is_begun}
             for changed in (self._changed, *self._queued.values()):
