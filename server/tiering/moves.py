@@ -234,7 +234,7 @@ class Moves:
             raise
         finally:
             taken_s = self.clock() - started
-            self.placement.note_write(target.name, taken_s, reservation.info.key, len(frame))
+            self.placement.note_write(target.name, reservation.info.key, len(frame), taken_s)
 
     def _best(self, copies: Mapping[str, ChunkInfo]) -> list[TierSlot]:
         """Return the slots of *copies*, the best copy first and of equal ones the nearest."""

@@ -105,7 +105,7 @@ def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:
     def cast_out(self: Catalog, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        self._orphans[tier].add(key)
+        self.orphans[tier].add(key)
         return even_if_held or not self.is_held(key)
 
     patch.setattr(Catalog, "cast_out", cast_out)
