@@ -167,7 +167,7 @@ class Moves:
             self.eviction.purge(target)
             request = SpaceRequest(info, tenant, self.clock() + self._move_timeout_s)
             reservation = self.eviction.reserve(target, request)
-            if self._write(target, reservation, frame):
+            if self.write(target, reservation, frame):
                 self.note_moved(info, self._best(copies)[0], target)
                 return True
             return self._adopt(key, target)
@@ -216,7 +216,8 @@ class Moves:
         self.catalog.note_sealed(target.name, info)
         return True
 
-    def _write(self, target: TierSlot, reservation: Reservation, frame: Bytes) -> bool:
+    def write(self, target: TierSlot, reservation: Reservation, frame: Bytes) -> bool:
+        """Write and seal a frame; False when another of its key is there."""
         sealing = False
 
         def work() -> bool:

@@ -73,7 +73,7 @@ def failed_writes_keep_their_room(patch: pytest.MonkeyPatch) -> None:
 
         return target.guarded(work)
 
-    patch.setattr(Moves, "_write", write)
+    patch.setattr(Moves, "write", write)
 
 
 def a_dead_session_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
