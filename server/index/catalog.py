@@ -229,10 +229,10 @@ class Catalog:
         found: list[ChunkInfo | None] = []
         for start in range(0, len(keys), AT_ONCE):
             with self._lock:
-                rows = index.rows(keys[start : start + AT_ONCE])
-                held, _ = index.sizes(tier, rows, Fidelity.none)
-                both = zip(rows.tolist(), held.tolist(), strict=True)
-                found += [index.info(tier, row) if is_here else None for row, is_here in both]
+                rows = index.rows(keys[start : start + AT_ONCE]).tolist()
+                found += [
+                    index.info(tier, row) if tier in index.holders(row) else None for row in rows
+                ]
         return found
 
     # --- lookups and leases
@@ -255,10 +255,8 @@ class Catalog:
         index, hints = self._index, self._metadata.hints
         with self._lock:
             now_s = self._clock()
-            known = rows = index.known_prefix(keys)
-            if hints.expiring:
-                rows = hints.unexpired(rows, now_s)
-            rows = index.readable(rows, min_fidelity)
+            known = index.known_prefix(keys)
+            rows = index.readable(hints.unexpired(known, now_s), min_fidelity)
             if not again:
                 np.frombuffer(index.hits, np.uint32)[rows] += 1
             self._access_log.note(Lookup(known, keys, now_s, again))
@@ -325,9 +323,7 @@ class Catalog:
         """Lease what exists of a prefix; return it and its length. Raises QuotaExceededError."""
         with self._lock:
             now_s = self._clock()
-            rows = self._index.prefix(keys)
-            if self._metadata.hints.expiring:
-                rows = self._metadata.hints.unexpired(rows, now_s)
+            rows = self._metadata.hints.unexpired(self._index.prefix(keys), now_s)
             known = len(self._index.readable(rows, Fidelity.none))
             return self._holds.lease(keys[:known], terms, now_s), known
 

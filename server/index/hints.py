@@ -103,7 +103,9 @@ class RowHints:
         return NEVER != self.expiries[row] <= now_s
 
     def unexpired(self, rows: Rows, now_s: float) -> Rows:
-        """Return *rows* up to the first whose time is up; all when none is ``expiring``."""
+        """Return *rows* up to the first whose time is up."""
+        if not self.expiring:
+            return rows
         expiries = np.frombuffer(self.expiries)[rows]
         late = (expiries != NEVER) & (expiries <= now_s)
         return rows[: int(late.argmax())] if late.any() else rows

@@ -60,8 +60,8 @@ class Placement:
         now_s = self._clock()
         self._rules = {name: slot.admission or otherwise for name, slot in self.tiers.slots.items()}
         self._weighs = any(rule.least_value is not None for rule in self._rules.values())
-        budgets = {name: size for name, size in bytes_a_day.items() if name in self.tiers.slots}
-        self._budgets = {name: WriteBudget(size, now_s) for name, size in budgets.items()}
+        known = self.tiers.slots.keys() & bytes_a_day.keys()
+        self._budgets = {name: WriteBudget(bytes_a_day[name], now_s) for name in known}
 
     def admits(self, slot: TierSlot, key: ChunkKey, moment: Trigger) -> bool:
         """Whether a copy of *key* on *slot* is worth making now; it has none there.
