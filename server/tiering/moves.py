@@ -195,9 +195,7 @@ class Moves:
 
     def _make_way(self, target: TierSlot, key: ChunkKey) -> None:
         """Cast out a copy on *target* that could be better, unless somebody reads it."""
-        if target.name not in self.catalog.holders(key):
-            return
-        copies = self.catalog.copies(key)
+        copies = self.catalog.copies(key) if target.name in self.catalog.holders(key) else {}
         if target.name not in copies or not self._can_better(target, key, copies):
             return
         if self.catalog.cast_out(target.name, key, even_if_held=False):

@@ -220,8 +220,9 @@ class Dashboard:
                 model = space.representation.model_id if space else "unknown"
                 tenant = space.tenant if space else "unknown"
                 digest = one.key[DIGEST_BYTES:].hex()[:12]
-                tiers = ", ".join(one.tiers)
-                self._prefixes.append([digest, model, tenant, tiers, one.tokens, one.hits])
+                layout = next(iter(one.copies.values())).layout
+                tokens, tiers = one.context_tokens + layout.tokens, ", ".join(one.copies)
+                self._prefixes.append([digest, model, tenant, tiers, tokens, one.hits])
             self._prefixes_s = now_s
         return self._prefixes
 
