@@ -83,8 +83,8 @@ class Catalog:
         self.listeners: list[CatalogListener] = []
         self.outcomes = Outcomes(clock)
         """What became of chunks that are not here."""
-        self._orphans: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
-        """Copies that were forgotten and that their tier has not freed yet."""
+        self.orphans: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
+        """By tier what was cast out and may still lie there. For reading."""
 
     # --- copies
 
@@ -104,7 +104,7 @@ class Catalog:
         with self._lock:
             row = self._index.row(info.key)
             if row and self._index.layouts[row] != info.layout:  # all copies of a chunk are alike
-                self._orphans[tier].add(info.key)
+                self.orphans[tier].add(info.key)
                 return
             self._sealed(tier, (info,), put_info, is_new=not row)
         self.state.news.set()
@@ -114,7 +114,7 @@ class Catalog:
     ) -> None:
         """Note the copy of one chunk, or of a chain of one layout and size that is new."""
         index, known, uses = self._index, self._metadata, self._holds.uses
-        if orphans := self._orphans[tier]:
+        if orphans := self.orphans[tier]:
             orphans.difference_update([info.key for info in infos])
         rows = index.add(tier, infos)
         facts, flops = None, [0.0]
@@ -152,7 +152,7 @@ class Catalog:
             for listener in self.listeners:
                 listener.removed(tier, key, is_last=is_last)
             if to_orphans:
-                self._orphans[tier].add(key)
+                self.orphans[tier].add(key)
         return known
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
@@ -169,20 +169,10 @@ class Catalog:
                 return False
             return self._forget(tier, key, to_orphans=True)
 
-    def orphans(self, tier: str) -> set[ChunkKey]:
-        """Return what was cast out of *tier* and may still lie there."""
-        with self._lock:
-            return set(self._orphans[tier])
-
-    def is_orphan(self, tier: str, key: ChunkKey) -> bool:
-        """Whether the chunk was cast out of *tier* and may still lie there."""
-        with self._lock:
-            return key in self._orphans[tier]
-
     def purged(self, tier: str, key: ChunkKey) -> None:
         """The tier has freed an orphan."""
         with self._lock:
-            self._orphans[tier].discard(key)
+            self.orphans[tier].discard(key)
 
     def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Return the chunk's copies by tier name; empty when there is none."""
@@ -239,10 +229,10 @@ class Catalog:
         found: list[ChunkInfo | None] = []
         for start in range(0, len(keys), AT_ONCE):
             with self._lock:
-                rows = index.rows(keys[start : start + AT_ONCE])
-                held, _ = index.sizes(tier, rows, Fidelity.none)
-                both = zip(rows.tolist(), held.tolist(), strict=True)
-                found += [index.info(tier, row) if is_here else None for row, is_here in both]
+                rows = index.rows(keys[start : start + AT_ONCE]).tolist()
+                found += [
+                    index.info(tier, row) if tier in index.holders(row) else None for row in rows
+                ]
         return found
 
     # --- lookups and leases
@@ -265,10 +255,8 @@ class Catalog:
         index, hints = self._index, self._metadata.hints
         with self._lock:
             now_s = self._clock()
-            known = rows = index.known_prefix(keys)
-            if hints.expiring:
-                rows = hints.unexpired(rows, now_s)
-            rows = index.readable(rows, min_fidelity)
+            known = index.known_prefix(keys)
+            rows = index.readable(hints.unexpired(known, now_s), min_fidelity)
             if not again:
                 np.frombuffer(index.hits, np.uint32)[rows] += 1
             self._access_log.note(Lookup(known, keys, now_s, again))
@@ -335,22 +323,9 @@ class Catalog:
         """Lease what exists of a prefix; return it and its length. Raises QuotaExceededError."""
         with self._lock:
             now_s = self._clock()
-            rows = self._index.prefix(keys)
-            if self._metadata.hints.expiring:
-                rows = self._metadata.hints.unexpired(rows, now_s)
+            rows = self._metadata.hints.unexpired(self._index.prefix(keys), now_s)
             known = len(self._index.readable(rows, Fidelity.none))
             return self._holds.lease(keys[:known], terms, now_s), known
-
-    def lease(self, lease_id: int, session_id: int) -> Lease:
-        """Return a live lease. Raises LeaseExpiredError."""
-        with self._lock:
-            return self._holds.leases.get(lease_id, session_id, self._clock())
-
-    def leased(self, lease_id: int, session_id: int) -> Sequence[ChunkKey]:
-        """Return the chunks of a lease, be its time up or not; none if there is no such lease."""
-        with self._lock:
-            lease = self._holds.leases.find(lease_id, session_id)
-            return () if lease is None else lease.keys
 
     def release(self, lease_id: int, session_id: int) -> bool:
         """End a lease."""

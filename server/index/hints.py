@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,13 +69,10 @@ class RowHints:
         if not self._prioritized or window < 2:
             yield from victims
             return
-        ahead: list[int] = []
-        for victim in victims:
-            ahead.append(victim)
-            if len(ahead) == window:
-                yield ahead.pop(self._lowest(ahead, parent))
+        ahead = list(islice(victims, window))
         while ahead:
             yield ahead.pop(self._lowest(ahead, parent))
+            ahead += islice(victims, 1)
 
     def _lowest(self, ahead: list[int], parent: Callable[[int], int]) -> int:
         waiting: set[int] = set()
@@ -105,7 +103,9 @@ class RowHints:
         return NEVER != self.expiries[row] <= now_s
 
     def unexpired(self, rows: Rows, now_s: float) -> Rows:
-        """Return *rows* up to the first whose time is up; all when none is ``expiring``."""
+        """Return *rows* up to the first whose time is up."""
+        if not self.expiring:
+            return rows
         expiries = np.frombuffer(self.expiries)[rows]
         late = (expiries != NEVER) & (expiries <= now_s)
         return rows[: int(late.argmax())] if late.any() else rows

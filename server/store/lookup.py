@@ -172,7 +172,7 @@ class Lookup:
                 if not placement.admits(slot, key, Trigger.asked):
                     continue
                 if self._moves.copy_to(key, slot) is None:
-                    placement.cancelled(slot.name, key)
+                    placement.note_write(slot.name, key)
 
     def _plan(
         self,
@@ -310,7 +310,7 @@ class Lookup:
             return True
 
         slot.guarded(work, "find")
-        orphans = self._catalog.orphans(slot.name)
+        orphans = self._catalog.orphans[slot.name]
         infos = [info for info in found if info is not None and info.key not in orphans]
         if infos:
             self._learn(slot, infos)

@@ -158,7 +158,7 @@ class Store:
             # By the medium itself: a flush that failed before may have taken chunks
             # that the catalog still names.
             found = slot.tier.find(keys)
-            orphans = self.catalog.orphans(slot.name)
+            orphans = self.catalog.orphans[slot.name]
             for key, info in zip(keys, found, strict=True):
                 if info is None or key in orphans:
                     self.catalog.forget(slot.name, key)
@@ -229,7 +229,8 @@ class Store:
     def release(self, session: Session, lease_id: int, hints: Hints = NO_HINTS) -> bool:
         """End a lease, whose chunks *hints* are of. Return whether the session had it."""
         if hints != NO_HINTS:
-            keys = self.catalog.leased(lease_id, session.session_id)
+            lease = self.catalog.leases.find(lease_id, session.session_id)
+            keys = lease.keys if lease is not None else ()
             self.counters.add("ignored_pins", self.catalog.hint(keys, hints))
         released = self.catalog.release(lease_id, session.session_id)
         if lease_id in self._prefetch.by_lease and released:
@@ -247,7 +248,8 @@ class Store:
             terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000)
             lease, known = self.catalog.grant(keys, terms)
             return lease.lease_id, known
-        leased = set(self.catalog.lease(lease_id, session.session_id).keys)
+        now_s = self.moves.clock()
+        leased = set(self.catalog.leases.get(lease_id, session.session_id, now_s).keys)
         for key in keys:
             if key not in leased:
                 raise InvalidRequestError(
@@ -277,7 +279,7 @@ class Store:
     def _purge(self, key: ChunkKey, deadline: float) -> None:
         """Free what was cast out of *key*, now or before, on every tier that answers."""
         for slot in self.tiers.slots.values():
-            if self.catalog.is_orphan(slot.name, key):
+            if key in self.catalog.orphans[slot.name]:
                 ticket = self.moves.eviction.delete_from(slot, key, urgent=True)
                 if ticket is not None:
                     self._outcome(ticket, deadline)

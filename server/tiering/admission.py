@@ -258,11 +258,6 @@ class EvictionValue:
         return value_per_byte >= LEAST_SHARE * (self.per_byte or 0.0)
 
 
-def value_per_byte(chance: float, saved_s: float, size_bytes: int) -> float:
-    """Return the seconds that a byte of a chunk is expected to save; 0 where nothing is saved."""
-    return chance * max(0.0, saved_s) / max(1, size_bytes)
-
-
 MAX_REMEMBERED = 1 << 14
 """Partings, and as many states turned away, the latest. About 6 MB of each."""
 

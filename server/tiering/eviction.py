@@ -269,12 +269,12 @@ class Eviction:
         Only the store queue deletes from a lower slot and writes to it, so no orphan can be
         replaced by a copy worth keeping in the meantime.
         """
-        if self._catalog.is_orphan(slot.name, key):
+        if key in self._catalog.orphans[slot.name]:
             slot.guarded(lambda: slot.tier.delete(key), "delete")
             self._catalog.purged(slot.name, key)
 
     def purge(self, slot: TierSlot) -> None:
         """Delete what earlier attempts left on *slot*, as far as it answers."""
         with suppress(TierUnavailableError):
-            for key in self._catalog.orphans(slot.name):
+            for key in list(self._catalog.orphans[slot.name]):
                 self.discard(slot, key)

@@ -19,7 +19,6 @@ from kvstore.server.tiering.admission import (
     Trigger,
     WriteBudget,
     remember,
-    value_per_byte,
 )
 from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
@@ -61,8 +60,8 @@ class Placement:
         now_s = self._clock()
         self._rules = {name: slot.admission or otherwise for name, slot in self.tiers.slots.items()}
         self._weighs = any(rule.least_value is not None for rule in self._rules.values())
-        budgets = {name: size for name, size in bytes_a_day.items() if name in self.tiers.slots}
-        self._budgets = {name: WriteBudget(size, now_s) for name, size in budgets.items()}
+        known = self.tiers.slots.keys() & bytes_a_day.keys()
+        self._budgets = {name: WriteBudget(bytes_a_day[name], now_s) for name in known}
 
     def admits(self, slot: TierSlot, key: ChunkKey, moment: Trigger) -> bool:
         """Whether a copy of *key* on *slot* is worth making now; it has none there.
@@ -134,13 +133,7 @@ class Placement:
         if prospect is None:
             return 0.0
         saved_s = source.load_s(prospect.size_bytes)
-        return value_per_byte(prospect.chance, saved_s, prospect.size_bytes)
-
-    def cancelled(self, name: str, key: ChunkKey) -> None:
-        """A copy that was worth making was not begun."""
-        with self._lock:
-            if name in self._budgets:
-                self._budgets[name].note_write(key, 0)
+        return prospect.chance * saved_s / max(1, prospect.size_bytes)
 
     def budgets(self) -> dict[str, tuple[int, float]]:
         """Return, of tiers that have one, the budget in bytes a day and what is left of it now."""
@@ -158,8 +151,10 @@ class Placement:
         with self._lock:
             return self._pressures[name].level(share, self._clock())
 
-    def note_write(self, name: str, seconds: float, key: ChunkKey, size_bytes: int) -> None:
-        """A copy of so many bytes to a tier took so long."""
+    def note_write(
+        self, name: str, key: ChunkKey, size_bytes: int = 0, seconds: float = 0.0
+    ) -> None:
+        """A copy of so many bytes to a tier took so long; of none: it was admitted and not made."""
         with self._lock:
             self._pressures[name].note(seconds, self._clock())
             if name in self._budgets:

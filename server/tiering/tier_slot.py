@@ -71,28 +71,16 @@ class TierCodec:
     def use(self, name: str, note: str = "") -> None:
         """Encode for tenants without a codec of their own with this one, *note* behind its name."""
         self._default, self.name = codec_by_name(name), name + note
-
-    @property
-    def codec_id(self) -> int:
-        """What frames call it."""
-        return self._default.codec_id
+        self.codec_id = self._default.codec_id
+        codecs = [self._default, *self._by_tenant.values()]
+        self.is_exact = all(codec.fidelity is Fidelity.exact for codec in codecs)
+        """Whether everybody's chunks come back bit for bit."""
+        self.needs_assets = any(isinstance(codec, AssetCodec) for codec in codecs)
+        """Whether some of the frames can only be read by who has an asset of their model."""
 
     def of_tenant(self, tenant: str) -> Codec:
         """Return the codec for the chunks of *tenant*."""
         return self._by_tenant.get(tenant, self._default)
-
-    def _every(self) -> list[Codec]:
-        return [self._default, *self._by_tenant.values()]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether everybody's chunks come back bit for bit."""
-        return all(codec.fidelity is Fidelity.exact for codec in self._every())
-
-    @property
-    def needs_assets(self) -> bool:
-        """Whether some of the frames can only be read by who has an asset of their model."""
-        return any(isinstance(codec, AssetCodec) for codec in self._every())
 
     def weighs(self, tenant: str) -> bool:
         """Whether the codec of *tenant* keeps tokens that matter more exactly than others."""

@@ -193,8 +193,12 @@ class Dashboard:
                 space = store.spaces.of(Namespace(one.key[:DIGEST_BYTES]))
                 model = space.representation.model_id if space else "unknown"
                 tenant = space.tenant if space else "unknown"
-                digest, tiers = one.key[DIGEST_BYTES:].hex()[:12], ", ".join(one.tiers)
-                self._prefixes.append([digest, model, tenant, tiers, one.tokens, one.hits])
+                digest, layout = (
+                    one.key[DIGEST_BYTES:].hex()[:12],
+                    next(iter(one.copies.values())).layout,
+                )
+                tokens, tiers = one.context_tokens + layout.tokens, ", ".join(one.copies)
+                self._prefixes.append([digest, model, tenant, tiers, tokens, one.hits])
         return self._prefixes
 
     def _nodes(self) -> list[list[str]]:

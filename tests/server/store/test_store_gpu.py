@@ -321,7 +321,7 @@ def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
         for name, slot in core.moves.tiers.slots.items():
             found = {info.key for info in slot.tier.scan()}
             known = {v.info.key for _, p in prompts for v in p if name in core.tiers_of(v)}
-            assert found - core.catalog.orphans(name) == known
+            assert found - core.catalog.orphans[name] == known
             assert slot.tier.stats().reservations == 0
 
 

@@ -144,11 +144,11 @@ def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     core.store.delete(keys_of([old]), core.later())
     disk.faults.end()
     assert core.tiers_of(old) == []
-    assert core.catalog.orphans("disk") == {old.info.key}
+    assert core.catalog.orphans["disk"] == {old.info.key}
     assert disk.stats().chunks == 1
     core.put(session, [fresh])
     core.copy_down(fresh)
-    assert core.catalog.orphans("disk") == set()
+    assert core.catalog.orphans["disk"] == set()
     assert [info.key for info in disk.scan()] == [fresh.info.key]
 
 
