@@ -8,16 +8,16 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from typing import Protocol
 
 import numpy as np
 from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafFirstEviction
+from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import FlopDensity, MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
-from kvstore.server.eviction.queues import RowHeap, RowOrder
 from kvstore.server.eviction.registry import make_policy
 
 _TICK_BITS = 48
@@ -32,7 +32,96 @@ _PASSED = 32
 _REMEMBERED_MOVES = 1 << 14
 
 
-class HeapedEviction(LeafFirstEviction):
+class RowOrder(Protocol):
+    """What a heap orders rows by: a column, or what is made of several."""
+
+    def __getitem__(self, row: int, /) -> float:
+        """Return the rank of *row*."""
+        ...
+
+
+class RowHeap:
+    """Rows with the smallest of ``order[row]`` first; any row is taken out in O(log n).
+
+    ``order[row]`` may not change while the row is in the heap. Four bytes a row that is in it,
+    and four for every row there is: heaps that never share a row may share *places*.
+    """
+
+    def __init__(self, order: RowOrder, places: array[int] | None = None) -> None:
+        self._order = order
+        self._rows = array("I")
+        self.places = array("I", [0]) if places is None else places
+        """One more than where each row lies; 0 for rows that are not in the heap."""
+
+    def extend(self, count: int) -> None:
+        """Let there be *count* rows more."""
+        self.places.frombytes(bytes(count * self.places.itemsize))
+
+    def __contains__(self, row: int) -> bool:
+        return self.places[row] != 0
+
+    def push(self, row: int) -> None:
+        """Put in a row that is not there."""
+        self._rows.append(row)
+        self._rise(len(self._rows) - 1, row)
+
+    def remove(self, row: int) -> None:
+        """Take out a row that is there."""
+        at = self.places[row] - 1
+        self.places[row] = 0
+        last = self._rows.pop()
+        if last != row:
+            self._sink(at, last)
+
+    def _rise(self, at: int, row: int) -> None:
+        rows, places, order = self._rows, self.places, self._order
+        rank = order[row]
+        while at:
+            above = (at - 1) >> 1
+            other = rows[above]
+            if order[other] <= rank:
+                break
+            rows[at] = other
+            places[other] = at + 1
+            at = above
+        rows[at] = row
+        places[row] = at + 1
+
+    def _sink(self, at: int, row: int) -> None:
+        rows, places, order = self._rows, self.places, self._order
+        rank, end = order[row], len(rows)
+        while (below := 2 * at + 1) < end:
+            other = rows[below]
+            if below + 1 < end and order[rows[below + 1]] < order[other]:
+                below += 1
+                other = rows[below]
+            if order[other] >= rank:
+                break
+            rows[at] = other
+            places[other] = at + 1
+            at = below
+        self._rise(at, row)
+
+    def first(self) -> int:
+        """Return the first row; there must be one."""
+        return self._rows[0]
+
+    def sorted(self) -> Iterator[int]:
+        """Yield the rows in order, changing nothing: O(log n) for each that is taken."""
+        order, rows = self._order, self._rows
+        ahead = [(order[rows[0]], 0)] if rows else []
+        while ahead:
+            _, at = heapq.heappop(ahead)
+            yield rows[at]
+            for below in (2 * at + 1, 2 * at + 2):
+                if below < len(rows):
+                    heapq.heappush(ahead, (order[rows[below]], below))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class HeapedEviction(LruEviction):
     """Evict the leaf of the least rank; every event costs O(log n) of the leaves."""
 
     def __init__(self, ranks: RowOrder) -> None:
@@ -47,11 +136,11 @@ class HeapedEviction(LeafFirstEviction):
         """Rank anew chunks that were used, the last of the chain first; none is in the heap."""
 
     @override
-    def _extend(self, count: int) -> None:
-        self._leaves.extend(count)
+    def _extend(self, rows: int) -> None:
+        self._leaves.extend(rows - len(self._leaves.places))
 
     @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
+    def _add_leaf(self, row: int) -> None:
         self._leaves.push(row)
 
     @override
@@ -86,11 +175,7 @@ class LfuEviction(HeapedEviction):
         self._counts = array("Q", [0])
         """How often a chunk was used, then when, in one number."""
         super().__init__(self._counts)
-
-    @override
-    def _extend(self, count: int) -> None:
-        self._counts.frombytes(bytes(count * self._counts.itemsize))
-        super()._extend(count)
+        self._columns.arrays.append(self._counts)
 
     @override
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
@@ -126,16 +211,14 @@ class GdsfEviction(HeapedEviction):
         """The priority of each row, then when it was used, in one number: what orders the heap."""
         super().__init__(self._keys)
         self._density = FlopDensity(history)
-        self._uses = array("H", [0])
-        self._densities = array("f", [0.0])
+        self._uses: array[int] = self._columns.add("H")
+        self._densities: array[float] = self._columns.add("f")
         self._clock = 0
 
     @override
-    def _extend(self, count: int) -> None:
-        self._keys.extend(repeat(0, count))
-        for column in (self._uses, self._densities):
-            column.frombytes(bytes(count * column.itemsize))
-        super()._extend(count)
+    def _extend(self, rows: int) -> None:
+        self._keys.extend(repeat(0, rows - len(self._keys)))
+        super()._extend(rows)
 
     @override
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
@@ -189,7 +272,7 @@ class _Hand:
         return bool(self._next or self._more)
 
 
-class S3FifoEviction(LeafFirstEviction):
+class S3FifoEviction(LruEviction):
     """Evict new chunks that were not used in time, then old ones, each in the order they came.
 
     S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, section 4
@@ -215,26 +298,20 @@ class S3FifoEviction(LeafFirstEviction):
         super().__init__()
         self._history = history
         self._small_share, self._promote_uses = small_share, promote_uses
-        self._order = array("Q", [0])
+        self._order: array[int] = self._columns.add("Q")
         """When each chunk came into its queue."""
-        self._queues = array("B", [_SMALL])
-        self._uses = array("B", [0])
-        self._sizes = array("Q", [0])
-        self._evicted = array("Q", [0])
+        self._queue_of: array[int] = self._columns.add("B")
+        self._uses: array[int] = self._columns.add("B")
+        self._sizes: array[int] = self._columns.add("Q")
+        self._evicted: array[int] = self._columns.add("Q")
         """The number of the eviction that made each row a ghost; 0 for none."""
-        places = array("I", [0])
+        places: array[int] = self._columns.add("I")
         self._leaves = (RowHeap(self._order, places), RowHeap(self._order, places))
         self._bytes = [0, 0]
         self._tick = 0
         self._evictions = 0
         self._moves: dict[int, list[tuple[int, int]]] = {}
         """By victims named last: the moves that led to each, as (row, order it had)."""
-
-    @override
-    def _extend(self, count: int) -> None:
-        for column in (self._order, self._queues, self._uses, self._sizes, self._evicted):
-            column.frombytes(bytes(count * column.itemsize))
-        self._leaves[_SMALL].extend(count)  # the places of both
 
     @override
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
@@ -256,22 +333,22 @@ class S3FifoEviction(LeafFirstEviction):
     def _enter(self, row: int, queue: int) -> None:
         self._tick += 1
         self._order[row] = self._tick
-        self._queues[row] = queue
+        self._queue_of[row] = queue
 
     @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        self._leaves[self._queues[row]].push(row)
+    def _add_leaf(self, row: int) -> None:
+        self._leaves[self._queue_of[row]].push(row)
 
     @override
     def _drop_leaf(self, row: int) -> None:
-        self._leaves[self._queues[row]].remove(row)
+        self._leaves[self._queue_of[row]].remove(row)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
         uses = np.frombuffer(self._uses, np.uint8)
         uses[rows] = np.minimum(uses[rows] + 1, _MOST_QUEUED_USES)
         is_inner = np.frombuffer(self._children, np.uint32)[rows] > 0
-        is_small = np.frombuffer(self._queues, np.uint8)[rows] == _SMALL
+        is_small = np.frombuffer(self._queue_of, np.uint8)[rows] == _SMALL
         is_used = uses[rows] >= self._promote_uses
         del uses
         for row in dict.fromkeys(rows[is_inner & is_small & is_used].tolist()):
@@ -279,8 +356,8 @@ class S3FifoEviction(LeafFirstEviction):
 
     @override
     def _gone(self, row: int) -> None:
-        self._bytes[self._queues[row]] -= self._sizes[row]
-        if self._queues[row] == _SMALL:
+        self._bytes[self._queue_of[row]] -= self._sizes[row]
+        if self._queue_of[row] == _SMALL:
             self._evictions += 1
             self._evicted[row] = self._evictions
         for moved, order in self._moves.pop(row, ()):
@@ -292,7 +369,7 @@ class S3FifoEviction(LeafFirstEviction):
         is_leaf = row in self._leaves[_MAIN]  # of either queue
         if is_leaf:
             self._drop_leaf(row)
-        if self._queues[row] == _SMALL:
+        if self._queue_of[row] == _SMALL:
             self._bytes[_SMALL] -= self._sizes[row]
             self._bytes[_MAIN] += self._sizes[row]
             self._uses[row] = 0
@@ -310,7 +387,7 @@ class S3FifoEviction(LeafFirstEviction):
         """
         for _ in range(_PASSED):
             row = self._parents[row]
-            if not self._here[row] or self._queues[row] != _MAIN or self._children[row] != 1:
+            if not self._here[row] or self._queue_of[row] != _MAIN or self._children[row] != 1:
                 return
             yield row
 
@@ -353,7 +430,7 @@ class S3FifoEviction(LeafFirstEviction):
             yield row
             parent = self._exposed_by(row, orphaned)
             if parent:
-                hands[self._queues[parent]].push(self._order[parent], parent)
+                hands[self._queue_of[parent]].push(self._order[parent], parent)
 
     def _turn(self, queue_bytes: list[int]) -> int:
         """Return the queue that is to give up a chunk."""

@@ -34,6 +34,7 @@ from kvstore.server.store.lookup import Lookup
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
+from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 from kvstore.tiers.base import Tier
@@ -58,7 +59,7 @@ class Control:
         queues = {f"ask-{name}": 0 for name in self.names}
         work_queue = WorkQueue(queues, 16, time.monotonic)
         moves = Moves(Tiers(slots), self.catalog, work_queue, Counters(), time.monotonic, 1000)
-        self._lookup = Lookup(moves, 30_000)
+        self._lookup = Lookup(moves, 30_000, Prefetch(moves, 0), None)
         sessions = SessionTable(1, 60_000, lambda _: b"salt", time.monotonic, os.urandom)
         self._session: Session = sessions.open(TINY, "bench")
 

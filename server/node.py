@@ -28,7 +28,7 @@ from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
 from kvstore.server.api.validation import Checks, ServiceLimits
-from kvstore.server.blending.content_reader import ContentReader
+from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import SessionTable
@@ -339,6 +339,7 @@ class Node:
         deadline = self._clock() + grace_s
         self.store.drain(deadline)
         self._stopping.set()
+        self.store.catalog.state.news.set()  # the learner waits for them
         for thread in (self._maintenance, self._learner):
             if thread.is_alive():
                 thread.join()

@@ -74,6 +74,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_left_open: Counter[str] = Counter()
+"""What was open after the last test of ``no_leaks``."""
+
+
 def _open_files() -> Counter[str]:
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
@@ -96,16 +100,24 @@ def _threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fail when a test leaves threads or open files behind."""
-    gc.collect()
+    """Fail when a test leaves threads or open files behind.
+
+    A collection takes as long as many a test: it is made where something is not as it was.
+    """
+    if _open_files() != _left_open:
+        gc.collect()
     files, threads = _open_files(), _threads()
 
     def is_clean() -> bool:
+        if _threads() <= threads and _open_files() <= files:
+            return True
         gc.collect()
-        return _threads() <= threads and _open_files() <= files
+        return False
 
     yield
     assert eventually(is_clean), (_threads() - threads, _open_files() - files)
+    _left_open.clear()
+    _left_open.update(_open_files())
 
 
 @pytest.fixture

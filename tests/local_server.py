@@ -113,7 +113,7 @@ class LocalServer:
         """Return what the server holds now."""
         store = self.node.store
         return Usage(
-            tuple((status.name, status.stats) for status in store.slot_statuses()),
+            tuple((slot.name, slot.tier.stats()) for slot in store.tiers.slots.values()),
             len(store.catalog.leases),
             store.catalog.leases.pins.total(),
             store.catalog.in_flight.count(),

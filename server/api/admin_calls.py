@@ -25,8 +25,8 @@ from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Principal, Session, check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
-from kvstore.server.store.store import SlotStatus
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
+from kvstore.server.tiering.tier_slot import TierSlot
 
 CLEAR_DEADLINE_MS = 60_000
 """Of a request that names none."""
@@ -216,7 +216,7 @@ class AdminCalls:
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - self._identity.started_at,
         )
-        tiers = [_tier_status(status) for status in self._store.slot_statuses()]
+        tiers = [_tier_status(slot) for slot in self._store.tiers.slots.values()]
         if not caller.is_admin():
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
@@ -305,8 +305,8 @@ class AdminCalls:
         return reply
 
     def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
-        log, gates = self._explainer.log, self._store.blends.gates.views()
-        misses, reports = log.misses(count), log.reports()
+        misses, reports = self._explainer.misses(count), self._explainer.reports()
+        gates = self._store.blends.gates.views()
         reply.recent.extend(_fitting(self._misses(misses), LIST_BYTES))
         reply.engines.extend(_fitting(map(self._report, reports), LIST_BYTES))
         reply.gates.extend(_fitting(map(gate_to_message, gates), LIST_BYTES))
@@ -328,10 +328,9 @@ class AdminCalls:
 
     def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
         for miss in misses:
-            others = self._explainer.others_with(miss.session.namespace, miss.facts.key)
-            reason = self._explainer.of_miss(miss.facts, others)
+            reason = self._explainer.of_miss(miss)
             yield pb.Miss(
-                ago_s=self._clock() - miss.at_s,
+                ago_s=self._clock() - miss.facts.at_s,
                 client=miss.session.client,
                 model_id=miss.session.representation.model_id,
                 chunks=miss.asked,
@@ -411,15 +410,16 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     )
 
 
-def _tier_status(status: SlotStatus) -> pb.TierStatus:
+def _tier_status(slot: TierSlot) -> pb.TierStatus:
+    stats, reason = slot.tier.stats(), slot.reason
     return pb.TierStatus(
-        name=status.name,
-        capacity_bytes=status.stats.capacity_bytes,
-        used_bytes=status.stats.used_bytes,
-        chunks=status.stats.chunks,
-        codec=status.codec,
-        state="degraded" if status.reason else "serving",
-        reason=status.reason,
+        name=slot.name,
+        capacity_bytes=stats.capacity_bytes,
+        used_bytes=stats.used_bytes,
+        chunks=stats.chunks,
+        codec=slot.encoder.name,
+        state="degraded" if reason else "serving",
+        reason=reason,
     )
 
 

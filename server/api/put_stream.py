@@ -14,7 +14,7 @@ from kvstore.proto.messages import hints_from_message
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import AnyTicket
 
@@ -85,8 +85,9 @@ class PutStream:
         info, part = self._checks.chunk(session, header.info(), header.shard, frame_bytes)
         if is_last is None:
             self._commit_last(info)
-        options = PutOptions(self._hints, is_last)
-        begun = self._store.writes.open(session, info, self._deadline, options, part)
+        begun = self._store.writes.open(
+            session, info, self._deadline, self._hints, is_last=is_last, part=part
+        )
         if isinstance(begun, PutResult):
             frame = _Frame(header, result=begun)
         else:  # ours: the end of the session must not free what we write into

@@ -143,7 +143,7 @@ class DataCalls:
 
     def Heartbeat(self, request: pb.HeartbeatRequest, session: Session) -> pb.HeartbeatResponse:
         """Keep a session open, and take what its engine counted."""
-        self._explainer.log.report(session, request.counts)
+        self._explainer.report(session, request.counts)
         return pb.HeartbeatResponse(draining=self._sessions.is_draining, peers=self._lent())
 
     def CloseSession(

@@ -42,6 +42,7 @@ from kvstore.proto.types import (
     Shard,
 )
 from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_VARIANTS, Measured, PromptChunk
+from kvstore.server.blending.gates import Shadow
 from kvstore.server.blending.resolver import PromptSegment, Question, Report
 from kvstore.server.blending.scores import Context, Scores
 from kvstore.server.security.sessions import Session
@@ -262,14 +263,14 @@ class BlendChecks:
         is_timed = request.compute_ms > 0 and request.full_ms > 0
         shadow = None
         if request.HasField("shadow"):
-            shadow = messages.shadow_from_message(request.shadow)
+            one = messages.shadow_from_message(request.shadow)
+            shadow = Shadow(one.divergence, one.agreement, one.tokens, ratio)
         return Report(
             _check_report_tag(request.tag, shadow is not None),
             tuple(
                 (key, *_measured(one, count))
                 for key, one, count in zip(keys, request.chunks, tokens, strict=True)
             ),
-            ratio,
             shadow,
             request.full_ms / spent_ms if is_timed else UNKNOWN,
         )

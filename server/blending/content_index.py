@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
-from kvstore.proto.key_table import NO_ROW, KeyTable, spare_rows
+from kvstore.proto.errors import InvalidFrameError, KVStoreError
+from kvstore.proto.frame import FIXED_BYTES, header_bytes, parse_header, stated_header_bytes
 from kvstore.proto.plans import NO_PRIORITY
 from kvstore.proto.types import (
     DIGEST_BYTES,
+    KEY_BYTES,
     ROOT,
     ChainDigest,
     ChunkInfo,
@@ -29,8 +32,11 @@ from kvstore.server.blending.scores import (
     fix_overhead,
 )
 from kvstore.server.index.access_log import CatalogState, Lookup
+from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import UNKNOWN_CONTENT, PutInfo
 from kvstore.server.index.holds import Lease, LeaseTerms
+from kvstore.server.tiering.admission import remember
+from kvstore.server.tiering.tier_slot import TierSlot
 
 MAX_VARIANTS = 5
 """Of one content: Cache-Craft's M (section 5)."""
@@ -38,8 +44,8 @@ MAX_VARIANTS = 5
 MAX_CONTEXT = 16
 """Chunks before a variant that are looked at, the nearest."""
 
-MAX_MASSES = 1 << 16
-"""Variants whose reported attention is remembered, those reported on last."""
+MAX_STATISTICS = 1 << 16
+"""Variants whose statistics are kept, those reported on or first used last."""
 
 MAX_LEARNED = 4096
 """Variants whose statistics are kept over a restart, those reported on last."""
@@ -49,6 +55,9 @@ CONTENT_LIMIT = 1 << 18
 
 MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
+
+STEP_S = 0.05
+"""How long a step reads headers at most, so that its caller can do other things, too."""
 
 GAVE_WAY_PRIORITY = NO_PRIORITY // 2
 """Of a variant that gave way to better ones; what engines rank comes before it."""
@@ -96,230 +105,148 @@ class Measured(NamedTuple):
 class Learned(NamedTuple):
     """What is known of one variant from reports and uses: it is kept over a restart."""
 
-    key: ChunkKey
-    impact: float
-    deviation: float
-    overlap: float
-    uses: float
-    reports: int
-    context: tuple[Context, ...]
+    key: Annotated[ChunkKey, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    impact: Annotated[float, Field(ge=0, le=1)] = UNKNOWN_IMPACT
+    deviation: Annotated[float, Field(ge=_UNMEASURED)] = _UNMEASURED
+    overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
+    uses: Annotated[float, Field(ge=0, le=1e9)] = 1.0
+    reports: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
+    context: Annotated[tuple[Context, ...], Field(max_length=MAX_CONTEXT)] = ()
 
 
 class ContentIndex:
     """Variants by namespace and content digest. Not thread-safe: the catalog's lock guards it.
 
-    A variant is a chunk with a copy whose frame names its content; about 150 bytes each. Of more
-    than MAX_VARIANTS of one content that goes which has saved least, uses times the share that was
-    not to be recomputed (Cache-Craft, section 5), but never the one that depends least on what was
-    before it. One that began its prompt is that only where there is no other: its first token is
-    an attention sink. Contents beyond *limit* are not taken in; 0: none are. What goes from here
-    stays on its tiers, where it is a prefix.
+    A variant is a chunk with a copy whose frame names its content. Of more than MAX_VARIANTS of
+    one content that goes which has saved least, uses times the share that was not to be recomputed
+    (Cache-Craft, section 5), but never the one that depends least on what was before it. One that
+    began its prompt is that only where there is no other: its first token is an attention sink.
+    Contents beyond *limit* are not taken in; 0: none are. What goes from here stays on its tiers,
+    where it is a prefix.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.left_out = 0
         """Chunks that came when *limit* was reached."""
-        self._contents = KeyTable()
-        self._heads = array("I", [NO_ROW])
-        """By row of a content, that of its latest variant."""
-        self._variants = KeyTable()
-        self._content_rows, self._next = array("I", [0]), array("I", [0])
-        self._positions, self._born = array("I", [0]), array("I", [0])
-        self._tokens, self._reports = array("I", [0]), array("I", [0])
-        self._uses, self._overlaps = array("f", [0]), array("f", [0])
-        self._impacts, self._deviations = array("f", [0]), array("f", [0])
-        self._columns = (
-            self._content_rows, self._next, self._positions, self._born, self._tokens, self._uses,
-            self._overlaps, self._impacts, self._deviations, self._reports,
-        )  # fmt: skip
-        self._parents = bytearray(DIGEST_BYTES)
-        self._masses: OrderedDict[int, tuple[Context, ...]] = OrderedDict()
-        self._reported: OrderedDict[int, None] = OrderedDict()
-        """The MAX_LEARNED rows that were reported on last."""
-        self._recalled: dict[ChunkKey, Learned] = {}
-        """Learned before the last start, of variants that were not read since."""
-        self._clock = 0
+        # Plain tuples of bytes and numbers, which the garbage collector does not go through.
+        self._variants: dict[ChunkKey, tuple[ChainDigest, bytes, int, int]] = {}
+        """Parent, content, tokens and position of each."""
+        self._contents: dict[bytes, tuple[ChunkKey, ...]] = {}
+        """By namespace and content, the latest first."""
+        self._learned: OrderedDict[ChunkKey, Learned] = OrderedDict()
+        """Of variants, and of chunks that were variants before the last start and may be again."""
 
     def note(self, chunk: Named) -> ChunkKey | None:
         """A chunk came; return the variant that gave way to it, if one did."""
-        if chunk.content == UNKNOWN_CONTENT or self._variants.find(chunk.key):
+        if chunk.content == UNKNOWN_CONTENT or chunk.key in self._variants:
             return None
-        name = ChunkKey(chunk.key[:DIGEST_BYTES] + chunk.content)
-        if not self._contents.find(name) and len(self._contents) >= self._limit:
+        name = chunk.key[:DIGEST_BYTES] + chunk.content
+        others = self._contents.get(name, ())
+        if not others and len(self._contents) >= self._limit:
             self.left_out += 1
             return None
-        content = self._contents.add(name)
-        if content == len(self._heads):
-            self._heads.frombytes(bytes(4 * spare_rows(content)))
-        row = self._variants.add(chunk.key)
-        if row == len(self._next):
-            count = spare_rows(row)
-            self._parents += bytes(count * DIGEST_BYTES)
-            for column in self._columns:
-                column.frombytes(bytes(4 * count))
-        self._clock += 1
-        self._content_rows[row], self._next[row] = content, self._heads[content]
-        self._heads[content] = row
-        self._positions[row], self._born[row] = chunk.position, self._clock & 0xFFFFFFFF
-        self._tokens[row] = chunk.tokens
-        self._parents[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES] = chunk.parent
-        self._uses[row], self._overlaps[row] = 1.0, 0.0
-        self._impacts[row] = UNKNOWN_IMPACT
-        self._deviations[row], self._reports[row] = _UNMEASURED, 0
-        known = self._recalled.pop(chunk.key, None)
-        if known is not None:
-            self._learn(row, known)
-        return self._give_way(content)
-
-    def _give_way(self, content: int) -> ChunkKey | None:
-        rows = list(self._rows(content))
-        if len(rows) <= MAX_VARIANTS:
+        self._variants[chunk.key] = chunk[1:]
+        keys = self._contents[name] = (chunk.key, *others)
+        if len(keys) <= MAX_VARIANTS:
             return None
 
-        def rank(row: int) -> tuple[bool, float, int]:
-            return self._parent(row) == ROOT, self._impacts[row], self._positions[row]
+        def rank(key: ChunkKey) -> tuple[bool, float, int]:
+            parent, _, _, position = self._variants[key]
+            return parent == ROOT, self._known(key).impact, position
 
-        def saved(row: int) -> tuple[float, int]:
-            overhead = fix_overhead(self._impacts[row], self._overlaps[row])
-            return self._uses[row] * (1.0 - overhead), self._born[row]
+        def saved(key: ChunkKey) -> float:
+            known = self._known(key)
+            return known.uses * (1.0 - fix_overhead(known.impact, known.overlap))
 
-        rows.remove(min(rows, key=rank))
-        key = self._variants.key(min(rows, key=saved))
-        self.forget(key)
-        return key
+        best = min(keys, key=rank)
+        gone = min((key for key in reversed(keys) if key != best), key=saved)
+        self.forget(gone)
+        return gone
 
     def forget(self, key: ChunkKey) -> bool:
         """A chunk is gone from all tiers. Return whether it was a variant."""
-        row = self._variants.find(key)
-        if not row:
+        row = self._variants.pop(key, None)
+        if row is None:
             return False
-        content = self._content_rows[row]
-        if self._heads[content] == row:
-            self._heads[content] = self._next[row]
-        else:
-            before = next(one for one in self._rows(content) if self._next[one] == row)
-            self._next[before] = self._next[row]
-        if not self._heads[content]:
-            self._contents.remove(content)
-        self._masses.pop(row, None)
-        self._reported.pop(row, None)
-        self._variants.remove(row)
+        name = key[:DIGEST_BYTES] + row[1]
+        left = tuple(one for one in self._contents.pop(name) if one != key)
+        if left:
+            self._contents[name] = left
+        self._learned.pop(key, None)
         return True
-
-    def _rows(self, content: int) -> Iterator[int]:
-        row = self._heads[content]
-        while row:
-            yield row
-            row = self._next[row]
 
     def variants(self, space: Namespace, content: bytes) -> list[VariantInfo]:
         """Return the variants of *content*, those that came last first."""
-        row = self._contents.find(ChunkKey(space + content))
-        return [self._facts(one) for one in self._rows(row)] if row else []
+        return [self._facts(key) for key in self._contents.get(space + content, ())]
 
     def facts(self, key: ChunkKey) -> VariantInfo | None:
         """Return what is known of a variant; None when it is none."""
-        row = self._variants.find(key)
-        return self._facts(row) if row else None
+        return self._facts(key) if key in self._variants else None
 
-    def content(self, key: ChunkKey) -> bytes:
-        """Return the content digest of a variant; UNKNOWN_CONTENT when it is none."""
-        row = self._variants.find(key)
-        return self._content(row) if row else UNKNOWN_CONTENT
-
-    def _content(self, row: int) -> bytes:
-        return self._contents.key(self._content_rows[row])[DIGEST_BYTES:]
-
-    def _facts(self, row: int) -> VariantInfo:
+    def _facts(self, key: ChunkKey) -> VariantInfo:
+        parent, _, tokens, position = self._variants[key]
+        known = self._known(key)
         return VariantInfo(
-            self._variants.key(row), self._parent(row), self._tokens[row], self._positions[row],
-            self._impacts[row], self._deviations[row], self._reports[row],
-            self._masses.get(row) or self._before(row), row in self._masses,
+            key, parent, tokens, position, known.impact, known.deviation, known.reports,
+            known.context or self._before(key), bool(known.context),
         )  # fmt: skip
 
-    def _parent(self, row: int) -> ChainDigest:
-        return ChainDigest(bytes(self._parents[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]))
+    def _known(self, key: ChunkKey) -> Learned:
+        return self._learned.get(key) or Learned(key)
 
-    def _before(self, row: int) -> list[Context]:
+    def _before(self, key: ChunkKey) -> list[Context]:
         """Return the chunks before a variant, the farthest first, each with its tokens for mass;
         those not here any more, or too far away, as one chunk that no prompt has.
         """
         found: list[Context] = []
-        space, left = self._variants.key(row)[:DIGEST_BYTES], self._positions[row]
-        parent = self._parent(row)
+        parent, _, _, left = self._variants[key]
         while parent != ROOT and left > 0 and len(found) < MAX_CONTEXT:
-            row = self._variants.find(ChunkKey(space + parent))
-            if not row:
+            row = self._variants.get(ChunkKey(key[:DIGEST_BYTES] + parent))
+            if row is None:
                 break
-            tokens = self._tokens[row]
-            found.append(Context(self._content(row), tokens, float(tokens)))
+            parent, content, tokens, _ = row
+            found.append(Context(content, tokens, float(tokens)))
             left -= tokens
-            parent = self._parent(row)
         if left > 0:
             found.append(Context(UNKNOWN_CONTENT, left, float(left)))
         return found[::-1]
 
     def used(self, key: ChunkKey, overlap: float) -> None:
         """A variant was given out where this share of its context was there, too."""
-        row = self._variants.find(key)
-        if row:
-            self._uses[row] += 1.0
-            self._overlaps[row] += _EWMA_WEIGHT * (overlap - self._overlaps[row])
+        if key in self._variants:
+            known = self._known(key)
+            mean = known.overlap + _EWMA_WEIGHT * (overlap - known.overlap)
+            self._learned[key] = known._replace(uses=known.uses + 1.0, overlap=mean)
+            if len(self._learned) > MAX_STATISTICS:
+                self._learned.popitem(last=False)
 
-    def report(self, key: ChunkKey, measured: Measured) -> bool:
-        """An engine used a variant, and measured it. Return whether it is still here."""
-        row = self._variants.find(key)
-        if not row:
-            return False
-        self._reports[row] += 1
-        if measured.deviation >= 0:
-            before = self._deviations[row]
-            step = _EWMA_WEIGHT * (measured.deviation - before)
-            self._deviations[row] = measured.deviation if before < 0 else before + step
+    def report(self, key: ChunkKey, measured: Measured) -> bytes | None:
+        """An engine used a variant, and measured it. Return its content; None when it is gone."""
+        if key not in self._variants:
+            return None
+        _, content, tokens, _ = self._variants[key]
+        known, deviation = self._known(key), measured.deviation
+        if deviation < 0:
+            deviation = known.deviation
+        elif known.deviation >= 0:
+            deviation = known.deviation + _EWMA_WEIGHT * (deviation - known.deviation)
+        known = known._replace(deviation=deviation, reports=known.reports + 1)
         if context := tuple(measured.context):
-            self._impacts[row] = context_impact(context, measured.intra_mass, self._tokens[row])
-        self._remember(row, context)
-        return True
-
-    def _remember(self, row: int, context: tuple[Context, ...]) -> None:
-        self._reported[row] = None
-        self._reported.move_to_end(row)
-        if len(self._reported) > MAX_LEARNED:
-            self._reported.popitem(last=False)
-        if context:
-            self._masses[row] = context
-            self._masses.move_to_end(row)
-            if len(self._masses) > MAX_MASSES:
-                self._masses.popitem(last=False)
+            impact = context_impact(context, measured.intra_mass, tokens)
+            known = known._replace(context=context, impact=impact)
+        remember(self._learned, key, known, MAX_STATISTICS)
+        return content
 
     def learned(self) -> list[Learned]:
-        """Return what reports taught, the latest last, first of variants that were not read yet."""
-        found = list(self._recalled.values())
-        found += [
-            Learned(
-                self._variants.key(row), self._impacts[row], self._deviations[row],
-                self._overlaps[row], self._uses[row], self._reports[row],
-                self._masses.get(row, ()),
-            )
-            for row in self._reported
-        ]  # fmt: skip
-        return found[-MAX_LEARNED:]
+        """Return what reports taught, the latest last."""
+        reported = (one for one in reversed(self._learned.values()) if one.reports)
+        return list(islice(reported, MAX_LEARNED))[::-1]
 
     def recall(self, rows: Sequence[Learned]) -> None:
-        """Take in what an earlier run learned of variants that are here, or once they come."""
+        """Take in what an earlier run learned of variants that are here, or may come."""
         for one in rows[-MAX_LEARNED:]:
-            row = self._variants.find(one.key)
-            if row:
-                self._learn(row, one)
-            else:
-                self._recalled[one.key] = one
-
-    def _learn(self, row: int, known: Learned) -> None:
-        self._impacts[row], self._deviations[row] = known.impact, known.deviation
-        self._overlaps[row], self._uses[row] = known.overlap, known.uses
-        self._reports[row] = known.reports
-        self._remember(row, known.context)
+            remember(self._learned, one.key, one, MAX_STATISTICS)
 
     @property
     def content_count(self) -> int:
@@ -330,7 +257,7 @@ class ContentIndex:
         return len(self._variants)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return self._variants.find(key) != NO_ROW
+        return key in self._variants
 
 
 class PromptChunk(NamedTuple):
@@ -367,8 +294,6 @@ class Contents:
         self._state = state
         self.content_index = ContentIndex(limit)
         self._priorities = TokenPriorities()
-        self.report_count = 0
-        """Reports that were taken in."""
         self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
         """Chunks that others put and that came into memory: their frames say what they hold."""
 
@@ -407,47 +332,37 @@ class Contents:
 
         None: a tier that is not read. Without *approximate* only the chunks themselves are sought.
         """
+        index, contents, hints = self._state.index, self.content_index, self._state.metadata.hints
+
+        def candidate(key: ChunkKey, facts: VariantInfo | None = None) -> Candidate | None:
+            """Return the chunk on the first of *tiers* that has it; None where none does."""
+            row = index.row(key) if key else 0
+            if not row or hints.is_expired(row, now_s):
+                return None
+            holders = index.holders(row, least)
+            source = next((at for at, tier in enumerate(tiers) if tier in holders), None)
+            if source is None:
+                return None
+            info = index.info(str(tiers[source]), row)
+            facts = facts or contents.facts(key)
+            if facts is None:  # its frame is not read yet
+                facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
+            return Candidate(facts, source, info.size_bytes, info.fidelity)
+
+        found = []
         with self._state.lock:
             now_s = self._state.clock()
-            found = []
             for chunk in chunks:
-                exact = self._candidate(chunk.key, None, least, tiers, now_s)
+                exact = candidate(chunk.key)
                 if exact is not None and exact.facts.tokens == chunk.tokens:
                     found.append(Matches(True, [exact], b""))
                     continue
-                variants = self.content_index.variants(space, chunk.content) if approximate else []
-                placed = (
-                    self._candidate(one.key, one, least, tiers, now_s)
-                    for one in variants
-                    if one.tokens == chunk.tokens
-                )
+                variants = contents.variants(space, chunk.content) if approximate else []
+                placed = (candidate(v.key, v) for v in variants if v.tokens == chunk.tokens)
                 others = [one for one in placed if one is not None]
                 priority = self._priorities.levels(space + chunk.content) if others else b""
                 found.append(Matches(False, others, priority))
-            return found
-
-    def _candidate(
-        self,
-        key: ChunkKey,
-        facts: VariantInfo | None,
-        least: Fidelity,
-        tiers: Sequence[str | None],
-        now_s: float,
-    ) -> Candidate | None:
-        """Return the chunk on the first of *tiers* that has it; None where none does."""
-        index = self._state.index
-        row = index.row(key) if key else 0
-        if not row or self._state.metadata.hints.is_expired(row, now_s):
-            return None
-        holders = index.holders(row, least)
-        for source, tier in enumerate(tiers):
-            if tier in holders:
-                info = index.info(tier, row)
-                facts = facts or self.content_index.facts(key)
-                if facts is None:  # its frame is not read yet
-                    facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
-                return Candidate(facts, source, info.size_bytes, info.fidelity)
-        return None
+        return found
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
         """Lease those of *keys* that exist; None when none does. Raises QuotaExceededError."""
@@ -477,10 +392,9 @@ class Contents:
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
         """Take in reports of variants that are here: scores are (tokens), -1 if not measured."""
         with self._state.lock:
-            self.report_count += 1
             for key, measured, scores in reports:
-                if self.content_index.report(key, measured) and scores is not None:
-                    content = self.content_index.content(key)
+                content = self.content_index.report(key, measured)
+                if content is not None and scores is not None:
                     self._priorities.note(key[:DIGEST_BYTES] + content, scores)
 
     def learned(self) -> list[Learned]:
@@ -519,3 +433,65 @@ class Contents:
         with self._state.lock:
             contents, size = self.content_index, self._priorities.size_bytes
             return contents.content_count, len(contents), contents.left_out, size
+
+
+class ContentReader:
+    """Reads headers of chunks whose content is not known: those that the last of *slots* kept
+    over a restart, the latest first, and those that other nodes put and that came into memory.
+
+    Only frames have the content; each is read from the first of *slots* that has it. For one
+    thread. *clock* returns seconds; at most *limit* chunks are read of a restart's.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        contents: Contents,
+        slots: Sequence[TierSlot],
+        limit: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._catalog = catalog
+        self._contents = contents
+        self._slots = slots
+        self._clock = clock
+        self._left = contents.unnamed(slots[-1].name, limit) if limit else []
+
+    def step(self) -> bool:
+        """Read some headers; False once there are none left."""
+        until = self._clock() + STEP_S
+        while self._clock() < until:
+            key = self._contents.next_unread() or (self._left.pop() if self._left else None)
+            if key is None:
+                return False
+            self._read(key)
+        return True
+
+    def _read(self, key: ChunkKey) -> None:
+        copies = self._catalog.hold(key)
+        try:
+            slot = next((one for one in self._slots if one.name in copies), None)
+            named = self._named(slot, copies[slot.name]) if slot is not None else None
+        except KVStoreError:  # it is found by key all the same, and its reader learns what is wrong
+            return
+        finally:
+            self._catalog.let_go(key)
+        if named is not None:
+            self._contents.name(named)
+
+    def _named(self, slot: TierSlot, info: ChunkInfo) -> Named | None:
+        """Return what the frame's header says. Raises KVStoreErrors."""
+        head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)
+        if not slot.guarded(lambda: slot.tier.read(info.key, head)):
+            return None
+        longer = stated_header_bytes(head) if len(head) >= FIXED_BYTES else 0
+        if len(head) < longer <= info.size_bytes:
+            head = np.empty(longer, np.uint8)
+            if not slot.guarded(lambda: slot.tier.read(info.key, head)):
+                return None
+        header = parse_header(head)
+        if header.key != info.key:
+            raise InvalidFrameError("key", header.key.hex(), "the frame is another chunk's")
+        return Named(
+            header.key, header.parent, header.content, header.layout.tokens, header.position
+        )

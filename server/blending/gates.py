@@ -8,13 +8,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from kvstore.codecs.base import boundless_codecs
-from kvstore.proto.blend import ACCURACY_TAG, GateView, accuracy_tag
+from kvstore.proto.blend import ACCURACY_TAG, UNKNOWN, GateView, ShadowResult, accuracy_tag
 from kvstore.proto.types import Namespace
 from kvstore.server.settings.values import MAX_RATIO, GateTerms
 from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.admission import remember
 
 MAX_GATES = 1024
 """Models and tags with a gate; of one more, one that is closed is forgotten, if any is."""
@@ -37,39 +38,21 @@ FULL_WEIGHT_TOKENS = 64
 _EWMA_WEIGHT = 0.25
 """Of a comparison over FULL_WEIGHT_TOKENS tokens or more; of fewer, in proportion."""
 
-UNKNOWN = -1.0
-
 GateName: TypeAlias = tuple[bytes, str]
 """Namespace, so tenant and model, and tag."""
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
 
 @dataclass(frozen=True, slots=True)
-class Shadow:
-    """One comparison: KL(full || blended) a token in nats, the share of tokens with the same most
-    likely one, of those with a clear one, the tokens, and the share that was recomputed.
-    """
+class Shadow(ShadowResult):
+    """One comparison, and the share that was recomputed."""
 
-    divergence: float
-    agreement: float
-    tokens: int
     ratio: float
 
 
 @dataclass(frozen=True, slots=True)
-class GateState:
+class GateState(GateView):
     """One gate as it is now. ``asked``: requests since the last change or bad comparison."""
 
-    is_open: bool
-    ratio: float
-    agreement: float = UNKNOWN
-    divergence: float = UNKNOWN
-    shadows: int = 0
-    why: str = "not calibrated; run kvstore blend calibrate"
-    is_calibrated: bool = False
-    speedup: float = UNKNOWN
     asked: int = 0
 
 
@@ -96,23 +79,23 @@ class Gates:
         self._draw = draw
         self._counters = counters
         self._gates: OrderedDict[GateName, GateState] = OrderedDict()
-        self._models: OrderedDict[bytes, str] = OrderedDict()
-        """What models are called, by namespace."""
-        self._requests: OrderedDict[GateName, tuple[int, int]] = OrderedDict()
-        """Requests, trials left out, that were let through, and those for which it was closed."""
+        self._requests: OrderedDict[GateName, tuple[str, int, int]] = OrderedDict()
+        """Their model, and how many, trials left out, were let through, or not as it was closed."""
         self.changes = 0
         """How often a gate opened, closed or changed its ratio."""
         self.closed = 0
         """How often one that was open closed."""
-        # Guards the five above; held for dictionary operations only.
+        # Guards the four above; held for dictionary operations only.
         self._lock = threading.Lock()
 
     def _state(self, name: GateName) -> GateState:
         if name in self._gates:
             return self._gates[name]
-        if name[1].startswith(ACCURACY_TAG):
-            return GateState(False, 0.0, why="not calibrated; run kvstore calibrate gate")
-        return GateState(False, self.terms.ratio)
+        is_lossy = name[1].startswith(ACCURACY_TAG)
+        ratio, command = self.terms.ratio, "blend calibrate"
+        if is_lossy:
+            ratio, command = 0.0, "calibrate gate"
+        return GateState(False, ratio, why=f"not calibrated; run kvstore {command}", tag=name[1])
 
     def admit(self, name: GateName, *, trial: bool, model: str = "") -> Permit:
         """Return whether one request of *model* may be blended, and whether it is compared."""
@@ -120,18 +103,16 @@ class Gates:
             gate = self._state(name)
             if trial:
                 return Permit(gate, may_pass=True, is_shadow=True)
-            permit = Permit(gate, may_pass=False, is_shadow=False)
-            if gate.is_open:
+            is_open, is_shadow = gate.is_open, False
+            if is_open:
                 eager = EAGER_REQUESTS / (EAGER_REQUESTS + gate.asked)
                 self._keep(name, replace(gate, asked=gate.asked + 1))
                 is_shadow = self._draw() < max(self.terms.shadow_share, eager)
-                permit = Permit(gate, may_pass=True, is_shadow=is_shadow)
-            through, out = self._requests.get(name, (0, 0))
-            counts = through + permit.may_pass, out + (not permit.may_pass)
-            _put_latest(self._requests, name, counts)
-            _put_latest(self._models, name[0], model)
-        self._counters.add("blend_let_through" if permit.may_pass else "blend_kept_out")
-        return permit
+            _, through, out = self._requests.get(name, ("", 0, 0))
+            counted = (model, through + is_open, out + (not is_open))
+            remember(self._requests, name, counted, MAX_GATES)
+        self._counters.add("blend_let_through" if is_open else "blend_kept_out")
+        return Permit(gate, is_open, is_shadow)
 
     def record(
         self, name: GateName, shadow: Shadow | None, speedup: float = UNKNOWN, model: str = ""
@@ -149,8 +130,7 @@ class Gates:
             if shadow is not None and is_counted:
                 gate = self._watched(gate, shadow) if gate.is_open else self._tried(gate, shadow)
             if is_counted or name in self._gates:
-                self._keep(name, gate)
-            _put_latest(self._models, name[0], model)
+                self._keep(name, replace(gate, model=model or gate.model))
             changes, closed = self.changes - changes, self.closed - closed
         self._counters.add("blend_shadows", shadow is not None)
         self._counters.add("blend_gate_changes", changes)
@@ -231,46 +211,28 @@ class Gates:
     def views(self) -> list[GateView]:
         """Return all that were used, those that were used last last."""
         with self._lock:
-            known = dict(self._gates)
-            unknown = {name: self._state(name) for name in self._requests if name not in known}
-            return [self._view(*one) for one in (*unknown.items(), *known.items())]
+            unknown = {n: self._state(n) for n in self._requests if n not in self._gates}
+            return [self._view(*one) for one in (*unknown.items(), *self._gates.items())]
 
     def _view(self, name: GateName, gate: GateState) -> GateView:
-        return GateView(
-            gate.is_open, gate.ratio, gate.agreement, gate.divergence, gate.shadows, gate.why,
-            gate.is_calibrated, gate.speedup, name[1], self._models.get(name[0], ""),
-            *self._requests.get(name, (0, 0)),
-        )  # fmt: skip
+        model, through, out = self._requests.get(name, ("", 0, 0))
+        return replace(gate, model=model or gate.model, let_through=through, kept_out=out)
 
     def open_count(self) -> int:
         """Gates that are open."""
         with self._lock:
             return sum(gate.is_open for gate in self._gates.values())
 
-    def save(self) -> list[tuple[GateName, str, GateState]]:
-        """Return the gates that are open, with their models' names."""
+    def save(self) -> list[tuple[GateName, GateState]]:
+        """Return the gates that are open."""
         with self._lock:
-            return [
-                (name, self._models.get(name[0], ""), gate)
-                for name, gate in self._gates.items()
-                if gate.is_open
-            ]
+            return [(name, gate) for name, gate in self._gates.items() if gate.is_open]
 
-    def restore(self, saved: Sequence[tuple[GateName, str, GateState]]) -> int:
-        """Open gates that an earlier run had open, watched as if just opened; return how many."""
+    def restore(self, saved: Sequence[tuple[GateName, GateState]]) -> None:
+        """Open gates that an earlier run had open, watched as if just opened."""
         with self._lock:
-            for name, model, gate in saved[:MAX_GATES]:
-                _put_latest(self._models, name[0], model)
+            for name, gate in saved[:MAX_GATES]:
                 self._keep(name, replace(gate, asked=0, shadows=0))
-            return len(self._gates)
 
     def __len__(self) -> int:
         return len(self._gates)
-
-
-def _put_latest(table: OrderedDict[Key, Value], key: Key, value: Value) -> None:
-    """Put *key* last; of more than MAX_GATES the first goes."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > MAX_GATES:
-        table.popitem(last=False)

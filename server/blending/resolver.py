@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -14,7 +15,6 @@ from kvstore.proto.blend import (
     Resolution,
     ResolvedChunk,
     ResolvedSegment,
-    ShadowResult,
     Variant,
 )
 from kvstore.proto.errors import InvalidRequestError
@@ -64,128 +64,109 @@ class PromptSegment:
 
 
 class _Scored(NamedTuple):
-    candidate: Candidate
-    overlap: float
-    overhead: float
-    load_ms: float
+    variant: Variant
+    is_measured: bool
 
 
+@dataclass(slots=True)
 class VariantChoice:
     """One answer to a Resolve, its segments in the order of the prompt.
 
-    *places*: where each content is first in it. *limit*: variants of a chunk. *least_ratio* is the
-    gate's, *prefill* the engine's speed, if it is known.
+    ``places``: where each content is first in it. ``limit``: variants of a chunk. ``least_ratio``
+    is the gate's, ``prefill`` the engine's speed, if it is known.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[TierSlot],
-        places: Mapping[bytes, int],
-        least_ratio: float,
-        limit: int,
-        prefill: PrefillModel | None,
-    ) -> None:
-        self._sources = sources
-        self._places = places
-        self._least_ratio = least_ratio
-        self._limit = limit
-        self._prefill = prefill
-        self._chunks_before = 0
-        self._chosen = ChunkKey(b"")
+    sources: Sequence[TierSlot]
+    places: Mapping[bytes, int]
+    least_ratio: float
+    limit: int
+    prefill: PrefillModel | None
+    _chunks_before: int = 0
+    _chosen: bytes = b""
 
     def segment(self, asked: PromptSegment, found: Sequence[Matches]) -> ResolvedSegment:
         """Return what to name of one segment: no variants where the engine computes as fast as it
         loads and repairs them, if its speed is known.
         """
-        picked = [self._scored(one) for one in found]
-        stand_ins = [
-            (chunk.tokens, scored[0])
-            for chunk, one, scored in zip(asked.chunks, found, picked, strict=True)
-            if scored and not one.is_exact
-        ]
+        picked, stand_ins, at = [], [], asked.start
+        for chunk, one in zip(asked.chunks, found, strict=True):
+            picked.append(self._scored(one, at))
+            at += chunk.tokens
+            if picked[-1] and not one.is_exact:
+                stand_ins.append((chunk.tokens, picked[-1][0]))
         ratio = self._ratio(stand_ins)
-        recompute_ms, prefill = UNKNOWN, self._prefill
+        recompute_ms, prefill = UNKNOWN, self.prefill
         if prefill is not None:
             recompute_ms = 1e3 * prefill.seconds(asked.stop - asked.start, asked.start)
             tokens = sum(count for count, _ in stand_ins)
             repair_ms = 1e3 * prefill.seconds(math.ceil(ratio * tokens), asked.start)
-            load_ms = self._load_ms([best.candidate for _, best in stand_ins])
+            load_ms = self._load_ms([best for _, best in stand_ins])
             if load_ms + repair_ms >= 1e3 * prefill.seconds(tokens, asked.start):
                 pairs = zip(found, picked, strict=True)
                 picked = [scored if one.is_exact else [] for one, scored in pairs]
-        load_ms = self._load_ms([scored[0].candidate for scored in picked if scored])
-        chunks, start = [], asked.start
-        for chunk, one, scored in zip(asked.chunks, found, picked, strict=True):
-            chunks.append(self._resolved(one, scored, start))
-            start += chunk.tokens
+        load_ms = self._load_ms([scored[0] for scored in picked if scored])
+        chunks = [
+            ResolvedChunk(one.is_exact, tuple(each.variant for each in scored), one.priority)
+            if scored
+            else ResolvedChunk()
+            for one, scored in zip(found, picked, strict=True)
+        ]
         return ResolvedSegment(tuple(chunks), ratio, load_ms, recompute_ms)
 
-    def _scored(self, found: Matches) -> list[_Scored]:
+    def _scored(self, found: Matches, start: int) -> list[_Scored]:
         """Return the best candidates for the next chunk: first what has least to be recomputed.
 
         Behind all others those that began their prompts, which carry its attention sink. Of equal
         ones that which goes on from the chunk chosen before, then the fastest to load.
         """
-        scored = []
-        for one in found.candidates:
-            facts = one.facts
-            overlap, overhead = 1.0, 0.0
-            if not found.is_exact:
-                overlap = prefix_overlap(facts.context, self._places, self._chunks_before)
-                overhead = fix_overhead(facts.impact, overlap)
-            scored.append(_Scored(one, overlap, overhead, self._load_ms([one])))
-        came_from = self._chosen[DIGEST_BYTES:]
+        scored = [self._variant(one, start, is_exact=found.is_exact) for one in found.candidates]
+        came_from = self._chosen
 
-        def order(one: _Scored) -> tuple[bool, float, bool, float]:
-            facts = one.candidate.facts
-            is_first = facts.parent == ROOT
-            return is_first, round(one.overhead, 4), facts.parent != came_from, one.load_ms
+        def order(scored: _Scored) -> tuple[bool, float, bool, float]:
+            one = scored.variant
+            overhead = round(one.fix_overhead, 4)
+            return one.parent == ROOT, overhead, one.parent != came_from, one.load_ms
 
-        scored = sorted(scored, key=order)[: self._limit]
-        self._chosen = scored[0].candidate.facts.key if scored else ChunkKey(b"")
+        scored = sorted(scored, key=order)[: self.limit]
+        self._chosen = scored[0].variant.digest if scored else b""
         self._chunks_before += 1
         return scored
 
+    def _variant(self, one: Candidate, start: int, *, is_exact: bool) -> _Scored:
+        facts = one.facts
+        position, impact, overlap, overhead = start, UNKNOWN, 1.0, 0.0
+        if not is_exact:
+            position, impact = facts.position, facts.impact
+            overlap = prefix_overlap(facts.context, self.places, self._chunks_before)
+            overhead = fix_overhead(impact, overlap)
+        slot = self.sources[one.source]
+        load_ms = 1e3 * slot.load_s(one.size_bytes)
+        variant = Variant(
+            ChainDigest(facts.key[DIGEST_BYTES:]), facts.parent, position, slot.name,
+            load_ms, one.size_bytes, one.fidelity,
+            impact, overlap, overhead, facts.deviation, facts.reports,
+        )  # fmt: skip
+        return _Scored(variant, facts.is_measured)
+
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
         """Return the share to recompute: the gate's; more by CFO, where attention was measured."""
-        least = self._least_ratio
+        least = self.least_ratio
         tokens = sum(count for count, _ in stand_ins)
         if not tokens:
             return least
         wanted = sum(
-            count * least * (best.overhead / NO_IMPACT if best.candidate.facts.is_measured else 1)
+            count * least * (best.variant.fix_overhead / NO_IMPACT if best.is_measured else 1)
             for count, best in stand_ins
         )
         return min(1.0, max(least, wanted / tokens))
 
-    def _load_ms(self, chosen: Sequence[Candidate]) -> float:
+    def _load_ms(self, chosen: Sequence[_Scored]) -> float:
         """Return what loading takes, all of one source together, one source after the other."""
-        sizes: dict[int, int] = {}
+        sizes: Counter[str] = Counter()
         for one in chosen:
-            sizes[one.source] = sizes.get(one.source, 0) + one.size_bytes
-        return sum(1e3 * self._sources[source].load_s(size) for source, size in sizes.items())
-
-    def _resolved(self, found: Matches, scored: Sequence[_Scored], start: int) -> ResolvedChunk:
-        variants = []
-        for candidate, overlap, overhead, load_ms in scored:
-            facts = candidate.facts
-            variant = Variant(
-                digest=ChainDigest(facts.key[DIGEST_BYTES:]),
-                parent=facts.parent,
-                position=start if found.is_exact else facts.position,
-                tier=self._sources[candidate.source].name,
-                load_ms=load_ms,
-                size_bytes=candidate.size_bytes,
-                fidelity=candidate.fidelity,
-                context_impact=UNKNOWN if found.is_exact else facts.impact,
-                overlap=overlap,
-                fix_overhead=overhead,
-                deviation=facts.deviation,
-                reports=facts.reports,
-            )
-            variants.append(variant)
-        is_exact = found.is_exact and bool(variants)
-        return ResolvedChunk(is_exact, tuple(variants), found.priority if variants else b"")
+            sizes[one.variant.tier] += one.variant.size_bytes
+        loads = (slot.load_s(sizes[slot.name]) for slot in self.sources if sizes[slot.name])
+        return 1e3 * sum(loads)
 
 
 CountReady: TypeAlias = Callable[[Session, Sequence[ChunkKey], float, Fidelity], int]
@@ -213,8 +194,7 @@ class Report:
 
     tag: str
     chunks: tuple[tuple[ChunkKey, Measured, Scores | None], ...]
-    ratio: float
-    shadow: ShadowResult | None
+    shadow: Shadow | None
     speedup: float = UNKNOWN
 
 
@@ -312,9 +292,13 @@ class Blending:
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000)
         lease = self.contents.lease_any(keys, terms)
         held = set(lease.keys) if lease is not None else set()
+
+        def kept(chunk: ResolvedChunk) -> ResolvedChunk:
+            variants = tuple(v for v in chunk.variants if ChunkKey(space + v.digest) in held)
+            return replace(chunk, variants=variants, is_exact=chunk.is_exact and bool(variants))
+
         segments = tuple(
-            replace(one, chunks=tuple(_kept(chunk, held, space) for chunk in one.chunks))
-            for one in resolution.segments
+            replace(one, chunks=tuple(map(kept, one.chunks))) for one in resolution.segments
         )
         chunks = [chunk for one in segments for chunk in one.chunks]
         best = [
@@ -340,16 +324,6 @@ class Blending:
             return self.gates.of_codecs(session.namespace)
         self.contents.reported(report.chunks)
         self._counters.add("blend_reports")
-        shadow = None
-        if (one := report.shadow) is not None:
-            shadow = Shadow(one.divergence, one.agreement, one.tokens, report.ratio)
         name, model = (session.namespace, report.tag), session.representation.model_id
-        self.gates.record(name, shadow, report.speedup, model)
+        self.gates.record(name, report.shadow, report.speedup, model)
         return self.gates.view(name)
-
-
-def _kept(chunk: ResolvedChunk, held: set[ChunkKey], space: bytes) -> ResolvedChunk:
-    variants = tuple(one for one in chunk.variants if ChunkKey(space + one.digest) in held)
-    if len(variants) == len(chunk.variants):
-        return chunk
-    return replace(chunk, variants=variants, is_exact=chunk.is_exact and bool(variants))

@@ -11,12 +11,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from kvstore.proto.types import MAX_CHUNK_TOKENS
+from kvstore.proto.types import DIGEST_BYTES, MAX_CHUNK_TOKENS
 
 UNKNOWN_IMPACT = 1.0
 """The impact of a chunk without reports: more than any measured one."""
@@ -28,9 +29,9 @@ NO_IMPACT = 0.5
 class Context(NamedTuple):
     """A chunk before another one: its content, its tokens, and the attention paid to it."""
 
-    content: bytes
-    tokens: int
-    mass: float
+    content: Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    tokens: Annotated[int, Field(gt=0)]
+    mass: Annotated[float, Field(ge=0)]
 
 
 def context_impact(context: Sequence[Context], intra_mass: float, tokens: int) -> float:

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.key_table import spare_rows
 from kvstore.proto.types import KEY_BYTES
-from kvstore.server.eviction.policy import Rows
+from kvstore.server.eviction.policy import Columns, Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, DensityTable
 
 MAX_CLASSES = 1024
@@ -32,6 +31,10 @@ _LENGTHS = 3
 OWNS = (MAX_GROUPS + 2) * HINTS * 2
 """What may be a chunk's own is below this."""
 
+COARSER = 1 << 31
+"""Set in the code of a coarser class; the rest is its number."""
+
+_COARSER_CLASSES = _FREQUENCIES * HINTS * 2
 _CONTEXTS = _TURNS * _LENGTHS * _FREQUENCIES
 _UNKNOWN = 65_535
 _CODE_OF_OWN = np.arange(256, dtype=np.intp) * _CONTEXTS
@@ -52,14 +55,12 @@ class ChunkClasses:
     """
 
     def __init__(self, chunk_tokens: int) -> None:
-        coarser = _FREQUENCIES * HINTS * 2
-        self.count = coarser
+        self.count = _COARSER_CLASSES
         """Numbers given; those of the coarser classes come first, without any chunk."""
         self.coarse = np.zeros(MAX_CLASSES, np.intp)
         """The number of the coarser class of each."""
-        self.coarse[:coarser] = np.arange(coarser)
-        self._listed = array("H", [_UNKNOWN]) * (OWNS * _CONTEXTS)
-        self._numbers = np.frombuffer(self._listed, np.uint16)
+        self.coarse[:_COARSER_CLASSES] = np.arange(_COARSER_CLASSES)
+        self._numbers = np.full(OWNS * _CONTEXTS, _UNKNOWN, np.uint16)
         self._ends = [_SHORT_TOKENS / chunk_tokens, _LONG_TOKENS / chunk_tokens]
         self._groups: dict[int, int] = {}
 
@@ -94,44 +95,39 @@ class ChunkClasses:
         codes += context
         numbers = self._numbers[codes]
         if numbers.max(initial=0) == _UNKNOWN:
-            for code in dict.fromkeys(codes[numbers == _UNKNOWN].tolist()):
-                self._numbers[code] = self._new(code)
+            for code in codes[numbers == _UNKNOWN].tolist():
+                self.number(code)
             numbers = self._numbers[codes]
         return numbers
 
-    def of_one(self, own: int, hits: int, context: int) -> int:
-        """Return the class of one chunk."""
-        frequency = hits if hits < _FREQUENCIES else _FREQUENCIES
-        code = own * _CONTEXTS + (frequency or 1) - 1 + context
-        number = self._listed[code]
-        if number == _UNKNOWN:
-            number = self._listed[code] = self._new(code)
-        return number
-
     def codes(self) -> NDArray[np.intp]:
-        """Return by number what ``number`` takes for it; -1 for coarser classes."""
-        found = np.full(self.count, -1, np.intp)
+        """Return by number what ``number`` takes for it, and its own number and COARSER for one of
+        the coarser classes.
+        """
+        found = np.zeros(self.count, np.intp)
         codes = np.flatnonzero(self._numbers != _UNKNOWN)
         found[self._numbers[codes]] = codes
-        found[: _FREQUENCIES * HINTS * 2] = -1
+        found[:_COARSER_CLASSES] = COARSER | np.arange(_COARSER_CLASSES)
         return found
 
     def number(self, code: int) -> int:
-        """Return the number of what ``codes`` of another run has. Raises InvalidRequestError."""
+        """Return the number of what ``codes`` has, perhaps of another run.
+
+        Raises InvalidRequestError.
+        """
+        if code & COARSER:
+            return code & ~COARSER
         if not 0 <= code < len(self._numbers):
             raise InvalidRequestError("code", code, f"below {len(self._numbers)}")
-        if self._numbers[code] == _UNKNOWN:
-            self._numbers[code] = self._new(code)
-        return self._numbers.item(code)
-
-    def _new(self, code: int) -> int:
-        own, frequency = code // _CONTEXTS, code % _FREQUENCIES
-        coarser = own % (HINTS * 2) * _FREQUENCIES + frequency
-        if self.count == MAX_CLASSES:
-            return coarser
-        number = self.count
-        self.count += 1
-        self.coarse[number] = coarser
+        number = self._numbers.item(code)
+        if number == _UNKNOWN:
+            own, frequency = code // _CONTEXTS, code % _FREQUENCIES
+            number = coarser = own % (HINTS * 2) * _FREQUENCIES + frequency
+            if self.count < MAX_CLASSES:
+                number = self.count
+                self.count += 1
+                self.coarse[number] = coarser
+            self._numbers[code] = number
         return number
 
 
@@ -167,7 +163,7 @@ class RefreshReport(NamedTuple):
     time_s: float
 
 
-class Columns(NamedTuple):
+class HistoryColumns(NamedTuple):
     """The columns of an AccessHistory as numpy sees them, each of shape (rows,)."""
 
     last_s: NDArray[np.float64]
@@ -226,19 +222,21 @@ class AccessHistory:
         """Remember chunks of *chunk_tokens* tokens. Raises InvalidRequestError."""
         if chunk_tokens < 1:
             raise InvalidRequestError("chunk_tokens", chunk_tokens, "at least 1")
-        self.last_s = array("d", [0.0])
+        self._columns = Columns()
+        add = self._columns.add
+        self.last_s: array[float] = add("d")
         """When each was last asked for, in the time of ``time_s``."""
-        self.hits = array("B", [0])
+        self.hits: array[int] = add("B")
         """How often each was asked for, 1 for the first sight, up to 255; 0 for unknown rows."""
-        self.classes = array("H", [0])
+        self.classes: array[int] = add("H")
         """By number."""
-        self.flops = array("d", [0.0])
+        self.flops: array[float] = add("d")
         """Of the prefill of each; 0 for unknown."""
-        self.turns = array("B", [0])
+        self.turns: array[int] = add("B")
         """The turn of the conversation in which each was last asked for, from 0."""
-        self.chunks = array("H", [0])
+        self.chunks: array[int] = add("H")
         """How long the prompt was in which each was last asked for, in chunks."""
-        self.own = array("B", [0])
+        self.own: array[int] = add("B")
         """See ChunkClasses."""
         self.kinds = ChunkClasses(chunk_tokens)
         self.table = DensityTable(self.kinds.coarse)
@@ -246,8 +244,8 @@ class AccessHistory:
         """Called with the rows whose class changed by a hint, after it did."""
         self.on_refresh: list[Callable[[RefreshReport], None]] = []
         """Called after each refresh."""
-        self._asked_rows, self._asked_ages_s = array("q"), array("d")
-        """What was asked for since the last report."""
+        self._asked: list[tuple[Rows, NDArray[np.float64]]] = []
+        """What was asked for since the last report, and how long each had waited."""
         self._chunks = 0
         self._clock = SteadyClock()
         self.time_s = self._clock.time_s
@@ -280,10 +278,10 @@ class AccessHistory:
             self._refreshed_at, self._refreshed_s = self._requests, time_s
             self._steps = self.table.refreshing(time_s, self.kinds.count)
         next(self._steps, None)
-        if is_due and self._asked_rows:
-            rows, ages_s = np.frombuffer(self._asked_rows, np.intp), self._asked_ages_s
-            report = RefreshReport(rows, np.frombuffer(ages_s), self._chunks, since, time_s)
-            self._asked_rows, self._asked_ages_s = array("q"), array("d")
+        if is_due and self._asked:
+            all_rows, ages_s = map(np.concatenate, zip(*self._asked, strict=True))
+            report = RefreshReport(all_rows, ages_s, self._chunks, since, time_s)
+            self._asked.clear()
             self._chunks = 0
             for watcher in self.on_refresh:
                 watcher(report)
@@ -305,8 +303,7 @@ class AccessHistory:
         since_s = seen.last_s[rows]
         self.table.requested(seen.classes[rows], since_s, time_s)
         if self.on_refresh:
-            self._asked_rows.frombytes(rows.tobytes())
-            self._asked_ages_s.frombytes((time_s - since_s).tobytes())
+            self._asked.append((rows, time_s - since_s))
         hits = seen.hits[rows]
         hits += hits < _MOST
         seen.hits[rows] = hits
@@ -346,7 +343,7 @@ class AccessHistory:
             own = (kinds.group(facts.group) * HINTS + facts.reuse) * 2
         chunks = min(facts.prompt_chunks or self.chunks[parent] or len(rows), _MOST_CHUNKS)
         context = kinds.context(turn, chunks)
-        kind = kinds.of_one(own, 1, context)
+        kind = kinds.number(own * _CONTEXTS + context)
         # Of what is unknown every column is 0.
         if own:
             seen.own[rows] = own
@@ -357,7 +354,7 @@ class AccessHistory:
         if not facts.tokens_full:
             last = int(rows[-1])
             self.own[last] = own + 1
-            self.classes[last] = kinds.of_one(own + 1, 1, context)
+            self.classes[last] = kinds.number((own + 1) * _CONTEXTS + context)
         self.table.wait(seen.classes[rows], time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
@@ -407,30 +404,16 @@ class AccessHistory:
         """Whether the row is the end of a prompt that fills no chunk."""
         return row < len(self.own) and self.own[row] % 2 == 1
 
-    def columns(self) -> Columns:
+    def columns(self) -> HistoryColumns:
         """Return all columns, writable, as they are: let go of them before the next event."""
-        return Columns(
-            np.frombuffer(self.last_s),
-            np.frombuffer(self.hits, np.uint8),
-            np.frombuffer(self.classes, np.uint16),
-            np.frombuffer(self.flops),
-            np.frombuffer(self.turns, np.uint8),
-            np.frombuffer(self.chunks, np.uint16),
-            np.frombuffer(self.own, np.uint8),
-        )
+        return HistoryColumns(*map(np.asarray, self._columns.arrays))
 
     def reach(self, row: int) -> None:
         """Let there be a place for *row*. The last place is always empty."""
-        if row + 1 < len(self.hits):
-            return
-        count = row + 1 - len(self.hits) + spare_rows(row)
-        del self._seen
-        for column in (
-            *(self.last_s, self.hits, self.classes, self.flops),
-            *(self.turns, self.chunks, self.own),
-        ):
-            column.frombytes(bytes(count * column.itemsize))
-        self._seen = self.columns()
+        if row + 1 >= self._columns.rows:
+            del self._seen
+            self._columns.reach(row)
+            self._seen = self.columns()
 
 
 def _distinct(rows: Rows) -> Rows:
@@ -459,9 +442,6 @@ CHUNK = np.dtype(
 
 CLASS = np.dtype([("code", "<u4"), ("asked", "<f4", AGE_BINS), ("forgotten", "<f4", AGE_BINS)])
 """What is kept of a class: how many of its chunks were asked for, or forgotten, by bin of age."""
-
-COARSER = 1 << 31
-"""Set in the code of a coarser class; the rest is its number."""
 
 MAX_CHUNKS = 1 << 19
 """Of more, those that left longest ago are not kept. 32 MiB of them."""
@@ -495,8 +475,7 @@ class SavedHistory:
             chunks[name] = getattr(seen, name)[rows]
         count = history.kinds.count
         classes = np.zeros(count, CLASS)
-        codes = history.kinds.codes()
-        classes["code"] = np.where(codes < 0, COARSER | np.arange(count), codes)
+        classes["code"] = history.kinds.codes()
         classes["asked"], classes["forgotten"] = history.table.ended(count)
         return cls(names, history.kinds.groups, classes, chunks)
 
@@ -523,10 +502,7 @@ class SavedHistory:
         history.table.refresh(time_s, history.kinds.count)
 
     def _fill_table(self, history: AccessHistory) -> None:
-        numbers = [
-            code & ~COARSER if code & COARSER else history.kinds.number(code)
-            for code in self.classes["code"].tolist()
-        ]
+        numbers = list(map(history.kinds.number, self.classes["code"].tolist()))
         count = len(history.kinds.coarse)
         asked, forgotten = np.zeros((2, count, AGE_BINS))
         fits = np.array([number < count for number in numbers], bool)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,8 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import ClassQueues, QueueCursor
-from kvstore.server.eviction.reuse_statistics import AGE_BINS, EDGES_S
+from kvstore.server.eviction.queues import ClassQueues
+from kvstore.server.eviction.reuse_statistics import EDGES_S
 
 BUDGET = 0.005
 """Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds
@@ -38,10 +38,7 @@ Rank = tuple[float, int, int]
 one more for the last."""
 
 _EDGES_S: list[float] = EDGES_S.tolist()
-_ENDS_S = np.append(EDGES_S, np.inf)
 _STALE_SHARE, _STALE_LEAST = 4, 256
-_LAST_AGE = AGE_BINS - 1
-_NOBODY: Rank = (0.0, 0, 0)
 
 
 class LruSafeguard:
@@ -101,106 +98,84 @@ class ClassRanking:
         self.queues = queues
         self.used = used
         self._worth = worth
-        self._current: list[Rank] = []
-        """By end: what counts of the two heaps; the rest of them is stale."""
-        self._ranks: list[Rank] = []
+        self.current: dict[int, Rank] = {}
+        """By end."""
+        self.ranks: list[Rank] = []
+        """A heap of these and of some that are no longer current."""
         self._due: list[tuple[float, Rank]] = []
         """When the next bin begins for each: a little early, as sums are rounded."""
         self._version = -1
 
     def bring_up(self, time_s: float) -> None:
         """Rank what has changed until now. *time_s* is on the AccessHistory's clock."""
-        table, changed = self.history.table, self.queues.changed
-        most = _STALE_SHARE * len(self._current) + _STALE_LEAST
-        if self._version != table.version or max(len(self._ranks), len(self._due)) > most:
+        table, changed, current = self.history.table, self.queues.changed, self.current
+        ranks, due = self.ranks, self._due
+        most = _STALE_SHARE * len(current) + _STALE_LEAST
+        if self._version != table.version or max(len(ranks), len(due)) > most:
             self._version = table.version
-            changed.clear()
-            self._rank_all(time_s)
-            return
-        due = self._due
+            current.clear()
+            ranks.clear()
+            due.clear()
+            changed.update(range(2 * self.history.kinds.count))
         while due and due[0][0] <= time_s:
             rank = heappop(due)[1]
-            if self._current[rank[2]] is rank:
-                self._current[rank[2]] = _NOBODY
+            if current.get(rank[2]) is rank:
+                del current[rank[2]]
                 changed.add(rank[2])
-        self._rank_changed(time_s)
-
-    def _rank_changed(self, time_s: float) -> None:
-        current, used, worth = self._current, self.used, self._worth
-        queues, history = self.queues, self.history
-        missing = 2 * history.kinds.count - len(current)
-        if missing > 0:
-            current += [_NOBODY] * missing
-        newest, head_of, last_s = queues.newest, queues.head, history.last_s
-        value_of = history.table.values.item
-        ranks, dues = self._ranks, self._due
-        for end in queues.changed:
-            kind = end >> 1
-            row = newest[kind] if end & 1 else head_of(kind)
+        newest, head, used = self.queues.newest, self.queues.head, self.used
+        for end in changed:
+            row = newest[end >> 1] if end & 1 else head(end >> 1)
+            before = current.pop(end, None)
             if not row:
-                current[end] = _NOBODY
                 continue
-            when = used[row]
-            if current[end][1] == when:
-                continue
-            since_s = last_s[row]
-            age = bisect_left(_EDGES_S, time_s - since_s)
-            rank = current[end] = (value_of(kind, age) * worth[row], when, end)
-            heappush(ranks, rank)
-            if age < _LAST_AGE:
-                due_s = since_s + _EDGES_S[age]
-                heappush(dues, (due_s - 1e-12 * abs(due_s), rank))
-        queues.changed.clear()
+            if before is None or before[1] != used[row]:
+                promise, until_s = self.promise(row, time_s)
+                before = (promise, used[row], end)
+                heappush(ranks, before)
+                heappush(due, (until_s, before))
+            current[end] = before
+        changed.clear()
 
-    def _rank_all(self, time_s: float) -> None:
+    def promise(self, row: int, time_s: float) -> tuple[float, float]:
+        """Return what a chunk promises at a time of the AccessHistory's clock, and until when."""
         history = self.history
-        kinds, first, last = self.queues.ends(history.kinds.count)
-        has_last = last != NO_ROW
-        rows = np.concatenate((first, last[has_last]))
-        kinds = np.concatenate((kinds, kinds[has_last]))
-        ends = 2 * kinds
-        ends[len(first) :] += 1
-        last_s = np.frombuffer(history.last_s)[rows]
-        places = EDGES_S.searchsorted(time_s - last_s)
-        due_s = last_s + _ENDS_S[places]
-        places += kinds * AGE_BINS
-        values = history.table.values.reshape(-1)[places]
-        values *= np.frombuffer(self._worth, np.float32)[rows]
-        used = np.frombuffer(self.used, np.uint64)[rows]
-        self._ranks = list(zip(values.tolist(), used.tolist(), ends.tolist(), strict=True))
-        self._current = [_NOBODY] * (2 * history.kinds.count)
-        for rank in self._ranks:
-            self._current[rank[2]] = rank
-        self._due = [
-            (at_s - 1e-12 * abs(at_s), rank)
-            for at_s, rank in zip(due_s.tolist(), self._ranks, strict=True)
-            if at_s < np.inf
-        ]
-        heapify(self._ranks)
-        heapify(self._due)
+        last_s = history.last_s[row]
+        age = bisect_left(_EDGES_S, time_s - last_s)
+        value = history.table.values.item(history.classes[row], age) * self._worth[row]
+        until_s = last_s + _EDGES_S[age] if age < len(_EDGES_S) else math.inf
+        return value, until_s - 1e-12 * abs(until_s)
 
-    def least(self) -> Rank | None:
-        """Return the end that promises least; None when all were taken."""
-        ranks, current = self._ranks, self._current
-        while ranks:
-            rank = ranks[0]
-            if current[rank[2]] is rank:
-                return rank
-            heappop(ranks)
-        return None
 
-    def take(self) -> Rank:
-        """Take out what ``least`` just returned, which counts no more until ``bring_up``."""
-        rank = heappop(self._ranks)
-        self._current[rank[2]] = _NOBODY
-        self.queues.changed.add(rank[2])
-        return rank
+class ClassCursor:
+    """What is left of a class: its queue from both ends on, and what was exposed since."""
 
-    def promise(self, row: int, time_s: float) -> float:
-        """Return what a chunk promises at a time of the AccessHistory's clock."""
-        history = self.history
-        age = bisect_left(_EDGES_S, time_s - history.last_s[row])
-        return history.table.values.item(history.classes[row], age) * self._worth[row]
+    __slots__ = ("_ends", "_taken", "_used", "_walks", "exposed")
+
+    def __init__(self, ranks: ClassRanking, kind: int, taken: set[int]) -> None:
+        queues = ranks.queues
+        self._used, self._taken = ranks.used, taken
+        self._walks = queues.walk(kind), queues.walk_back(kind, with_late=False)
+        self._ends = [next(walk, NO_ROW) for walk in self._walks]
+        self.exposed: list[tuple[int, int]] = []
+        """In the order of use."""
+
+    def end(self, is_last: int) -> int:
+        """Return the first row that is left, or the last; NO_ROW where there is none."""
+        row = self._ends[is_last]
+        while row in self._taken:
+            row = self._ends[is_last] = next(self._walks[is_last], NO_ROW)
+        if self.exposed:
+            when, other = self.exposed[-is_last]
+            if not row or (when > self._used[row]) == is_last:
+                return other
+        return row
+
+    def take(self, row: int, is_last: int) -> None:
+        """Take the row that ``end`` returned."""
+        if self.exposed and self.exposed[-is_last][1] == row:
+            del self.exposed[-is_last]
+        else:
+            self._taken.add(row)
 
 
 class VictimCursor:
@@ -210,116 +185,64 @@ class VictimCursor:
     the taken one's parent that goes next.
     """
 
-    def __init__(
-        self,
-        ranks: ClassRanking,
-        exposed_by: Callable[[int, dict[int, int]], int],
-        time_s: float,
-        *,
-        is_lru: bool,
-    ) -> None:
-        """*exposed_by* returns the parent whose last child a row was, of those not named yet."""
-        self._ranks = ranks
-        self._queues, self._used = ranks.queues, ranks.used
-        self._exposed_by = exposed_by
-        self._time_s = time_s
-        self._left: dict[int, int] = {}
-        """Children not yet named, of parents that have lost some."""
-        self._opened: dict[int, QueueCursor] = {}
+    def __init__(self, ranks: ClassRanking, time_s: float, *, is_lru: bool) -> None:
+        self._ranks, self._time_s = ranks, time_s
+        self._cursors: dict[int, ClassCursor] = {}
         self._taken: set[int] = set()
         """Rows of the queues that were taken."""
-        self._ahead: list[Rank] = []
-        """Those that have come to an end since; a heap."""
-        self._due: tuple[int, ...] = ()
-        """Ends that are not ranked."""
+        self._due: set[int] = set()
+        """Ends that may be another row."""
         self.is_lru = False
         if is_lru:
             self.fall_back()
         else:
-            self._ranks.bring_up(time_s)
+            ranks.bring_up(time_s)
+            self._current, self._heap = ranks.current.copy(), ranks.ranks.copy()
 
     def take(self) -> int:
         """Return what to evict next, which is not named again; NO_ROW where nothing is left."""
         for end in self._due:
             self._rank(end)
-        self._due = ()
-        used, taken = self._used, self._taken
-        while rank := self._next():
+        while self._heap:
+            rank = heappop(self._heap)
             _, when, end = rank
-            queue = self._opened.get(end >> 1) or self._open(end >> 1)
-            row = self._last(queue) if end & 1 else self._first(queue)
-            if not row or row in taken or used[row] != when:
-                continue  # another has come to this end, and is ranked
-            if queue.exposed and queue.exposed[-(end & 1)][1] == row:
-                del queue.exposed[-(end & 1)]
-                self._due = (end, end ^ 1)  # it may have been at both
-            else:
-                taken.add(row)
-                self._due = (end,)
-            return row
+            if self._current.get(end) is not rank:
+                continue
+            cursor = self._cursor(end >> 1)
+            row = cursor.end(end & 1)
+            if self._ranks.used[row] == when:  # else it was taken from the other end
+                cursor.take(row, end & 1)
+                self._due = {end, end ^ 1}
+                return row
         return NO_ROW
 
-    def _next(self) -> Rank | None:
-        least = None if self.is_lru else self._ranks.least()
-        if self._ahead and (least is None or self._ahead[0] < least):
-            return heapq.heappop(self._ahead)
-        return None if least is None else self._ranks.take()
-
-    def take_after(self, row: int) -> int:
-        """Return what to evict when *row* is gone, whose parent may be a candidate then."""
-        parent = self._exposed_by(row, self._left)
-        if parent:
-            kind = self._ranks.history.classes[parent]
-            queue = self._open(kind)
-            insort(queue.exposed, (self._used[parent], parent))
-            if self._first(queue) == parent:
-                self._rank(2 * kind)
-            if self._last(queue) == parent:
-                self._rank(2 * kind + 1)
-        return self.take()
+    def expose(self, row: int) -> None:
+        """Let a parent be a candidate, whose children were all named."""
+        kind = self._ranks.history.classes[row]
+        insort(self._cursor(kind).exposed, (self._ranks.used[row], row))
+        self._due |= {2 * kind, 2 * kind + 1}
 
     def fall_back(self) -> None:
         """Name the rest by their last use only."""
         self.is_lru = True
-        kinds, rows, _ = self._queues.ends(MAX_CLASSES)
-        used = np.frombuffer(self._used, np.uint64)[rows].tolist()
-        self._ahead = [
-            (0.0, when, 2 * kind)
-            for kind, when in zip(kinds.tolist(), used, strict=True)
-            if kind not in self._opened
-        ]
-        heapq.heapify(self._ahead)
-        for kind in self._opened:
-            self._rank(2 * kind)
+        self._current, self._heap = {}, []
+        self._due = {2 * kind for kind in (*self._ranks.queues.kinds(), *self._cursors)}
 
-    def _open(self, kind: int) -> QueueCursor:
-        queue = self._opened.get(kind)
-        if queue is None:
-            queue = self._opened[kind] = QueueCursor(self._queues, kind)
-        return queue
-
-    def _first(self, queue: QueueCursor) -> int:
-        queue.skip(self._taken)
-        first, exposed = queue.first, queue.exposed
-        if exposed and (not first or exposed[0][0] < self._used[first]):
-            return exposed[0][1]
-        return first
-
-    def _last(self, queue: QueueCursor) -> int:
-        queue.skip_back(self._taken)
-        last, exposed = queue.last, queue.exposed
-        if exposed and (not last or exposed[-1][0] > self._used[last]):
-            return exposed[-1][1]
-        return last
+    def _cursor(self, kind: int) -> ClassCursor:
+        cursor = self._cursors.get(kind)
+        if cursor is None:
+            cursor = self._cursors[kind] = ClassCursor(self._ranks, kind, self._taken)
+        return cursor
 
     def _rank(self, end: int) -> None:
-        if self.is_lru and end & 1:
+        row = NO_ROW if self.is_lru and end & 1 else self._cursor(end >> 1).end(end & 1)
+        when, before = self._ranks.used[row], self._current.get(end)
+        if before is not None and before[1] == when:
             return
-        queue = self._open(end >> 1)
-        row = self._last(queue) if end & 1 else self._first(queue)
+        promise = 0.0 if self.is_lru or not row else self._ranks.promise(row, self._time_s)[0]
+        rank = self._current[end] = (promise, when, end)
         if row:
-            promise = 0.0 if self.is_lru else self._ranks.promise(row, self._time_s)
-            heapq.heappush(self._ahead, (promise, self._used[row], end))
+            heappush(self._heap, rank)
 
 
 class HitDensityEviction(LruEviction):
@@ -333,14 +256,14 @@ class HitDensityEviction(LruEviction):
 
     Ours, after LHD (Beckmann et al., NSDI 2018), with the tree, the queues and what is
     remembered of evicted chunks added. A decision that takes longer than 500 us on *clock* (none
-    by default) ends in LRU order, and counts in ``fallbacks``. 35 bytes a row.
+    by default) ends in LRU order, and counts in ``fallbacks``. 31 bytes a row.
     """
 
     def __init__(self, history: AccessHistory, clock: Callable[[], float] | None = None) -> None:
         super().__init__(kinds=MAX_CLASSES)
         self._history = history
         self._clock = clock
-        self._worth: array[float] = self._column("f")
+        self._worth: array[float] = self._columns.add("f")
         """By byte, up to a factor that is the same for all."""
         self._ranks = ClassRanking(history, self._queues, self._used, self._worth)
         self.fallbacks = 0
@@ -350,8 +273,8 @@ class HitDensityEviction(LruEviction):
         history.on_refresh.append(self._compare)
 
     @override
-    def _extend(self, count: int) -> None:
-        self._history.reach(len(self._used) - 1)
+    def _extend(self, rows: int) -> None:
+        self._history.reach(rows - 1)
 
     # --- events
 
@@ -387,39 +310,22 @@ class HitDensityEviction(LruEviction):
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         self._is_full = True
         choice = VictimCursor(
-            self._ranks, self._exposed_by, self._history.time_s(now_s), is_lru=self._guard.is_active
+            self._ranks, self._history.time_s(now_s), is_lru=self._guard.is_active
         )
         return self._named(choice, keep)
 
     def _named(self, choice: VictimCursor, keep: Callable[[int], bool]) -> Iterator[int]:
         clock = self._clock
         started_s = clock() if clock else 0.0
-        parents, children, here = self._parents, self._children, self._here
-        used, worth = self._used, self._worth
-        classes, last_s = self._history.classes, self._history.last_s
-        row, is_same = choice.take(), False
-        kind, value, since_s = 0, 0.0, 0.0
-        while row:
+        orphaned: dict[int, int] = {}
+        while row := choice.take():
             if clock and not choice.is_lru and clock() - started_s > CAP_S:
                 self.fallbacks += 1
                 choice.fall_back()
             if keep(row):
-                row, is_same = choice.take(), False
                 continue
             yield row
             if clock:
                 started_s = clock()
-            if not is_same:
-                kind, value, since_s = classes[row], worth[row], last_s[row]
-            # The parent goes next where it promises the same, as it does if it has no other
-            # child, was used right before or after the row, and is of its class and worth.
-            parent = parents[row]
-            is_same = (
-                children[parent] == 1
-                and here[parent] == 1
-                and -2 < used[parent] - used[row] < 2
-                and classes[parent] == kind
-                and worth[parent] == value
-                and last_s[parent] == since_s
-            )
-            row = parent if is_same else choice.take_after(row)
+            if parent := self._exposed_by(row, orphaned):
+                choice.expose(parent)

@@ -18,8 +18,7 @@ from typing_extensions import override
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafCursor
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.marconi import FlopDensity
 from kvstore.server.eviction.policy import Rows
 
@@ -122,7 +121,7 @@ class LearnedEviction(LruEviction):
 
     *clock* returns seconds and measures the budget; without one there is none. A decision that
     took longer counts in ``fallbacks`` and is not used: this call goes on as LRU. A victim costs
-    O(K) at most, whatever is known. 61 bytes a row.
+    O(K) at most, whatever is known. 57 bytes a row.
     """
 
     def __init__(
@@ -140,12 +139,12 @@ class LearnedEviction(LruEviction):
         self._density = FlopDensity(history)
         self.fallbacks = 0
         """Decisions that took too long."""
-        self._first_s: array[float] = self._column("d")
-        self._last_s: array[float] = self._column("d")
-        self._sizes: array[int] = self._column("Q")
-        self._uses: array[int] = self._column("H")
+        self._first_s: array[float] = self._columns.add("d")
+        self._last_s: array[float] = self._columns.add("d")
+        self._sizes: array[int] = self._columns.add("Q")
+        self._uses: array[int] = self._columns.add("H")
         """Of a chunk that was evicted, what it had, until its row is another's."""
-        self._costs: array[float] = self._column("f")
+        self._costs: array[float] = self._columns.add("f")
 
     @override
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -9,42 +10,121 @@ from itertools import chain
 import numpy as np
 from typing_extensions import override
 
+from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import FEW, LeafFirstEviction
-from kvstore.server.eviction.policy import Rows
+from kvstore.server.eviction.policy import Columns, EvictionPolicy, Rows
 from kvstore.server.eviction.queues import ClassQueues
 
+FEW = 24
+"""Rows from which on numpy is faster than Python."""
 
-class LruEviction(LeafFirstEviction):
+
+def closes_circle(row: int, parent: int, parents: array[int], children: array[int]) -> bool:
+    """Whether *row* is an ancestor of *parent*, by a client's fault: it would never go."""
+    if parent != row and not children[row]:
+        return False  # nothing continues it, so nothing leads back to it
+    above = parent
+    while above and above != row:
+        above = parents[above]
+    return above == row and row != NO_ROW
+
+
+class LeafCursor:
+    """Leaves, which come by *rank*, least first, and the parents that they expose in between."""
+
+    __slots__ = ("_exposed", "_leaves", "_next", "_next_rank", "_rank")
+
+    def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
+        self._leaves, self._rank = leaves, rank
+        self._exposed: list[tuple[float, int]] = []
+        self._next = next(leaves, NO_ROW)
+        self._next_rank = rank(self._next)
+
+    def add(self, row: int) -> None:
+        """Put in a row that is not among the leaves."""
+        heapq.heappush(self._exposed, (self._rank(row), row))
+
+    @property
+    def first(self) -> int:
+        """What ``take`` returns next."""
+        if self._exposed and (not self._next or self._exposed[0][0] < self._next_rank):
+            return self._exposed[0][1]
+        return self._next
+
+    def take(self) -> int:
+        """Take out the first row and return it; NO_ROW when there is none."""
+        row = self._next
+        if self._exposed and (not row or self._exposed[0][0] < self._next_rank):
+            return heapq.heappop(self._exposed)[1]
+        if row:
+            self._next = after = next(self._leaves, NO_ROW)
+            self._next_rank = self._rank(after)
+        return row
+
+
+class LruEviction(EvictionPolicy):
     """Evict the leaf that was used longest ago.
 
-    Leaves are queued by their last use, all in one queue, or for a subclass by what ``_kind``
-    returns, below *kinds*. Every event costs O(1), or O(log n) of the leaves that came into their
-    queue late. 31 bytes a row, in columns.
+    A chunk is of no use without those before it, so only leaves (chunks none of whose
+    continuations are on the tier) are candidates, as in SGLang's RadixAttention (Zheng et al.,
+    arXiv 2312.07104, section 3.1), over chunks instead of tokens.
+
+    All other policies keep this tree too. Leaves are queued by their last use, all in one queue,
+    or for a subclass by what ``_kind`` returns, below *kinds*. Every event calls its hooks, each
+    once: ``_came``, then ``_add_leaf`` if nothing continues the chunk; ``_use``; ``_drop_leaf``
+    if it is a leaf, then ``_gone``. Every event costs O(1), or O(log n) of the leaves that came
+    into their queue late. 27 bytes a row, in columns.
     """
 
     def __init__(self, kinds: int = 1) -> None:
-        super().__init__()
-        self._used: array[int] = self._column("Q")
+        self._columns = Columns()
+        self._here: array[int] = self._columns.add("B")
+        """1 for the rows whose chunk is here."""
+        self._parents: array[int] = self._columns.add("I")
+        self._children: array[int] = self._columns.add("I")
+        """Chunks here that continue the row's, be it here or not."""
+        self._used: array[int] = self._columns.add("Q")
         """When each chunk was last used, as the number of the use."""
-        self._queues = ClassQueues(self._used, kinds)
-        self._columns += self._queues.columns
+        self._queues = ClassQueues(self._used, self._columns, kinds)
         self._tick = 0
+        self._count = 0
+
+    # --- hooks
 
     def _kind(self, row: int) -> int:
         """Return the queue that a leaf belongs in."""
         return 0
 
-    def _requeue(self, rows: Rows) -> None:
-        """The kinds of *rows* changed, which may be unknown here."""
-        for row in rows[rows < len(self._here)].tolist():
-            if self._is_leaf(row):
-                self._queues.remove(row)
-                self._queues.place(row, self._kind(row))
+    def _extend(self, rows: int) -> None:
+        """The columns have places for so many *rows* now."""
 
-    @override
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        """Chunks came of which each continues the one before; their ``_parents`` are set."""
         self._stamp(rows)
+
+    def _add_leaf(self, row: int) -> None:
+        """A chunk is a leaf now: one that just came, or lost the last that continued it."""
+        self._queues.place(row, self._kind(row))
+
+    def _drop_leaf(self, row: int) -> None:
+        """A leaf is none any more, because it is continued now or about to go."""
+        self._queues.remove(row)
+
+    def _use(self, rows: Rows, now_s: float) -> None:
+        """Chunks that are here were used, the first of the chain first; some may be twice in it."""
+        # From the last to the first: what begins a chain is to go after what ends it.
+        rows = rows[::-1]
+        if len(rows) < FEW:
+            leaves = [row for row in rows.tolist() if not self._children[row]]
+        else:
+            leaves = rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist()
+        for row in leaves:
+            self._queues.remove(row)
+            self._queues.append(row, self._kind(row))
+        self._stamp(rows)
+
+    def _gone(self, row: int) -> None:
+        """A chunk is not here any more."""
 
     def _stamp(self, rows: Rows) -> None:
         """Number the uses of *rows*, the first first."""
@@ -57,33 +137,133 @@ class LruEviction(LeafFirstEviction):
             np.frombuffer(self._used, np.uint64)[rows] = ticks
         self._tick += len(rows)
 
-    @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        if is_new:
-            self._queues.append(row, self._kind(row))
-        else:
-            self._queues.place(row, self._kind(row))
+    def _requeue(self, rows: Rows) -> None:
+        """The kinds of *rows* changed, which may be unknown here."""
+        for row in rows[rows < len(self._here)].tolist():
+            if self._is_leaf(row):
+                self._queues.remove(row)
+                self._queues.place(row, self._kind(row))
+
+    # --- events
+
+    def _reach(self, row: int) -> None:
+        if self._columns.reach(row):
+            self._extend(self._columns.rows)
 
     @override
-    def _drop_leaf(self, row: int) -> None:
-        self._queues.remove(row)
+    def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
+        self._reach(max(row, parent))
+        if self._here[row]:
+            self._use(np.array([row]), now_s)
+            return
+        if closes_circle(row, parent, self._parents, self._children):
+            parent = NO_ROW
+        self._count += 1
+        self._here[row] = 1
+        self._parents[row] = parent
+        self._came(np.array([row]), size_bytes, now_s)
+        if not self._children[row]:
+            self._add_leaf(row)
+        if parent:
+            self._adopt(parent)
+
+    def _adopt(self, parent: int) -> None:
+        children = self._children
+        if not children[parent] and self._here[parent]:
+            self._drop_leaf(parent)
+        children[parent] += 1
 
     @override
-    def _use(self, rows: Rows, now_s: float) -> None:
-        # From the last to the first: what begins a chain is to go after what ends it.
-        rows = rows[::-1]
-        if len(rows) < FEW:
-            leaves = [row for row in rows.tolist() if not self._children[row]]
-        else:
-            leaves = rows[np.frombuffer(self._children, np.uint32)[rows] == 0].tolist()
-        for row in leaves:
-            self._queues.remove(row)
-            self._queues.append(row, self._kind(row))
-        self._stamp(rows)
+    def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
+        if not len(rows):
+            return
+        listed = rows.tolist()
+        names = set(listed)
+        self._reach(max(parent, max(listed)))
+        here, parents, children = self._here, self._parents, self._children
+        is_known = any(map(here.__getitem__, listed)) or any(map(children.__getitem__, listed))
+        if is_known or len(names) < len(rows) or parent in names:
+            super().insert_chain(rows, parent, size_bytes, now_s)
+            return
+        # Rows without continuations close no circle.
+        before = parent
+        for row in listed:
+            here[row] = 1
+            parents[row] = before
+            children[row] = 1
+            before = row
+        children[before] = 0
+        self._count += len(rows)
+        self._came(rows, size_bytes, now_s)
+        self._add_leaf(before)
+        if parent:
+            self._adopt(parent)
+
+    def _is_leaf(self, row: int) -> bool:
+        return self._here[row] != 0 and not self._children[row]
+
+    @override
+    def touch(self, rows: Rows, now_s: float) -> None:
+        if not len(rows):
+            return
+        here = np.frombuffer(self._here, np.uint8).take(rows, mode="clip")
+        if 0 in here.tobytes():
+            rows = rows[here > 0]
+        if len(rows):
+            self._use(rows, now_s)
+
+    @override
+    def remove(self, row: int) -> None:
+        here, children = self._here, self._children
+        if row >= len(here) or not here[row]:
+            return
+        if not children[row]:
+            self._drop_leaf(row)
+        here[row] = 0
+        self._count -= 1
+        self._gone(row)
+        parent = self._parents[row]
+        if not parent:
+            return
+        self._parents[row] = NO_ROW
+        children[parent] -= 1
+        if here[parent] and not children[parent]:
+            self._add_leaf(parent)
+
+    # --- questions
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         return self._name(self._queues.walk(), self._used.__getitem__, keep)
+
+    def _exposed_by(self, row: int, orphaned: dict[int, int]) -> int:
+        """Return the parent whose last child *row* was, of those not named yet; else NO_ROW."""
+        parent = self._parents[row]
+        if not parent or not self._here[parent]:
+            return NO_ROW
+        left = orphaned.pop(parent, self._children[parent]) - 1
+        if left:
+            orphaned[parent] = left
+            return NO_ROW
+        return parent
+
+    def _name(
+        self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
+    ) -> Iterator[int]:
+        """Yield *leaves*, by rank, and each parent by its own, once all its children were."""
+        left = LeafCursor(leaves, rank)
+        orphaned: dict[int, int] = {}
+        while row := left.take():
+            if keep(row):
+                continue
+            yield row
+            parent = self._exposed_by(row, orphaned)
+            if parent:
+                left.add(parent)
+
+    @override
+    def __len__(self) -> int:
+        return self._count
 
 
 DISCARD = 1
@@ -104,7 +284,7 @@ class DiscardHintEviction(LruEviction):
 
     **Not robust.** It follows the bit: where half of the bits are wrong it is far below LRU. For
     hints whose truth is not known use ``hit_density``, where the hint is a class whose
-    reliability is learnt. 31 bytes a row.
+    reliability is learnt. 27 bytes a row.
     """
 
     def __init__(self, history: AccessHistory) -> None:

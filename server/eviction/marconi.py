@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import filterfalse, islice, pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import filterfalse, islice
 
 import numpy as np
 from typing_extensions import override
@@ -14,10 +14,9 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.leaf_tree import LeafCursor
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import RowHeap
+from kvstore.server.eviction.queues import ClassQueues
 
 LEAST_DENSITY, MOST_DENSITY = 1 / 64, 64.0
 """Bounds of a density: numbers of engines are not trusted beyond them."""
@@ -76,18 +75,9 @@ SLICE_CHUNKS = 16
 _GROUP = 16
 """Chunks for which room is made at once in a replay."""
 
+
 _CHUNK = np.dtype([("row", "u4"), ("size", "u8"), ("kind", "u1"), ("begins", "?")])
-"""A chunk recorded: its class of efficiency is its kind, and it may begin a request."""
-
-
-class _Recorded(NamedTuple):
-    """Requests to replay: their chunks, by numbers from 1, and where each request begins."""
-
-    numbers: list[int]
-    sizes: list[int]
-    starts: list[int]
-    kinds: list[int]
-    """By number."""
+"""A chunk recorded, its class of efficiency, and whether it may begin a request."""
 
 
 class AlphaTuner:
@@ -132,8 +122,7 @@ class AlphaTuner:
         if self._search is not None:
             return
         begins = parent != self._last or self._last < 0
-        place = self._next % len(self._recorded)
-        self._recorded[place] = row, size_bytes, kind, begins
+        self._recorded[self._next % RECORDED_CHUNKS] = row, size_bytes, kind, begins
         self._next += 1
         self._last = row
 
@@ -145,42 +134,46 @@ class AlphaTuner:
 
     def _find(self) -> Iterator[None]:
         """Set the best alpha; yield once for every chunk of every replay before that."""
+        numbers: dict[int, int] = {}
+        kinds = [0]
+        """By number."""
+        requests: list[list[tuple[int, int]]] = []
         chunks = self._recorded[: self._next]
-        if self._next > len(chunks):
-            chunks = np.roll(chunks, -self._next)
-        starts = [0, *(1 + np.flatnonzero(chunks["begins"][1:])).tolist()]
-        known, places = np.unique(chunks["row"], return_inverse=True)
-        kinds = np.zeros(len(known) + 1, np.intp)
-        kinds[places + 1] = chunks["kind"]
-        recorded = _Recorded((places + 1).tolist(), chunks["size"].tolist(), starts, kinds.tolist())
+        self._recorded = chunks[:0].copy()
+        for row, size_bytes, kind, begins in np.roll(chunks, -self._next).tolist():
+            if begins or not requests:
+                requests.append([])
+            number = numbers.setdefault(row, len(kinds))
+            kinds[number : number + 1] = [kind]
+            requests[-1].append((number, size_bytes))
         first, *others = ALPHAS
         best = first
-        saved = least = yield from self._replay(recorded, first)
+        saved = least = yield from self._replay(requests, kinds, first)
         for alpha in others:
-            saves = yield from self._replay(recorded, alpha)
+            saves = yield from self._replay(requests, kinds, alpha)
             if saves > saved and saves > least * (1.0 + HYSTERESIS):
                 best, saved = alpha, saves
         self.alpha = best
-        self._recorded = chunks[:0].copy()
 
-    def _replay(self, recorded: _Recorded, alpha: float) -> Generator[None, None, float]:
+    def _replay(
+        self, requests: Sequence[Sequence[tuple[int, int]]], kinds: Sequence[int], alpha: float
+    ) -> Generator[None, None, float]:
         """Return the FLOPs saved in the requests that count, in units of a class and byte."""
-        kinds, starts = recorded.kinds, recorded.starts
         policy = _make_shadow(kinds, alpha)
         here = [0] * len(kinds)
         """The size of each chunk that is here."""
         free_bytes, saved = self._capacity_bytes, 0.0
-        for number, (start, end) in enumerate(pairwise([*starts, len(recorded.numbers)])):
-            rows, sizes = recorded.numbers[start:end], recorded.sizes[start:end]
+        for number, chunks in enumerate(requests):
+            rows = [row for row, _ in chunks]
             found = next((at for at, row in enumerate(rows) if not here[row]), len(rows))
-            if number >= len(starts) - SCORED_REQUESTS:
+            if number >= len(requests) - SCORED_REQUESTS:
                 saved += sum(here[row] * EFFICIENCIES[kinds[row]] for row in rows[:found])
             policy.touch(np.array(rows[:found], np.intp), 0.0)
             for _ in range(found):
                 yield
             above, own = rows[found - 1] if found else NO_ROW, set(rows)
             for at in range(found, len(rows), _GROUP):
-                group = list(zip(rows[at : at + _GROUP], sizes[at : at + _GROUP], strict=True))
+                group = chunks[at : at + _GROUP]
                 need_bytes = sum(size for row, size in group if not here[row]) - free_bytes
                 while need_bytes > 0:
                     victim = next(policy.victims(own.__contains__, 0.0), NO_ROW)
@@ -215,29 +208,24 @@ def efficiency_class(density: float) -> int:
     return round(math.log2(density) * _STEPS) + _MIDDLE
 
 
-class _Newest:
-    """What a heap orders by whose first row is the one used last."""
-
-    def __init__(self, used: array[int]) -> None:
-        self._used = used
-
-    def __getitem__(self, row: int) -> int:
-        return -self._used[row]
-
-
 class _Candidates:
     """The leaves that may go, by class of efficiency, while victims are named."""
 
-    def __init__(
-        self, queues: Mapping[int, Iterator[int]], newest: Iterator[int], used: array[int]
-    ) -> None:
-        """*queues*: by class, those used longest ago first; *newest*: all, the other way."""
+    def __init__(self, queues: ClassQueues, used: array[int], keep: Callable[[int], bool]) -> None:
         self._used = used
-        self._queues = {kind: LeafCursor(queue, used.__getitem__) for kind, queue in queues.items()}
-        self._newest = LeafCursor(newest, _Newest(used).__getitem__)
+        kinds = queues.kinds()
+        self._queues = {
+            kind: LeafCursor(filterfalse(keep, queues.walk(kind)), used.__getitem__)
+            for kind in kinds
+        }
+        newest = heapq.merge(*map(queues.walk_back, kinds), key=self._age)
+        self._newest = LeafCursor(filterfalse(keep, newest), self._age)
         self._named: set[int] = set()
         self.heads = {kind: queue.first for kind, queue in self._queues.items() if queue.first}
         """The one used longest ago of each class that has any."""
+
+    def _age(self, row: int) -> int:
+        return -self._used[row]
 
     def add(self, row: int, kind: int) -> None:
         """Let a parent whose children were all named be a candidate."""
@@ -245,21 +233,16 @@ class _Candidates:
             self._queues[kind] = LeafCursor(iter(()), self._used.__getitem__)
         self._queues[kind].add(row)
         self._newest.add(row)
-        self._settle(kind)
+        self.heads[kind] = self._queues[kind].first
 
     def take(self, kind: int) -> int:
         """Take out the head of a class and return it."""
         row = self._queues[kind].take()
         self._named.add(row)
-        self._settle(kind)
+        self.heads[kind] = self._queues[kind].first
+        if not self.heads[kind]:
+            del self.heads[kind]
         return row
-
-    def _settle(self, kind: int) -> None:
-        row = self._queues[kind].first
-        if row:
-            self.heads[kind] = row
-        else:
-            self.heads.pop(kind, None)
 
     def newest_used(self) -> int:
         """Return when the candidate that was used last was; there must be one."""
@@ -278,10 +261,8 @@ class ScoredEviction(LruEviction):
             raise InvalidRequestError("alpha", alpha, "a number, not negative")
         self.alpha = alpha
         self._kind_of = kind_of
-        self._sizes: array[int] = self._column("Q")
-        self._kinds: array[int] = self._column("B")
-        self._newest = RowHeap(_Newest(self._used))
-        self._columns.append(self._newest.places)
+        self._sizes: array[int] = self._columns.add("Q")
+        self._kinds: array[int] = self._columns.add("B")
 
     @override
     def _kind(self, row: int) -> int:
@@ -294,37 +275,13 @@ class ScoredEviction(LruEviction):
             self._sizes[row] = size_bytes
             self._kinds[row] = self._kind_of(row, size_bytes)
 
-    @override
-    def _add_leaf(self, row: int, *, is_new: bool) -> None:
-        super()._add_leaf(row, is_new=is_new)
-        self._newest.push(row)
-
-    @override
-    def _drop_leaf(self, row: int) -> None:
-        super()._drop_leaf(row)
-        self._newest.remove(row)
-
-    @override
-    def _use(self, rows: Rows, now_s: float) -> None:
-        # From the last to the first: what begins a chain is to go after what ends it.
-        rows = rows[::-1]
-        # A row that is named twice was used when it is named last here.
-        leaves = [row for row in dict.fromkeys(rows.tolist()) if row in self._newest]
-        for row in leaves:
-            self._drop_leaf(row)
-        self._stamp(rows)
-        for row in leaves:
-            self._add_leaf(row, is_new=False)
-
     def _recency(self, used: int) -> float:
         """Return how recent a use is, before it is normalised: Marconi's 1 / (now - last)."""
         return 1.0 / (self._tick + 1 - used)
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        kinds, *_ = self._queues.ends(len(EFFICIENCIES))
-        queues = {kind: filterfalse(keep, self._queues.walk(kind)) for kind in kinds.tolist()}
-        left = _Candidates(queues, filterfalse(keep, self._newest.sorted()), self._used)
+        left = _Candidates(self._queues, self._used, keep)
         orphaned: dict[int, int] = {}
         while left.heads:
             row = left.take(self._least(left.heads, left.newest_used()))
@@ -360,8 +317,7 @@ class MarconiEviction(ScoredEviction):
     doubling, within 1/64 and 64 times their mean, so that only the oldest leaf of each class
     needs a score. What costs no known FLOPs counts as the mean.
 
-    Every event costs O(log n) of the leaves, a victim that of the classes in use as well. 48
-    bytes a row, and what the tuner records.
+    A victim costs O(log n) of the classes in use. 36 bytes a row, and what the tuner records.
     """
 
     def __init__(self, history: AccessHistory, alpha: float | None = None) -> None:

@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto.key_table import spare_rows
+
 Rows = NDArray[np.intp]
 """Numbers that a RadixIndex gives its chunks. Shape: (chunks,)."""
+
+
+class Columns:
+    """Arrays by row, which grow together, with zeros. Their last place is always empty."""
+
+    def __init__(self) -> None:
+        self.arrays: list[array[Any]] = []
+        self.rows = 1
+
+    def add(self, typecode: str) -> array[Any]:
+        """Return a new column."""
+        self.arrays.append(array(typecode, [0]) * self.rows)
+        return self.arrays[-1]
+
+    def reach(self, row: int) -> bool:
+        """Let there be a place for *row*; False if there was."""
+        if row + 1 < self.rows:
+            return False
+        count = row + 1 - self.rows + spare_rows(row)
+        self.rows += count
+        for column in self.arrays:
+            column.frombytes(bytes(count * column.itemsize))
+        return True
 
 
 class EvictionPolicy(ABC):

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -14,10 +15,10 @@ from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.key_table import NO_ROW, spare_rows
+from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import KEY_BYTES, ChunkKey
-from kvstore.server.eviction.leaf_tree import closes_circle
-from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.lru import closes_circle
+from kvstore.server.eviction.policy import Columns, EvictionPolicy, Rows
 
 MAX_PARTITIONS = 15
 """And one for all others, number 0. Each costs the columns of its policy by row."""
@@ -81,9 +82,9 @@ class PartitionedEviction(EvictionPolicy):
     Shares are max-min fair: a partition's is what it is guaranteed, or an equal part of the tier
     if that is more, up to its quota; partition 0 has what the others leave (vLLM's and LMCache's
     per-salt quotas do the same with one LRU each). *make* returns a policy, *partition_of* a
-    row's partition when it is inserted. 22 bytes a row, and for each partition its policy.
+    row's partition when it is inserted. 17 bytes a row, and for each partition its policy.
 
-    Chunks of one chain may be in several partitions: such links are kept here, so that none is
+    Chunks of one chain may be in several partitions, so the tree of all is kept here, and none is
     named before what continues it.
     """
 
@@ -100,30 +101,17 @@ class PartitionedEviction(EvictionPolicy):
         self._capacity_bytes = capacity_bytes
         self.used = [0] * len(quotas)
         """Bytes by partition."""
-        self._places = array("B", [0])
+        self._columns = Columns()
+        self._places: array[int] = self._columns.add("B")
         """One more than the partition of each row; 0 for those not here."""
-        self._sizes = array("Q", [0])
-        self._parents = array("I", [NO_ROW])
-        self._children = array("I", [0])
-        self._is_link = array("B", [0])
-        """1 for a chunk that the partition of its parent may not know of."""
-        self._links = array("I", [0])
-        """Such continuations of each chunk."""
-        self._link_count = 0
-
-    def _reach(self, row: int) -> None:
-        if row < len(self._places):
-            return
-        count = row + 1 - len(self._places) + spare_rows(row)
-        for column in (
-            *(self._places, self._sizes, self._parents),
-            *(self._children, self._is_link, self._links),
-        ):
-            column.frombytes(bytes(count * column.itemsize))
+        self._sizes: array[int] = self._columns.add("Q")
+        self._parents: array[int] = self._columns.add("I")
+        self._children: array[int] = self._columns.add("I")
+        """Chunks here, of any partition, that continue the row's."""
 
     @override
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
-        self._reach(max(row, parent))
+        self._columns.reach(max(row, parent))
         if self._places[row]:
             number = self._places[row] - 1
             self.used[number] += size_bytes - self._sizes[row]
@@ -140,10 +128,6 @@ class PartitionedEviction(EvictionPolicy):
         self._parents[row] = parent
         if parent:
             self._children[parent] += 1
-            if self._places[parent] != number + 1:
-                self._is_link[row] = 1
-                self._links[parent] += 1
-                self._link_count += 1
         self.parts[number].insert(row, parent, size_bytes, now_s)
 
     @override
@@ -164,10 +148,6 @@ class PartitionedEviction(EvictionPolicy):
         parent, self._parents[row] = self._parents[row], NO_ROW
         if parent:
             self._children[parent] -= 1
-            if self._is_link[row]:
-                self._is_link[row] = 0
-                self._links[parent] -= 1
-                self._link_count -= 1
         self.parts[number].remove(row)
 
     # --- shares
@@ -224,12 +204,12 @@ class PartitionedEviction(EvictionPolicy):
         now_s: float,
     ) -> Iterator[int]:
         named: set[int] = set()
-        links: Counter[int] = Counter()
-        """Of those named, by what they continue."""
+        named_children: Counter[int] = Counter()
         used, shares = list(self.used), self._shares()
 
         def stays(row: int) -> bool:
-            return self._links[row] > links[row] or (row not in named and keep(row))
+            is_continued = self._children[row] > named_children[row]
+            return is_continued or (row not in named and keep(row))
 
         # What waited for a chunk of another partition gets its turn in the next round.
         is_news = True
@@ -245,9 +225,10 @@ class PartitionedEviction(EvictionPolicy):
                     del open_parts[number]
                     continue
                 named.add(row)
-                links[self._parents[row]] += self._is_link[row]
+                parent = self._parents[row]
+                named_children[parent] += 1
                 used[number] -= self._sizes[row]
-                is_news = self._link_count > 0
+                is_news = is_news or self._places[parent] not in (0, number + 1)
                 yield row
 
     @override
@@ -299,9 +280,8 @@ class MissRatioCurve:
         self._capacity_bytes = capacity_bytes
         self._limit_nodes = limit_nodes
         self._halvings = 0
-        self._slots: dict[int, int] = {}
-        """Where the last use of each sampled chunk is."""
-        self._used = np.zeros(2 * limit_nodes, np.int64)
+        self._used: dict[int, int] = {}
+        """The last use of each sampled chunk, the oldest first."""
         self._tick = 0
         self._expected = 0.0
         """Sampled chunks that there should have been."""
@@ -332,37 +312,27 @@ class MissRatioCurve:
 
     def _use(self, ids: list[int], nodes: float) -> None:
         """Count what a request of sampled chunks hits; *nodes* is the tier's size in the sample."""
-        slots, used = self._slots, self._used
-        count = len(slots)
-        at = np.array([slots.get(one, -1) for one in ids], np.intp)
-        order = np.sort(used[:count])
-        later = count - np.searchsorted(order, used[at], side="right")
+        used = self._used
+        order = np.fromiter(used.values(), np.int64, len(used))
+        at = np.array([used.get(one, -1) for one in ids], np.int64)
+        later = len(used) - np.searchsorted(order, at, side="right")
         later = np.maximum.accumulate(np.where(at < 0, _NEVER, later))
         self._hits += (later[:, None] < nodes * _SCALES).sum(axis=0)
         self._sampled += len(ids)
         self._seen += len(ids)
-        fresh = np.flatnonzero(at < 0)
-        if count + len(fresh) > len(used):
-            newest = sorted(slots, key=lambda one: used[slots[one]])
-            self._keep(newest[count - min(count, int(nodes * SCALES[-1]), self._limit_nodes) :])
-            at = np.array([slots.get(one, -1) for one in ids], np.intp)
-            fresh = np.flatnonzero(at < 0)
-        for place in fresh.tolist():
-            at[place] = slots[ids[place]] = len(slots)
         # From the last to the first: what begins a prompt is used after what ends it.
-        used[at] = np.arange(self._tick + len(ids), self._tick, -1)
-        self._tick += len(ids)
-
-    def _keep(self, ids: list[int]) -> None:
-        used = self._used[[self._slots[one] for one in ids]]
-        self._slots.clear()
-        self._slots.update(zip(ids, range(len(ids)), strict=True))
-        self._used[: len(ids)] = used
+        for one in reversed(ids):
+            self._tick += 1
+            used.pop(one, None)
+            used[one] = self._tick
+        for one in list(islice(used, max(0, len(used) - self._limit_nodes))):
+            del used[one]
 
     def _halve(self) -> None:
         """Leave out half of the sample, the part with the larger identities."""
         self._halvings += 1
-        self._keep([one for one in self._slots if one < _ALL >> self._halvings])
+        limit = _ALL >> self._halvings
+        self._used = {one: tick for one, tick in self._used.items() if one < limit}
         # What was counted at a higher rate counts for as much as it would have at this one.
         self._weigh(0.5)
 
@@ -381,7 +351,7 @@ class MissRatioCurve:
 
     def __len__(self) -> int:
         """Sampled chunks that are remembered."""
-        return len(self._slots)
+        return len(self._used)
 
 
 class PartitionUse(NamedTuple):

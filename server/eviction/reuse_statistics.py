@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from operator import neg
@@ -139,7 +138,7 @@ _CLASSES_AT_ONCE = 128
 _STEP_CLASSES = 32
 """A refresh of so many classes takes a step, one of more as many: so that no step is long."""
 
-_NO_TIMES = np.empty(0)
+_NO_CLASSES, _NO_TIMES = np.empty(0, np.uint16), np.empty(0)
 _NOTED = 1 << 13
 """Events that are kept until they are counted."""
 
@@ -188,27 +187,17 @@ def gittins_in_steps(hazards: Floats, widths_s: Floats, best: Floats, steps: int
     yield
 
 
-class _Notes:
-    """Events that are not counted yet: classes of chunks, since when they waited, and when."""
+Noted = tuple[Classes, Floats, float]
+"""Events that are not counted yet: classes of chunks, since when they waited, and when."""
 
-    def __init__(self) -> None:
-        self._classes, self._since_s = array("H"), array("d")
-        self._counts: list[int] = []
-        self._times_s: list[float] = []
 
-    def note(self, classes: Classes, since_s: Floats, now_s: float) -> None:
-        self._classes.frombytes(classes.tobytes())
-        self._since_s.frombytes(since_s.tobytes())
-        self._counts.append(len(classes))
-        self._times_s.append(now_s)
-
-    def take(self) -> tuple[Classes, Floats, Floats]:
-        """Return a column of each of the three, and begin anew."""
-        classes, since_s = np.frombuffer(self._classes, np.uint16), np.frombuffer(self._since_s)
-        times_s = np.repeat(np.array(self._times_s), self._counts)
-        self._classes, self._since_s = array("H"), array("d")
-        self._counts, self._times_s = [], []
-        return classes, since_s, times_s
+def _joined(events: list[Noted]) -> tuple[Classes, Floats, Floats]:
+    """Return one column of each, and clear the list."""
+    times_s = np.repeat([event[2] for event in events], [len(event[0]) for event in events])
+    classes = np.concatenate([_NO_CLASSES, *(event[0] for event in events)])
+    since_s = np.concatenate([_NO_TIMES, *(event[1] for event in events)])
+    events.clear()
+    return classes, since_s, times_s
 
 
 class DensityTable:
@@ -220,9 +209,9 @@ class DensityTable:
     with the weight of *strength* chunks); ``values`` has its Gittins index. After LHD (Beckmann
     et al., NSDI 2018), whose classes and ages these are too.
 
-    Events are only noted; ``refresh`` counts them and works the table out, in a time that does
-    not depend on how many chunks wait. Times never go back. Memory: 26 bytes an event noted, of
-    at most 2^13 and those of one call, and 1.6 kB a class.
+    Events are only noted, by the arrays that are passed; ``refresh`` counts them and works the
+    table out, in a time that does not depend on how many chunks wait. Times never go back. At
+    most 2^13 events and those of one call are noted. 1.6 kB a class.
     """
 
     def __init__(self, coarse: NDArray[np.intp], strength: float = _STRENGTH) -> None:
@@ -239,7 +228,9 @@ class DensityTable:
         self._turn = 0
         self.version = 0
         """How often ``values`` changed."""
-        self._came, self._asked_for, self._lost = _Notes(), _Notes(), _Notes()
+        self._came: list[Noted] = []
+        self._asked_for: list[Noted] = []
+        self._lost: list[Noted] = []
         self._moved: list[tuple[Classes, Classes, Floats]] = []
         self._noted = 0
         self.values = np.repeat(gittins(_FIRST_HAZARDS[None], WIDTHS_S), limit, axis=0)
@@ -258,17 +249,17 @@ class DensityTable:
 
     def wait(self, classes: Classes, now_s: float) -> None:
         """Chunks begin to wait."""
-        self._came.note(classes, _NO_TIMES, now_s)
+        self._came.append((classes, _NO_TIMES, now_s))
         self._note(len(classes), now_s)
 
     def requested(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         """Chunks were asked for that waited since then, and wait no longer."""
-        self._asked_for.note(classes, since_s, now_s)
+        self._asked_for.append((classes, since_s, now_s))
         self._note(len(classes), now_s)
 
     def forgotten(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         """Chunks that waited are known no longer; what becomes of them will not be seen."""
-        self._lost.note(classes, since_s, now_s)
+        self._lost.append((classes, since_s, now_s))
         self._note(len(classes), now_s)
 
     def moved(self, classes: Classes, others: Classes, since_s: Floats, now_s: float) -> None:
@@ -285,13 +276,13 @@ class DensityTable:
         """Count the events noted."""
         waiting = self._waiting
         waiting.open(now_s)
-        came, _, came_s = self._came.take()
+        came, _, came_s = _joined(self._came)
         waiting.add(came, came_s, 1)
         for classes, others, since_s in self._moved:
             waiting.add(classes, since_s, -1)
             waiting.add(others, since_s, 1)
         for ended, counts in ((self._asked_for, self._asked), (self._lost, self._forgotten)):
-            left, since_s, left_s = ended.take()
+            left, since_s, left_s = _joined(ended)
             waiting.add(left, since_s, -1)
             places = bins_of(left_s - since_s)
             places += left * np.intp(AGE_BINS)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias, cast
@@ -35,7 +34,7 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkInfo, LayerKind, PutOutcome
 from kvstore.proto.unix_socket import Place
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import PutOptions, PutResult, PutTicket
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.store.store import Store
 
 MAX_RING_BYTES = 1 << 30
@@ -57,20 +56,6 @@ class _Ring:
 
     imported: Imported
     users: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A frame of a ring that has room on the device."""
-
-    ticket: PutTicket
-    header: FrameHeader
-    offset: int
-
-    @property
-    def at(self) -> FrameAt:
-        """Where in the arena it goes."""
-        return FrameAt(cast("Place", self.ticket.reservation.place).offset, self.header, 0)
 
 
 class DevicePuts:
@@ -115,17 +100,17 @@ class DevicePuts:
 
     def end_session(self, session: Session) -> None:
         """Let go of the ring of a session that ended."""
-        with self._lock:
-            ring = self._rings.pop(session.session_id, None)
-        if ring is not None:
-            self._leave(ring)
+        self._end(session.session_id)
 
     def close(self) -> None:
         """Let go of every ring. Idempotent."""
+        for session_id in list(self._rings):
+            self._end(session_id)
+
+    def _end(self, session_id: int) -> None:
         with self._lock:
-            rings = list(self._rings.values())
-            self._rings.clear()
-        for ring in rings:
+            ring = self._rings.pop(session_id, None)
+        if ring is not None:
             self._leave(ring)
 
     def _leave(self, ring: _Ring) -> None:
@@ -196,20 +181,19 @@ class DevicePuts:
         hints: Hints,
     ) -> list[PutResult]:
         results: list[PutResult] = []
-        placed: deque[tuple[int, _Placed]] = deque()
+        placed: dict[int, PutTicket] = {}
         try:
-            for header, offset in frames:
-                ticket = self._reserve(session, header.info(), deadline, hints)
-                if isinstance(ticket, PutTicket):
-                    placed.append((len(results), _Placed(ticket, header, offset)))
-                    ticket = PutResult(PutOutcome.pending)
-                results.append(ticket)
-            for found in self._copied(ring, [one for _, one in placed]):
-                at, one = placed.popleft()
-                results[at] = self._commit(one, found)
+            for at, (header, _) in enumerate(frames):
+                begun = self._reserve(session, header.info(), deadline, hints)
+                if isinstance(begun, PutTicket):
+                    placed[at] = begun
+                    begun = PutResult(PutOutcome.pending)
+                results.append(begun)
+            for at, found in zip(list(placed), self._copied(ring, frames, placed), strict=True):
+                results[at] = self._commit(placed.pop(at), frames[at][0], found)
         finally:
-            for _, one in placed:
-                self._reservations.discard(one.ticket)
+            for ticket in placed.values():
+                self._reservations.discard(ticket)
         return results
 
     def _reserve(
@@ -223,24 +207,32 @@ class DevicePuts:
         most_bytes = slot.tier.max_frame_bytes()
         if info.size_bytes > most_bytes:
             return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
-        return reservations.reserve(session, info, deadline, PutOptions(hints), slot)
+        return reservations.reserve(session, info, deadline, hints, device=slot)
 
-    def _copied(self, ring: Imported, placed: Sequence[_Placed]) -> list[list[int]]:
+    def _copied(
+        self, ring: Imported, frames: Sequence[RingFrame], placed: Mapping[int, PutTicket]
+    ) -> list[list[int]]:
         """Copy frames to their room; return the sums of what is there then."""
         if not placed:
             return []
-        heads = [np.frombuffer(bytearray(pack_header(one.header)), np.uint8) for one in placed]
-        frames = [one.at for one in placed]
         stream, begun = self._stream, list[Sums]()
+        heads = {
+            at: np.frombuffer(bytearray(pack_header(frames[at][0])), np.uint8) for at in placed
+        }
+        places = [
+            FrameAt(cast("Place", ticket.reservation.place).offset, frames[at][0], 0)
+            for at, ticket in placed.items()
+        ]
 
         def work() -> bool:
             try:
-                for one, head in zip(placed, heads, strict=True):
-                    out = self._tier.opened(one.ticket.reservation, stream)
-                    body = ring.memory[one.offset + len(head) : one.offset + len(out)]
+                for at, ticket in placed.items():
+                    out, head = self._tier.opened(ticket.reservation, stream), heads[at]
+                    start = frames[at][1]
                     stream.copy(out[: len(head)], tensor_over(head))
+                    body = ring.memory[start + len(head) : start + len(out)]
                     stream.copy(out[len(head) :], body)
-                stream.launch(lambda: begun.append(self._kernels.sums(self._tier.memory, frames)))
+                stream.launch(lambda: begun.append(self._kernels.sums(self._tier.memory, places)))
             finally:  # after an error too: what was queued until then still writes
                 stream.record().synchronize()
             return True
@@ -248,15 +240,15 @@ class DevicePuts:
         self._slot.guarded(work, "write")
         return begun[0]()
 
-    def _commit(self, one: _Placed, found: Sequence[int]) -> PutResult:
+    def _commit(self, ticket: PutTicket, header: FrameHeader, found: Sequence[int]) -> PutResult:
         """Make a frame visible if what was copied has the sums that its header says."""
         try:
-            check_sums(one.header, found)
+            check_sums(header, found)
         except ChunkCorruptError as error:
-            self._reservations.reject(one.header.key, error)
-            self._reservations.discard(one.ticket)
+            self._reservations.reject(header.key, error)
+            self._reservations.discard(ticket)
             return PutResult(PutOutcome.refused, str(error))
-        return self._reservations.commit(one.ticket, one.header)
+        return self._reservations.commit(ticket, header)
 
 
 def open_device_puts(store: Store) -> DevicePuts | None:

@@ -1,11 +1,10 @@
-"""Why chunks are hits or misses: the Explainer, and the MissLog with the latest misses."""
+"""Why chunks are hits or misses: the Explainer, which has the latest misses, too."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import islice
 from typing import NamedTuple, TypeAlias
@@ -45,8 +44,8 @@ _MAX_NAMED = 4
 Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
 """Tiers and what lies there, in the order in which they are read."""
 
-Others: TypeAlias = Sequence[tuple[ModelNamespace, Sequence[FieldDifference]]]
-"""Spaces, and in what each differs from the one that was asked for."""
+Differing: TypeAlias = tuple[ModelNamespace, list[FieldDifference]]
+"""Another space of the tenant, and in what it differs from the one that was asked for."""
 
 
 class ChunkFacts(NamedTuple):
@@ -63,8 +62,7 @@ class ChunkFacts(NamedTuple):
     down: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(NamedTuple):
     """One chunk: a word for scripts, a sentence for people, and its copies."""
 
     key: ChunkKey
@@ -73,8 +71,7 @@ class Reason:
     copies: Copies = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SimilarModel:
+class SimilarModel(NamedTuple):
     """Another Representation with chunks: in what it differs, and whether it has these tokens."""
 
     chunks: int
@@ -83,8 +80,7 @@ class SimilarModel:
     has_tokens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(NamedTuple):
     """The reasons of a prompt's chunks, in order; the first ``hit_chunks`` are a hit."""
 
     hit_chunks: int
@@ -95,7 +91,6 @@ class Explanation:
 class LoggedMiss(NamedTuple):
     """One lookup of *asked* chunks. *facts* were known then of the first that was not found."""
 
-    at_s: float
     session: Session
     facts: ChunkFacts
     asked: int
@@ -111,21 +106,24 @@ class Report(NamedTuple):
     counts: Mapping[str, int]
 
 
-class MissLog:
-    """Bounded and in memory only. Thread-safe; *clock* returns monotonic seconds."""
+class Explainer:
+    """Explains the chunks of *store*. Thread-safe; *clock* is that of the catalog's outcomes.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Keeps misses and what engines count, bounded and in memory only.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+        self._states = store.states
+        self._catalog = store.catalog
+        self._slots = {slot.name: slot for slot in store.tiers.sources}
+        """In the order in which they are read."""
         self._clock = clock
+        self.spaces = store.spaces
+        """Those of earlier sessions too."""
         self._misses: deque[LoggedMiss] = deque(maxlen=MAX_MISSES)
         self._reports: OrderedDict[int, Report] = OrderedDict()
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
-
-    def note(self, session: Session, asked: int, match: Match, facts: ChunkFacts) -> None:
-        """Take note of a lookup that found less than *asked* chunks."""
-        miss = LoggedMiss(self._clock(), session, facts, asked, match.ready, match.pending)
-        with self._lock:
-            self._misses.append(miss)
 
     def report(self, session: Session, counts: Mapping[str, int]) -> None:
         """Take note of what an engine counted; what is over the limits is left out, reasons last.
@@ -139,8 +137,8 @@ class MissLog:
         kept = {_cut(name): counts[name] for name in fit}
         if not kept:
             return
+        report = Report(self._clock(), session, kept)
         with self._lock:
-            report = Report(self._clock(), session, kept)
             remember(self._reports, session.session_id, report, MAX_REPORTS)
 
     def misses(self, count: int) -> list[LoggedMiss]:
@@ -154,32 +152,24 @@ class MissLog:
         with self._lock:
             return list(reversed(self._reports.values()))
 
-
-class Explainer:
-    """Explains the chunks of *store*. Thread-safe; *clock* is that of the catalog's outcomes."""
-
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
-        self._states = store.states
-        self._catalog = store.catalog
-        self._slots = {slot.name: slot for slot in store.tiers.sources}
-        """In the order in which they are read."""
-        self._clock = clock
-        self.spaces = store.spaces
-        """Those of earlier sessions too."""
-        self.log = MissLog(clock)
-
     def record_lookup(
         self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Fidelity
     ) -> None:
         """Record a lookup that found less than it asked for; its reason is made when it is read."""
         if match.ready < len(keys):
-            self.log.note(session, len(keys), match, self.facts(keys[match.ready], least))
+            facts = self.facts(keys[match.ready], least)
+            with self._lock:
+                self._misses.append(
+                    LoggedMiss(session, facts, len(keys), match.ready, match.pending)
+                )
 
     def explain(
         self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
     ) -> Explanation:
         """Say of each of a prompt's chunks, all of *space*, why it is a hit or none."""
-        others = self.others(space)
+        asked, others = self.spaces.of(space), list[Differing]()
+        if asked is not None:
+            others = nearest(asked, self.spaces.others(asked))[:_SEARCHED]
         reasons = [self.reason(self.facts(key, least), others) for key in keys]
         first = next((at for at, one in enumerate(reasons) if one.state != "ready"), len(keys))
         hits = min(first, len(self._catalog.held([next(iter(self._slots))], keys, least)[0]))
@@ -187,41 +177,28 @@ class Explainer:
             text = "here, but no prefix that ends here or further has all that the model needs"
             if self._states is not None and self._states.has_turned_away(keys[at]):
                 text += "; its state was not kept, by --state-admission"
-            reasons[at] = replace(reasons[at], state="no_end", text=text)
+            reasons[at] = reasons[at]._replace(state="no_end", text=text)
         for at in range(first + 1, len(keys)):
             if reasons[at].state == "ready":
                 text = f"here, but chunk {first} before it is not"
-                reasons[at] = replace(reasons[at], state="behind", text=text)
+                reasons[at] = reasons[at]._replace(state="behind", text=text)
         return Explanation(hits, reasons, self._similar(others, keys) if first < len(keys) else ())
 
-    def others(self, space: Namespace) -> Others:
-        """Return the other spaces of its tenant, those that differ least first."""
-        asked = self.spaces.of(space)
-        return nearest(asked, self.spaces.others(asked))[:_SEARCHED] if asked is not None else ()
-
-    def others_with(self, space: Namespace, key: ChunkKey) -> Others:
-        """Return a few other spaces of its tenant that have the chunk of the same tokens.
-
-        To compare two identities takes longer than to look for a chunk.
-        """
-        asked = self.spaces.of(space)
-        if asked is None:
-            return ()
-        found = (other for other in self.spaces.others(asked) if self._has(other, key))
-        return nearest(asked, islice(found, MAX_SIMILAR))
-
-    def of_miss(self, miss: ChunkFacts, others: Others) -> Reason:
+    def of_miss(self, miss: LoggedMiss) -> Reason:
         """Say why a lookup did not find a chunk then, with what can be said of it only now."""
-        found = self.reason(miss, (), "before")
+        key = miss.facts.key
+        found = self.reason(miss.facts, (), "before")
         if found.state == "ready":
             text = "here, but of no use: no prefix that ends here or further was ready in time"
-            return replace(found, state="no_end", text=text)
-        if found.state == "unknown":
-            named = self._elsewhere(miss.key, others)
-            found = named or found
-        if self.reason(self.facts(miss.key), ()).state != "ready":
+            return found._replace(state="no_end", text=text)
+        asked = self.spaces.of(miss.session.namespace)
+        if found.state == "unknown" and asked is not None:
+            # To compare two identities takes longer than to look for a chunk.
+            having = (other for other in self.spaces.others(asked) if self._has(other, key))
+            found = self._elsewhere(key, nearest(asked, islice(having, MAX_SIMILAR))) or found
+        if self.reason(self.facts(key), ()).state != "ready":
             return found
-        return replace(found, text=f"{found.text}; stored since")
+        return found._replace(text=f"{found.text}; stored since")
 
     def facts(self, key: ChunkKey, least: Fidelity = Fidelity.exact) -> ChunkFacts:
         """Return what is known of a chunk now, in some microseconds."""
@@ -234,15 +211,24 @@ class Explainer:
         }
         return ChunkFacts(key, least, self._clock(), seen, outcome, down)
 
-    def reason(self, facts: ChunkFacts, others: Others, ago: str = "ago") -> Reason:
+    def reason(self, facts: ChunkFacts, others: Sequence[Differing], ago: str = "ago") -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
         key, seen, outcome = facts.key, facts.seen, facts.outcome
         order = [name for name in self._slots if name in seen.copies]
         copies = tuple((name, seen.copies[name]) for name in order)
         if seen.is_expired:
             return Reason(key, "expired", "its time to live is up; put it again", copies)
+        fit = [name for name, info in copies if info.fidelity >= facts.least]
+        up = [name for name in fit if name not in facts.down]
+        if up:
+            return Reason(key, "ready", f"on {up[0]}", copies)
+        if fit:
+            text = f"on {fit[0]}, which is left alone: {facts.down[fit[0]]}"
+            return Reason(key, "tier_down", text, copies)
         if copies:
-            return self._of_copies(facts, copies)
+            best, least = max(info.fidelity for _, info in copies).name, facts.least.name
+            text = f"only copies of fidelity {best} are left, and {least} was asked for"
+            return Reason(key, "lossy", text, copies)
         if seen.is_pending:
             return Reason(key, "pending", "it is being put")
         if seen.is_announced:
@@ -253,29 +239,15 @@ class Explainer:
             text = _SENTENCES[outcome.fate].format(where=where, ago=f"{passed_s:.0f} s {ago}")
             text += f": {outcome.detail}" if outcome.detail else ""
             return Reason(key, outcome.fate.value, text)
-        named = self._elsewhere(key, others)
-        if named is not None:
+        if (named := self._elsewhere(key, others)) is not None:
             return named
         if seen.is_evicted:
             return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
         return Reason(key, "unknown", "never stored here, or forgotten since")
 
-    def _of_copies(self, facts: ChunkFacts, copies: Copies) -> Reason:
-        key, least = facts.key, facts.least
-        fit = [name for name, info in copies if info.fidelity >= least]
-        if not fit:
-            best = max(info.fidelity for _, info in copies)
-            text = f"only copies of fidelity {best.name} are left, and {least.name} was asked for"
-            return Reason(key, "lossy", text, copies)
-        up = [name for name in fit if name not in facts.down]
-        if not up:
-            text = f"on {fit[0]}, which is left alone: {facts.down[fit[0]]}"
-            return Reason(key, "tier_down", text, copies)
-        return Reason(key, "ready", f"on {up[0]}", copies)
-
     # --- other identities
 
-    def _similar(self, others: Others, keys: Sequence[ChunkKey]) -> list[SimilarModel]:
+    def _similar(self, others: Sequence[Differing], keys: Sequence[ChunkKey]) -> list[SimilarModel]:
         """Return a few other spaces that have chunks, those with these tokens first."""
         found = [
             (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
@@ -287,7 +259,7 @@ class Explainer:
         counted = [(count_in(one[0].namespace), *one) for one in found[:_COUNTED]]
         return [SimilarModel(*one) for one in counted if one[0]][:MAX_SIMILAR]
 
-    def _elsewhere(self, key: ChunkKey, others: Others) -> Reason | None:
+    def _elsewhere(self, key: ChunkKey, others: Sequence[Differing]) -> Reason | None:
         """Return the reason of a chunk that one of *others* has; None where none has it."""
         named = next((differing for other, differing in others if self._has(other, key)), None)
         if named is None:

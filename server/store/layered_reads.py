@@ -13,7 +13,6 @@ from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
-    KVStoreError,
     LeaseExpiredError,
     TierUnavailableError,
 )
@@ -41,10 +40,11 @@ _numbers = count()
 
 
 class StreamingLoad:
-    """Reads a raw frame from *source* in pieces; ``open`` and ``read`` run in its load queue.
+    """Reads a raw frame from *source* in pieces, in its load queue.
 
-    Each segment is verified as it lands. ``close`` makes the chunk visible in CPU memory if all
-    of it landed, and frees the room otherwise; until then ``frame`` is the reader's. Thread-safe.
+    Each segment is verified as it lands. Once it is closed and nothing is read any more, the chunk
+    becomes visible in CPU memory if all of it landed, and its room is freed otherwise; until then
+    ``frame`` is the reader's. Thread-safe.
     """
 
     def __init__(self, loads: Loads, source: TierSlot, stored: ChunkInfo) -> None:
@@ -57,21 +57,21 @@ class StreamingLoad:
         self.header: FrameHeader
         self._reservation: Reservation | None = None
         self._unread = stored.layout.segment_count
-        self._running = 0
-        self._is_closed = False
-        self._lock = threading.Lock()  # guards the three above
+        self._users = 1
+        """The reader, and what is being read."""
+        self._lock = threading.Lock()  # guards the two above
 
     def submit(self, segment: int | None) -> Ticket | None:
         """Queue a read, of the header for None; None when the queue is full."""
         number = b"" if segment is None else segment.to_bytes(4, "little")
-        work = partial(self._guarded, segment)
+        work = partial(self._run, segment)
         return self._loads.submit(self.source, self._name + number, work)
 
-    def _guarded(self, segment: int | None) -> bool:
+    def _run(self, segment: int | None) -> bool:
         with self._lock:
-            if self._is_closed:
+            if not self._users:
                 raise LeaseExpiredError("the get that wanted this layer is over")
-            self._running += 1
+            self._users += 1
         try:
             if segment is None:
                 self._open()
@@ -82,11 +82,7 @@ class StreamingLoad:
             self._moves.eviction.drop_corrupt(self.source, self._stored.key)
             raise
         finally:
-            with self._lock:
-                self._running -= 1
-                is_over = self._is_closed and not self._running
-            if is_over:
-                self._give_back()
+            self.close()
 
     def _open(self) -> None:
         """Reserve room and read the header. Raises KVStoreErrors."""
@@ -129,15 +125,11 @@ class StreamingLoad:
             raise TierUnavailableError(source.name, f"it lost {key.hex()}")
 
     def close(self) -> None:
-        """Seal what is whole, free what is not, as soon as nothing is being read. Idempotent."""
+        """End one use; the last one makes visible what is whole and frees what is not."""
         with self._lock:
-            is_over = not self._is_closed and not self._running
-            self._is_closed = True
-        if is_over:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        if self._reservation is None:
+            self._users -= 1
+            is_over = not self._users
+        if not is_over or self._reservation is None:
             return
         moves, stored = self._moves, self._stored
         if self._unread:
@@ -239,7 +231,7 @@ class LayerwiseRead:
 
     def _is_opened(self, source: _Source, key: ChunkKey) -> bool:
         """Wait for a header; False where the chunk cannot be read on from there."""
-        if source.ticket is not None and not self._is_done(source.ticket):
+        if source.ticket is not None and not self._reads.result(source.ticket):
             return False
         if source.load is not None:
             source.header, source.frame = source.load.header, source.load.frame
@@ -250,14 +242,6 @@ class LayerwiseRead:
             source.header, source.frame = parse_header(frame), frame
         header = source.header  # of one too lossy, or without what is of its end, nothing is read
         return header.fidelity >= self._least and header.layout.segment_count == len(self._order)
-
-    def _is_done(self, ticket: Ticket) -> bool:
-        """Wait for a read; False when it failed or is late."""
-        try:
-            self._reads.wait(ticket)
-        except KVStoreError:
-            return False
-        return True
 
     # --- segments
 
@@ -271,9 +255,8 @@ class LayerwiseRead:
                 tickets.append(None if load is None else load.submit(wanted))
             if source.index >= live:
                 continue
-            ticket, data = tickets[number], None
-            if source.load is None or (ticket is not None and self._is_done(ticket)):
-                data = self._wanted(source, segment)
+            is_here = source.load is None or self._reads.result(tickets[number])
+            data = self._wanted(source, segment) if is_here else None
             if data is None:  # a segment that failed: nothing from here on
                 live = source.index
                 continue

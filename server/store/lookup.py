@@ -63,8 +63,7 @@ class NegativeCache:
 
     def __contains__(self, key: ChunkKey) -> bool:
         with self._lock:
-            until = self._until.get(key)
-            return until is not None and until > self._clock()
+            return self._until.get(key, 0.0) > self._clock()
 
 
 class RemoteHints(Protocol):
@@ -85,11 +84,7 @@ class Lookup:
     """
 
     def __init__(
-        self,
-        moves: Moves,
-        lease_ttl_ms: int,
-        prefetch: Prefetch | None = None,
-        states: StateAdmission | None = None,
+        self, moves: Moves, lease_ttl_ms: int, prefetch: Prefetch, states: StateAdmission | None
     ) -> None:
         self._catalog = moves.catalog
         self._counters = moves.counters
@@ -97,7 +92,7 @@ class Lookup:
         self._lease_ttl_ms = lease_ttl_ms
         self._sources = moves.tiers.sources
         self._moves = moves
-        self._prefetch = prefetch or Prefetch(moves, 0)
+        self._prefetch = prefetch
         lower = moves.tiers.lower
         self._watching = [s for s in lower if moves.placement.admits_on_lookup(s)]
         self._names = tuple(slot.name for slot in self._sources)
@@ -142,7 +137,10 @@ class Lookup:
         for number in set(sources.tobytes()):
             here = sources == number
             load_us[here] = np.minimum(1e6 * self._sources[number].fetch_s(sizes[here]), 0xFFFFFFFF)
-        plan = self._plan(session, keys, found, ready, engine) if engine else None
+        plan = None
+        if engine:
+            self._moves.placement.note_engine(session.namespace, engine.prefill)
+            plan = self._plan(keys, found, ready, engine)
         if lease_id and lease != "ranged":
             self._prefetch.found(session, keys[:ready], sources, sizes, lease_id)
         return Match(
@@ -169,21 +167,14 @@ class Lookup:
         for slot in self._watching:
             for key in self._catalog.queries.looked_up_again(keys, slot.name):
                 placement = self._moves.placement
-                if not placement.admits(slot, key, Trigger.asked):
-                    continue
-                if self._moves.copy_to(key, slot) is None:
+                is_due = placement.admits(slot, key, Trigger.asked)
+                if is_due and self._moves.copy_to(key, slot) is None:
                     placement.note_write(slot.name, key)
 
     def _plan(
-        self,
-        session: Session,
-        keys: Sequence[ChunkKey],
-        found: PrefixMatch,
-        ready: int,
-        engine: EngineTerms,
+        self, keys: Sequence[ChunkKey], found: PrefixMatch, ready: int, engine: EngineTerms
     ) -> LoadPlan:
         """Plan the loads of the *ready* chunks by the speed of their tiers and of the *engine*."""
-        self._moves.placement.note_engine(session.namespace, engine.prefill)
         tokens = self._catalog.queries.tokens(keys[:ready])
         ready = tokens.index(0) if 0 in tokens else ready  # one may be gone again
         load_s, decode_s = np.zeros(ready), np.zeros(ready)
@@ -253,20 +244,20 @@ class Lookup:
         if slot is None:
             return False
         until = now + PEERS_SHARE * (deadline - now)
+        is_mine = self._peer_queries.acquire(blocking=False)
         try:
-            if self._peer_queries.acquire(blocking=False):
-                try:
-                    news = self._find(slot, keys, until)
-                finally:
-                    self._peer_queries.release()
-            elif self._work_queue.fullness(f"ask-{slot.name}") <= MOST_WAITING:
+            if is_mine:
+                news = self._find(slot, keys, until)
+            elif self._work_queue.fullness(f"ask-{slot.name}") > MOST_WAITING:
+                return False
+            else:
                 ticket = self._submit(slot, keys)
                 return None if ticket is None else bool(self._work_queue.wait(ticket, until))
-            else:
-                return False
         except KVStoreError:
-            self._counters.add("unanswered_lookups")
-            return None
+            until = now
+        finally:
+            if is_mine:
+                self._peer_queries.release()
         if self._moves.clock() >= until and not news:
             self._counters.add("unanswered_lookups")
             return None

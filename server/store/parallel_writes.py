@@ -35,8 +35,6 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome, Shard
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import (
-    NO_OPTIONS,
-    PutOptions,
     PutResult,
     PutTicket,
     Reservations,
@@ -77,7 +75,8 @@ class PartTicket:
     session: Session
     info: ChunkInfo
     part: ChunkPart
-    options: PutOptions = NO_OPTIONS
+    hints: Hints = NO_HINTS
+    is_last: bool | None = True
     room: Bytes | None = None
     ticket_id: int = 0
     until: float = math.inf
@@ -256,7 +255,9 @@ class ParallelWrites:
         """Begin a chunk, whose bytes are counted: admission, quota and room are checked once."""
         info, is_ours = ticket.info, False
         try:
-            reserved = self._reservations.reserve(ticket.session, info, deadline, ticket.options)
+            reserved = self._reservations.reserve(
+                ticket.session, info, deadline, ticket.hints, is_last=ticket.is_last
+            )
             if isinstance(reserved, PutResult):
                 return reserved
             chunk = PartialChunk(reserved, self._clock() + self._unfinished_s)
@@ -325,7 +326,7 @@ class ParallelWrites:
         try:
             chunk.fill(header, frame, shard, claim)
             with self._lock:
-                chunk.agree(header, ticket.options.hints)
+                chunk.agree(header, ticket.hints)
             is_right = True
         finally:
             with self._lock:
@@ -375,9 +376,6 @@ class ParallelWrites:
         for chunk in free:
             self._reservations.discard(chunk.ticket)
         return len(over)
-
-    def __len__(self) -> int:
-        return len(self._chunks)
 
 
 def _read_header(ticket: PartTicket, frame: Bytes) -> FrameHeader:

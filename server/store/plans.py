@@ -61,8 +61,13 @@ class _Prompt(NamedTuple):
 
 def plan_loads(question: PlanQuestion, prefill: PrefillModel) -> LoadPlan:
     """Return the fastest plan of both kinds; of equals, the one that loads least."""
-    prompt = _prompt(question, prefill)
-    ready = len(question.tokens)
+    load_s, decode_s = np.array(question.load_s, float), np.array(question.decode_s, float)
+    # Loads and decodes in a row of two stations: no later than the slower of both at each chunk,
+    # and once the faster.
+    loaded_s = np.concatenate([[0.0], np.cumsum(np.maximum(load_s, decode_s))])
+    lag_s = float(np.minimum(load_s, decode_s).max(initial=0.0))
+    starts = np.concatenate([[0], np.cumsum(np.array(question.tokens, np.int64))])
+    prompt = _Prompt(starts, loaded_s, lag_s, question.total_tokens, prefill)
     best_s, choice = _two_cuts(prompt)
     for other in _stretched(question):
         other_s = _time_s(prompt, other)
@@ -70,18 +75,8 @@ def plan_loads(question: PlanQuestion, prefill: PrefillModel) -> LoadPlan:
             best_s, choice = other_s, other
     recompute_s = _time_s(prompt, [])
     best_s = min(best_s, recompute_s)
-    ranges = _ranges(prompt, choice, ready, question.chunks)
+    ranges = _ranges(prompt, choice, len(question.tokens), question.chunks)
     return LoadPlan(tuple(ranges), 1000 * best_s, 1000 * recompute_s)
-
-
-def _prompt(question: PlanQuestion, prefill: PrefillModel) -> _Prompt:
-    load_s, decode_s = np.array(question.load_s, float), np.array(question.decode_s, float)
-    # Loads and decodes in a row of two stations: no later than the slower of both at each chunk,
-    # and once the faster.
-    loaded_s = np.concatenate([[0.0], np.cumsum(np.maximum(load_s, decode_s))])
-    lag_s = float(np.minimum(load_s, decode_s).max(initial=0.0))
-    starts = np.concatenate([[0], np.cumsum(np.array(question.tokens, np.int64))])
-    return _Prompt(starts, loaded_s, lag_s, question.total_tokens, prefill)
 
 
 Choice = list[tuple[int, int]]
@@ -137,18 +132,13 @@ def _stretched(question: PlanQuestion) -> list[Choice]:
         edges = [0, *changes, len(costs)]
     if not 1 < len(edges) - 1 <= MAX_STRETCHES:
         return []
-    picks = product((False, True), repeat=len(edges) - 1)
-    return [_joined([*compress(pairwise(edges), picked)]) for picked in picks]
-
-
-def _joined(stretches: Choice) -> Choice:
-    joined: Choice = []
-    for first, stop in stretches:
-        if joined and joined[-1][1] == first:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((first, stop))
-    return joined
+    choices: list[Choice] = []
+    for picks in product((False, True), repeat=len(edges) - 1):
+        choices.append([])
+        for first, stop in compress(pairwise(edges), picks):
+            is_next = bool(choices[-1]) and choices[-1][-1][1] == first
+            choices[-1].append((choices[-1].pop()[0] if is_next else first, stop))
+    return choices
 
 
 def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[PlanRange]:
@@ -205,18 +195,5 @@ def plan_batch(chains: Sequence[Sequence[Name]]) -> BatchPlan[Name]:
         at = waiting.pop()
         order += ends[at]
         waiting += reversed(below[at])
-    return BatchPlan(tuple(order), dict(uses), _peak(chains, order, uses))
-
-
-def _peak(chains: Sequence[Sequence[Name]], order: Sequence[int], uses: Counter[Name]) -> int:
-    left = dict(uses)
-    kept: set[Name] = set()
-    peak = 0
-    for number in order:
-        kept.update(chains[number])
-        peak = max(peak, len(kept))
-        for name in set(chains[number]):
-            left[name] -= 1
-            if not left[name]:
-                kept.discard(name)
-    return peak
+    peak_chunks = max((len(set(chain)) for chain in chains), default=0)
+    return BatchPlan(tuple(order), dict(uses), peak_chunks)

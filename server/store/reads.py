@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -95,12 +95,11 @@ class ReadTerms:
 class Loads:
     """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
 
-    ``slots`` are those that are read without a load, nearest first. For one thread.
+    For one thread.
     """
 
     moves: Moves
     terms: ReadTerms
-    slots: Sequence[TierSlot] = ()
     claims: list[Ticket] = field(default_factory=list)
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
@@ -124,6 +123,12 @@ class Loads:
         except DeadlineError:
             self.moves.counters.add("get_late_chunks")
             raise
+
+    def result(self, ticket: Ticket | None) -> object:
+        """Return what a read returned; None for one that could not begin, failed or is late."""
+        with suppress(KVStoreError):
+            return None if ticket is None else self.wait(ticket)
+        return None
 
     def close(self) -> None:
         """Drop what is not done. Idempotent."""
@@ -159,8 +164,7 @@ class Reads:
         The caller holds the lease until it is done with what it got.
         """
         cpu = self._tiers.cpu.name
-        slots = self._slots_of(terms.reach) if terms.reach else (self._tiers.cpu,)
-        loads = Loads(self.moves, terms, slots)
+        loads = Loads(self.moves, terms)
         delivered = size_bytes = 0
         origins: list[str] = []
         try:
@@ -170,7 +174,7 @@ class Reads:
                 # those the catalog is read again.
                 origin, result = origins[index], None
                 if origin == cpu:
-                    result = self._found(index, key, cpu, loads)
+                    result = self._found(index, key, terms)
                 result = result or self._read(index, key, loads)
                 if result is None:
                     break
@@ -202,8 +206,7 @@ class Reads:
         Call ``note_in_place`` when the reader knows them. Where there is GPU memory, to which a
         second read would promote others, only those that are there.
         """
-        tiers, reach, least, peers = self._tiers, terms.reach, terms.least, terms.peers
-        names = [slot.name for slot in self._slots_of(reach)]
+        tiers, reach, least = self._tiers, terms.reach, terms.least
         if tiers.gpu is not None:
             if Reach.device not in reach or tiers.gpu_tier is None:
                 return np.empty(0, PLACE_ROW)
@@ -211,24 +214,20 @@ class Reads:
             count = len(held) if held.all() else int(held.argmin())
             rows = np.frombuffer(tiers.gpu_tier.place_rows(keys[:count]), PLACE_ROW)
         else:
-            in_cpu, *in_files = self._catalog.held(names, keys, least)
-            found = tiers.cpu_tier.place_rows(keys[: len(in_cpu)])
-            rows = np.frombuffer(found, PLACE_ROW).copy()
+            (in_cpu,) = self._catalog.held([tiers.cpu.name], keys, least)
+            rows = np.frombuffer(tiers.cpu_tier.place_rows(keys[: len(in_cpu)]), PLACE_ROW).copy()
             rows["reach"][~in_cpu] = Reach.none
-            held = in_files[0] if in_files else np.zeros(len(rows), np.bool_)
-            for index in np.flatnonzero(rows["reach"] == Reach.none).tolist():
-                place, key, filed = None, keys[index], tiers.file_backed
-                if filed is not None and held[index] and not filed.breaker.is_open:
-                    place = self.place_of(filed, key)
-                if place is None and peers:
-                    place = self._lent(key, self._catalog.holders(key, least), peers)
-                    self._counters.add("peer_lent_chunks", place is not None)
-                if place is None:
+            elsewhere = np.flatnonzero(rows["reach"] == Reach.none).tolist()
+            plan = self._catalog.read_plan([keys[at] for at in elsewhere], least)
+            for index, holders in zip(elsewhere, plan, strict=True):
+                found = self._place(keys[index], holders, terms)
+                if found is None:
                     rows = rows[:index]
                     break
-                rows[index] = place
+                self._counters.add("peer_lent_chunks", found[0] is tiers.remote)
+                rows[index] = found[1]
             rows["tier"][rows["reach"] == Reach.file] = 1
-            rows["tier"][rows["reach"] == Reach.peer] = len(names)
+            rows["tier"][rows["reach"] == Reach.peer] = len(self._slots_of(reach))
         self._counters.add("get_chunks", len(rows))
         self._counters.add("get_bytes", int(rows["size_bytes"].sum()))
         return rows
@@ -267,10 +266,25 @@ class Reads:
 
     def in_reach(self, key: ChunkKey, terms: ReadTerms) -> bool:
         """Whether *key* can be delivered without a load."""
-        holders, peers = self._catalog.holders(key, terms.least), terms.peers
-        if any(_is_in_place(slot, key, holders) for slot in self._slots_of(terms.reach)):
-            return True
-        return bool(peers) and self._lent(key, holders, peers) is not None
+        return self._place(key, self._catalog.holders(key, terms.least), terms) is not None
+
+    def _place(
+        self, key: ChunkKey, holders: Sequence[str], terms: ReadTerms
+    ) -> tuple[TierSlot, Place] | None:
+        """Return where the reader finds *key* without a load: here, or on one of its peers if that
+        is the nearest copy.
+        """
+        for slot in self._slots_of(terms.reach):
+            is_left_alone = slot is self._tiers.file_backed and slot.breaker.is_open
+            if slot.name in holders and not is_left_alone:
+                place = self.place_of(slot, key)
+                if place is not None:
+                    return slot, place
+        remote = self._tiers.remote
+        if remote is None or not terms.peers or self.moves.nearest(key, holders)[:1] != [remote]:
+            return None
+        place = remote.tier.peer_place(key, terms.peers)
+        return None if place is None else (remote, place)
 
     def _slots_of(self, reach: Collection[Reach]) -> list[TierSlot]:
         """Return the slots that the reader reads in place, nearest first."""
@@ -278,20 +292,13 @@ class Reads:
         filed = self._tiers.file_backed if Reach.file in reach else None
         return [slot for slot in (gpu, self._tiers.cpu, filed) if slot is not None]
 
-    def place_of(self, slot: TierSlot, key: ChunkKey, peers: Collection[int] = ()) -> Place | None:
+    def place_of(self, slot: TierSlot, key: ChunkKey) -> Place | None:
         """Return where a reader finds the copy on *slot* itself; None where it does not."""
         tiers = self._tiers
-        if slot is tiers.remote:
-            return slot.tier.peer_place(key, peers)
         if slot is tiers.cpu:
             return tiers.cpu_tier.locate(key)
         gpu = tiers.gpu_tier if slot is tiers.gpu else None
         return slot.tier.file_place(key) if gpu is None else gpu.locate(key)
-
-    def _lent(self, key: ChunkKey, holders: Sequence[str], peers: Collection[int]) -> Place | None:
-        """Return where the reader finds *key* on one of *peers*, if that is the nearest copy."""
-        nearest = self.moves.nearest(key, holders)[:1]
-        return self.place_of(nearest[0], key, peers) if nearest == [self._tiers.remote] else None
 
     def _promote_if_due(self, tenant: str, key: ChunkKey, name: str) -> None:
         """Copy a chunk up, in the background, when it is read a second time and worth its room."""
@@ -308,7 +315,8 @@ class Reads:
         placement, cpu = self.moves.placement, self._tiers.cpu
         if source and placement.promotes(key, source, cpu):
             # Not now: the copy would take a core from the reader, who is reading it there.
-            self._promote_soon(key, tenant, name)
+            with self._lock:
+                remember(self._due, key, (tenant, name), MAX_DUE)
         if wants_gpu and gpu and not gpu.breaker.is_open and placement.promotes(key, cpu, gpu):
             self.moves.copy_to(key, gpu, tenant)
 
@@ -317,10 +325,6 @@ class Reads:
         with self._lock:
             self._reads.forget(key)
             self._due.pop(key, None)
-
-    def _promote_soon(self, key: ChunkKey, tenant: str, name: str) -> None:
-        with self._lock:
-            remember(self._due, key, (tenant, name), MAX_DUE)
 
     def promote_due(self) -> None:
         """Begin to promote what was read elsewhere twice, or past a lesser copy. At every tick."""
@@ -338,30 +342,30 @@ class Reads:
         from, "" where it is nowhere.
         """
         if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
-            first = index + READ_AHEAD_CHUNKS if index else 1
-            if following := keys[first : index + 2 * READ_AHEAD_CHUNKS]:
+            start = index + READ_AHEAD_CHUNKS if index else 1
+            if following := keys[start : index + 2 * READ_AHEAD_CHUNKS]:
                 self._read_ahead(following)
         if len(origins) >= min(len(keys), index + 1 + LOADS_AHEAD_CHUNKS // 2):
             return
-        keys, first_slot = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS], loads.slots[0].name
-        for key, holders in zip(
-            keys, self._catalog.read_plan(keys, loads.terms.least), strict=True
-        ):
-            is_first = first_slot in holders
-            origins.append(first_slot if is_first else self._load(key, loads, holders)[0])
+        keys = keys[len(origins) : index + 1 + LOADS_AHEAD_CHUNKS]
+        is_device = Reach.device in loads.terms.reach
+        first = (self._tiers.gpu if is_device else None) or self._tiers.cpu
+        plan = self._catalog.read_plan(keys, loads.terms.least)
+        for key, holders in zip(keys, plan, strict=True):
+            is_first = first.name in holders
+            origins.append(first.name if is_first else self._load(key, loads, holders)[0])
 
     def _load(
         self, key: ChunkKey, loads: Loads, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
         """Begin to load *key* unless the reader reaches it; return the best holder's name."""
-        for slot in loads.slots:
-            if _is_in_place(slot, key, holders):
-                return slot.name, None
-        for slot in self.moves.nearest(key, holders):
-            if slot.tier.peer_place(key, loads.terms.peers) is not None:
-                return slot.name, None
-            return slot.name, loads.load(key, slot)
-        return "", None
+        place = self._place(key, holders, loads.terms) if loads.terms.reach else None
+        if place is not None:
+            return place[0].name, None
+        if self._tiers.cpu.name in holders:
+            return self._tiers.cpu.name, None
+        nearest = next(iter(self.moves.nearest(key, holders)), None)
+        return ("", None) if nearest is None else (nearest.name, loads.load(key, nearest))
 
     def _read(self, index: int, key: ChunkKey, loads: Loads) -> ReadResult | None:
         cpu, holders_of = self._tiers.cpu.name, self._catalog.holders
@@ -369,12 +373,14 @@ class Reads:
         for _ in range(2 * len(self._tiers.slots)):
             name, ticket = self._load(key, loads, holders_of(key, loads.terms.least))
             if ticket is None:
-                return self._found(index, key, name, loads) if name else None
+                is_here = name == cpu or loads.terms.reach
+                return self._found(index, key, loads.terms) if is_here else None
             try:
                 loads.wait(ticket)
                 # A copy of too low fidelity has the chunk's place in CPU memory.
                 if cpu in holders_of(key) and cpu not in holders_of(key, loads.terms.least):
-                    self._promote_soon(key, loads.terms.session.tenant, name)
+                    with self._lock:
+                        remember(self._due, key, (loads.terms.session.tenant, name), MAX_DUE)
                     return self._read_bypass(index, key, name, loads)
             except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
                 return self._read_bypass(index, key, name, loads)
@@ -384,16 +390,16 @@ class Reads:
                 continue
         return None
 
-    def _found(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
+    def _found(self, index: int, key: ChunkKey, terms: ReadTerms) -> ReadResult | None:
         """Return a chunk that needs no load: its bytes in CPU memory, or its place."""
-        slot = self._tiers.slots[name]
-        if slot is self._tiers.cpu and not loads.terms.reach:
+        if not terms.reach:
             frame = self._tiers.cpu_tier.peek(key)
-            return None if frame is None else ReadResult(index, name, frame)
-        place = self.place_of(slot, key, loads.terms.peers)
-        if slot is self._tiers.remote:
-            self._counters.add("peer_lent_chunks", place is not None)
-        return None if place is None else ReadResult(index, name, _NOT_HERE, place)
+            return None if frame is None else ReadResult(index, self._tiers.cpu.name, frame)
+        found = self._place(key, self._catalog.holders(key, terms.least), terms)
+        if found is None:
+            return None
+        self._counters.add("peer_lent_chunks", found[0] is self._tiers.remote)
+        return ReadResult(index, found[0].name, _NOT_HERE, found[1])
 
     def _read_bypass(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
@@ -402,11 +408,9 @@ class Reads:
         if info is None or not self.reserve_bypass(info.size_bytes):
             return None
         work = partial(self.moves.read_bypass, info, slot)
-        ticket = loads.submit(slot, b"bypass" + key, work)
         frame = None
         try:
-            with suppress(KVStoreError):
-                frame = None if ticket is None else loads.wait(ticket)
+            frame = loads.result(loads.submit(slot, b"bypass" + key, work))
         finally:
             if frame is None:
                 self.release_bypass(info.size_bytes)
@@ -429,13 +433,6 @@ class Reads:
             self._bypass_bytes -= size_bytes
 
 
-def _is_in_place(slot: TierSlot, key: ChunkKey, holders: Container[str]) -> bool:
-    if slot.name not in holders:
-        return False
-    is_local_disk = slot.tier.survives_restart
-    return not is_local_disk or not (slot.breaker.is_open or slot.tier.file_place(key) is None)
-
-
 class RangeRead:
     """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
     before others, of those the smallest.
@@ -446,7 +443,6 @@ class RangeRead:
         self._moves = reads.moves
         self._tiers = reads.moves.tiers
         self._terms = terms
-        self._loads = Loads(reads.moves, terms)
 
     def place(self, key: ChunkKey) -> tuple[str, Place] | None:
         """Return the tier of the chosen copy and where the reader reads it in place."""
@@ -473,17 +469,29 @@ class RangeRead:
                 if frame is not None and len(data := frame[start:stop]):
                     yield LayerPart(index, name, len(frame), start, data)
             return
-        size = info.size_bytes
+        size, slot, moves = info.size_bytes, self._tiers.slots[name], self._moves
         cut = [(start, min(stop, size) - start) for start, stop in spans if start < size]
         ranges = [(start, np.empty(count, np.uint8)) for start, count in cut if count > 0]
         size_bytes = sum(len(out) for _, out in ranges)
+
+        def read() -> bool:
+            started = moves.clock()
+            is_read = all(slot.tier.read(key, out, start) for start, out in ranges)
+            if is_read and size_bytes >= LEAST_MEASURED_BYTES:
+                slot.note_load(size_bytes, moves.clock() - started)
+            return is_read
+
         if not self._reads.reserve_bypass(size_bytes):
             return
+        loads, number = Loads(moves, self._terms), next(_numbers).to_bytes(8, "little")
+        work = partial(moves.read_from, slot, key, partial(slot.guarded, read, "read"))
         try:
-            if self._is_filled(self._tiers.slots[name], info, ranges):
+            if loads.result(loads.submit(slot, b"ranges" + key + number, work)):
+                moves.counters.add("get_bytes", size_bytes)
                 for start, out in ranges:
                     yield LayerPart(index, name, size, start, out)
         finally:
+            loads.close()
             self._reads.release_bypass(size_bytes)
 
     def _chosen(self, key: ChunkKey) -> tuple[str, ChunkInfo | None]:
@@ -495,32 +503,6 @@ class RangeRead:
         order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
         name = min(order, key=order.__getitem__, default="")
         return name, copies.get(name)
-
-    def _is_filled(
-        self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]
-    ) -> bool:
-        name = b"ranges" + info.key + next(_numbers).to_bytes(8, "little")
-        ticket = self._loads.submit(slot, name, partial(self._fill, slot, info, ranges))
-        try:
-            return ticket is not None and bool(self._loads.wait(ticket))
-        except KVStoreError:
-            return False
-        finally:
-            self._loads.close()
-
-    def _fill(self, slot: TierSlot, info: ChunkInfo, ranges: Sequence[tuple[int, Bytes]]) -> bool:
-        moves, started = self._moves, self._moves.clock()
-
-        def read() -> bool:
-            return all(slot.tier.read(info.key, out, start) for start, out in ranges)
-
-        if not moves.read_from(slot, info.key, lambda: slot.guarded(read, "read")):
-            return False
-        size_bytes = sum(len(out) for _, out in ranges)
-        if size_bytes >= LEAST_MEASURED_BYTES:
-            slot.note_load(size_bytes, moves.clock() - started)
-        moves.counters.add("get_bytes", size_bytes)
-        return True
 
 
 def _has_levels(codec_id: int) -> bool:

@@ -34,20 +34,6 @@ class PutResult:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PutOptions:
-    """What a writer states of a chunk.
-
-    ``is_last``: nothing of the put continues it; None: not known yet.
-    """
-
-    hints: Hints = NO_HINTS
-    is_last: bool | None = True
-
-
-NO_OPTIONS = PutOptions()
-
-
 @dataclass(slots=True, eq=False)
 class PutTicket:
     """A chunk that is being put, and its room on ``slot``; owned by a session.
@@ -103,19 +89,22 @@ class Reservations:
         session: Session,
         info: ChunkInfo,
         deadline: float,
-        options: PutOptions,
+        hints: Hints = NO_HINTS,
+        *,
+        is_last: bool | None = True,
         device: TierSlot | None = None,
     ) -> PutTicket | PutResult:
         """Take room for a frame in CPU memory, or that of *device*, which keeps chunks as they are;
-        or say why there is nothing to write.
+        or say why there is nothing to write. *is_last*: nothing of the put continues the chunk;
+        None: not known yet.
 
         From then on the chunk is pending, until ``commit`` or ``discard``. Raises
         QuotaExceededError, InvalidRequestError.
         """
-        eviction, catalog, hints = self._moves.eviction, self._catalog, options.hints
+        eviction, catalog = self._moves.eviction, self._catalog
         slot, key, kept, bare = device or self._cpu, info.key, info, None
         if device is None and self._states is not None and info.layout.has(LayerKind.state):
-            bare = self._layout_to_keep(info, options, self._states)
+            bare = self._layout_to_keep(info, self._states, is_last=is_last)
             kept = info if bare is None else replace(info, layout=bare)
         if not catalog.in_flight.begin(key, kept.layout):
             note = "" if bare is None else WITHOUT_STATE
@@ -158,15 +147,16 @@ class Reservations:
         return PutResult(PutOutcome.exists, note)
 
     def _layout_to_keep(
-        self, info: ChunkInfo, options: PutOptions, states: StateAdmission
+        self, info: ChunkInfo, states: StateAdmission, *, is_last: bool | None
     ) -> KVLayout | None:
         """Return what is kept of a chunk whose state is not worth it; None: all of it."""
         bare = without_state(info.layout)
         if bare is None or not self._catalog.is_less_complete(info.key, info.layout, absent=True):
             return None
         # A chunk that is known, and whose end is not, is wanted a second time.
-        is_last = options.is_last is None and self._catalog.is_less_complete(info.key, info.layout)
-        return None if states.admits(info.key, is_end=bool(options.is_last or is_last)) else bare
+        if is_last is None:
+            is_last = self._catalog.is_less_complete(info.key, info.layout)
+        return None if states.admits(info.key, is_end=is_last) else bare
 
     def keep_state(self, ticket: PutTicket) -> None:
         """Keep the state after all: nothing of the put continues the chunk."""
@@ -201,16 +191,14 @@ class Reservations:
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
         moves, catalog, slot, key = self._moves, self._catalog, ticket.slot, ticket.info.key
-        if ticket.partition is not None:
-            self._uncount(ticket)
+        self._uncount(ticket)
         try:
             sealed = slot.tier.seal(ticket.reservation)
             if sealed:
-                hints = ticket.hints
-                put_info = PutInfo(ticket.session.tenant, hints, header.content, header.position)
+                hints, tenant = ticket.hints, ticket.session.tenant
+                put_info = PutInfo(tenant, hints, header.content, header.position)
                 catalog.note_sealed(slot.name, header.info(), put_info)
-                if hints is not NO_HINTS:
-                    self._hint(key, hints)
+                self._hint(key, hints)
         finally:
             catalog.in_flight.end(key)
         if not sealed:
@@ -262,7 +250,7 @@ class Reservations:
         return replace(result, reason=WITHOUT_STATE) if is_stored else result
 
     def _hint(self, key: ChunkKey, hints: Hints) -> None:
-        if hints != NO_HINTS:
+        if hints is not NO_HINTS and hints != NO_HINTS:
             self.counters.add("ignored_pins", self._catalog.hint([key], hints))
 
 

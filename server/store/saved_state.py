@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import check_tag
+from kvstore.proto.blend import UNKNOWN, check_tag
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.messages import representation_from_message, representation_to_message
-from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Namespace
-from kvstore.server.blending.content_index import MAX_CONTEXT, MAX_LEARNED, Learned
-from kvstore.server.blending.gates import MAX_GATES, UNKNOWN, GateName, GateState
-from kvstore.server.blending.scores import Context
+from kvstore.proto.types import DIGEST_BYTES, Namespace
+from kvstore.server.blending.content_index import MAX_LEARNED, Learned
+from kvstore.server.blending.gates import MAX_GATES, GateName, GateState
 from kvstore.server.eviction.access_history import CHUNK, CLASS, OWNS, SavedHistory
 from kvstore.server.eviction.reuse_statistics import AGE_BINS
 from kvstore.server.index.known_models import MAX_SPACES, ModelNamespace
@@ -58,7 +57,7 @@ _SUM = struct.Struct("<Q")
 logger = structlog.get_logger(__name__)
 
 Sections: TypeAlias = Mapping[str, bytes | memoryview]
-SavedGate: TypeAlias = tuple[GateName, str, GateState]
+SavedGate: TypeAlias = tuple[GateName, GateState]
 _T = TypeVar("_T")
 
 
@@ -124,23 +123,11 @@ class _Gate(NamedTuple):
     speedup: float
 
 
-class _Variant(NamedTuple):
-    key: Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-    impact: _Share
-    deviation: float
-    overlap: _Share
-    uses: Annotated[float, Field(ge=0, le=1e9)]
-    reports: _Count
-    context: Annotated[
-        list[tuple[_Digest, Annotated[int, Field(gt=0)], _Positive]], Field(max_length=MAX_CONTEXT)
-    ]
-
-
 _JSON = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", allow_inf_nan=False)
 _GROUPS = TypeAdapter(_Groups, config=_JSON)
 _MODELS = TypeAdapter(Annotated[list[_Model], Field(max_length=MAX_SPACES)], config=_JSON)
 _GATES = TypeAdapter(Annotated[list[_Gate], Field(max_length=MAX_GATES)], config=_JSON)
-_VARIANTS = TypeAdapter(Annotated[list[_Variant], Field(max_length=MAX_LEARNED)], config=_JSON)
+_VARIANTS = TypeAdapter(Annotated[list[Learned], Field(max_length=MAX_LEARNED)], config=_JSON)
 
 
 def _section(sections: Sections, name: str) -> bytes:
@@ -181,8 +168,8 @@ def unpack_models(sections: Sections) -> list[ModelNamespace]:
 def pack_gates(gates: Sequence[SavedGate]) -> bytes:
     """Return the section ``gates``, of those that are open."""
     rows = [
-        _Gate(*name, model[:MAX_NAME_CHARS], g.ratio, g.agreement, g.divergence, g.speedup)
-        for name, model, g in gates
+        _Gate(*name, g.model[:MAX_NAME_CHARS], g.ratio, g.agreement, g.divergence, g.speedup)
+        for name, g in gates
     ]
     return _GATES.dump_json(rows)
 
@@ -194,26 +181,20 @@ def unpack_gates(sections: Sections) -> list[SavedGate]:
         gate = GateState(
             is_open=True, ratio=row.ratio, agreement=row.agreement, divergence=row.divergence,
             why="calibrated before the last start", is_calibrated=True,
-            speedup=row.speedup if row.speedup >= 0 else UNKNOWN,
+            speedup=row.speedup if row.speedup >= 0 else UNKNOWN, tag=row.tag, model=row.model,
         )  # fmt: skip
-        gates.append(((row.namespace, row.tag), row.model, gate))
+        gates.append(((row.namespace, row.tag), gate))
     return gates
 
 
 def pack_variants(rows: Sequence[Learned]) -> bytes:
     """Return the section ``variants``, the last of *rows* last."""
-    return _VARIANTS.dump_json([_Variant(*row[:-1], list(row.context)) for row in rows])
+    return _VARIANTS.dump_json(list(rows))
 
 
 def unpack_variants(sections: Sections) -> list[Learned]:
     """Return what engines reported of variants. Raises InvalidFrameError."""
-    found = []
-    for row in _parsed(_VARIANTS, sections, "variants"):
-        if row.deviation < 0 and row.deviation != UNKNOWN:
-            raise InvalidFrameError("deviation", row.deviation, "not negative")
-        context = tuple(Context(*mass) for mass in row.context)
-        found.append(Learned(ChunkKey(row.key), *row[1:-1], context))
-    return found
+    return _parsed(_VARIANTS, sections, "variants")
 
 
 # --- what policies learned

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
@@ -63,21 +64,21 @@ class Scrub:
         self._tiers = [name for name in tiers if name in self._slots]
         self._bytes_per_s = bytes_per_s
         self._report = ScrubReport()
-        self._requested: tuple[list[str], int] | None = None
-        self._closed = False
-        # Guards the three above; notified when one changes.
-        self._changed = threading.Condition()
+        """Of the thread that passes, but where a pass is requested."""
+        self._requests: SimpleQueue[tuple[Sequence[str], int]] = SimpleQueue()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # guards the thread, and that one pass is requested at a time
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """With a rate, work in the background from now on."""
-        with self._changed:
+        with self._lock:
             if self._bytes_per_s:
                 self._start_thread()
 
     def _start_thread(self) -> None:
         """For holders of the lock."""
-        if self._thread is None and not self._closed:
+        if self._thread is None and not self._closing.is_set():
             thread = threading.Thread(target=self._run, name="scrub", daemon=True)
             thread.start()  # one that cannot start is not waited for at the end
             self._thread = thread
@@ -90,25 +91,23 @@ class Scrub:
         for name in tiers:
             if name not in self._slots:
                 raise InvalidRequestError("tiers", name, f"use some of {', '.join(self._slots)}")
-        with self._changed:
-            if self._report.is_running or self._requested is not None:
+        with self._lock:
+            if self._report.is_running:
                 return False
             self._start_thread()
-            self._requested = (list(tiers) or self._tiers, bytes_per_s)
             self._report = ScrubReport(is_running=True, passes=self._report.passes)
-            self._changed.notify_all()
+        self._requests.put((tiers or self._tiers, bytes_per_s))
         return True
 
     def report(self) -> ScrubReport:
         """Return how far the pass is."""
-        with self._changed:
-            return replace(self._report)
+        return replace(self._report)
 
     def close(self) -> None:
         """End the pass and the thread. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        with self._lock:
+            self._closing.set()
+        self._requests.put(((), 0))
         if self._thread is not None:
             self._thread.join()
 
@@ -154,53 +153,40 @@ class Scrub:
         """Check everything on *tiers* once, *bytes_per_s* at most; 0 for as fast as it goes."""
         slots = [self._slots[name] for name in tiers]
         plan = [(slot, info.key) for slot in slots for info in slot.tier.scan()]
-        with self._changed:
-            self._report = ScrubReport(True, self._report.passes, len(plan))
+        self._report = report = ScrubReport(True, self._report.passes, len(plan))
         started, taken = self._clock(), 0
         for slot, key in plan:
-            if self._closed:
+            if self._closing.is_set():
                 return self.report()
             verdict, size_bytes = self.check(key, slot)
-            self._note(verdict, size_bytes)
-            taken += size_bytes
-            if bytes_per_s:
-                self._wait(started + taken / bytes_per_s - self._clock())
-        with self._changed:
-            self._report.is_running = False
-            self._report.passes += 1
-        self._counters.add("scrub_passes")
-        return self.report()
-
-    def _note(self, verdict: Verdict, size_bytes: int) -> None:
-        with self._changed:
-            report = self._report
             report.checked_chunks += verdict is not Verdict.unread
             report.checked_bytes += size_bytes
             report.damaged_chunks += verdict is Verdict.damaged
             report.unread_chunks += verdict is Verdict.unread
-        self._counters.add("scrubbed_chunks", verdict in (Verdict.sound, Verdict.damaged))
-        self._counters.add("scrubbed_bytes", size_bytes)
+            self._counters.add("scrubbed_chunks", verdict in (Verdict.sound, Verdict.damaged))
+            self._counters.add("scrubbed_bytes", size_bytes)
+            taken += size_bytes
+            if bytes_per_s:
+                self._wait(started + taken / bytes_per_s - self._clock())
+        report.passes += 1
+        report.is_running = False
+        self._counters.add("scrub_passes")
+        return self.report()
 
     def _wait(self, seconds: float) -> None:
-        with self._changed:
-            if seconds > 0 and not self._closed:
-                self._changed.wait(seconds)
+        self._closing.wait(max(0.0, seconds))
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                if self._requested is None and not self._closed:
-                    self._changed.wait(REST_S if self._bytes_per_s else None)
-                if self._closed:
-                    return
-                request, self._requested = self._requested, None
-            if request is None and not self._bytes_per_s:
-                continue
+            request: tuple[Sequence[str], int] = (self._tiers, self._bytes_per_s)
+            with suppress(Empty):
+                request = self._requests.get(timeout=REST_S if self._bytes_per_s else None)
+            if self._closing.is_set():
+                return
             try:
-                self.run_pass(*(request or (self._tiers, self._bytes_per_s)))
+                self.run_pass(*request)
             except TierUnavailableError:  # its list cannot be had; another pass comes
-                with self._changed:
-                    self._report.is_running = False
+                self._report.is_running = False
 
 
 class Cleared(NamedTuple):

@@ -35,7 +35,6 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
-from kvstore.tiers.base import TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +55,6 @@ class StoreLimits:
     state_admission: StateRule = "all"
     write_budgets: Mapping[str, int] = field(default_factory=dict)
     """Bytes a day, of the tiers that are held to a budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotStatus:
-    """One tier's state; ``reason`` is empty while it serves, ``codec_id`` is of most frames."""
-
-    name: str
-    stats: TierStats
-    codec: str
-    codec_id: int
-    load_bytes_per_s: float
-    reason: str
 
 
 class Store:
@@ -296,20 +283,6 @@ class Store:
                 count += 1
         self._lookup.learn_in_background()
         return count
-
-    def slot_statuses(self) -> list[SlotStatus]:
-        """Return the state of each tier, fastest first."""
-        return [
-            SlotStatus(
-                slot.name,
-                slot.tier.stats(),
-                slot.encoder.name,
-                slot.encoder.codec_id,
-                slot.bytes_per_s,
-                slot.breaker.reason or slot.tier.write_error,
-            )
-            for slot in self.tiers.slots.values()
-        ]
 
     def weighs(self, tenant: str) -> bool:
         """Whether a codec for the chunks of *tenant* uses which of their tokens matter."""

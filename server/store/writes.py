@@ -23,8 +23,6 @@ from kvstore.proto.types import ChunkInfo, Fidelity
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
 from kvstore.server.store.reservations import (
-    NO_OPTIONS,
-    PutOptions,
     PutResult,
     PutTicket,
     Reservations,
@@ -69,26 +67,21 @@ class Writes:
         session: Session,
         info: ChunkInfo,
         deadline: float,
-        options: PutOptions = NO_OPTIONS,
+        hints: Hints = NO_HINTS,
+        *,
+        is_last: bool | None = True,
         part: ChunkPart | None = None,
     ) -> AnyTicket | PutResult:
         """Reserve room for the frame of a chunk, or of a *part* of it; or say why there is nothing
-        to write.
+        to write. *is_last* is as of ``Reservations.reserve``.
 
-        Raises ShuttingDownError, QuotaExceededError, InvalidRequestError, and LeaseExpiredError
-        for a session that has ended.
+        Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
         if self.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
-        begun: AnyTicket | PutResult
         if part is None:
-            begun = self._reservations.reserve(session, info, deadline, options)
-        else:
-            begun = self.parallel.begin(PartTicket(session, info, part, options), deadline)
-        if session.is_closed and not isinstance(begun, PutResult):
-            self.discard(begun)
-            raise _closed(session)
-        return begun
+            return self._reservations.reserve(session, info, deadline, hints, is_last=is_last)
+        return self.parallel.begin(PartTicket(session, info, part, hints, is_last), deadline)
 
     def begin_all(
         self,
@@ -107,8 +100,8 @@ class Writes:
         continued = {info.parent_key for info in infos}
         try:
             for info, part in zip(infos, parts or [None] * len(infos), strict=True):
-                options = PutOptions(hints, info.key not in continued)
-                ticket = self.open(session, info, deadline, options, part)
+                is_last = info.key not in continued
+                ticket = self.open(session, info, deadline, hints, is_last=is_last, part=part)
                 if not isinstance(ticket, PutResult):
                     self._own(ticket, until)
                 begun.append(ticket)
@@ -120,29 +113,25 @@ class Writes:
         return begun
 
     def _own(self, ticket: AnyTicket, until: float) -> None:
-        session, ticket.ticket_id = ticket.session, self._new_id()
-        if isinstance(ticket, PutTicket):
-            ticket.until = until
+        session = ticket.session
+        ticket.ticket_id, ticket.until = self._new_id(), until
         with self._lock:
-            owned = self._tickets.get(session.session_id, {})
             # The puts of a session that has ended were aborted; this one is too late for that.
-            if len(owned) < self._limit and not session.is_closed:
+            is_late = session.is_closed
+            owned = {} if is_late else self._tickets.setdefault(session.session_id, {})
+            if len(owned) < self._limit and not is_late:
                 owned[ticket.ticket_id] = ticket
-                self._tickets[session.session_id] = owned
                 return
         self.discard(ticket)
-        if session.is_closed:
-            raise _closed(session)
+        if is_late:
+            raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
         name = "max_reservations_per_session"
         raise QuotaExceededError(name, self._limit, f"session {session.session_id}")
 
     def claim(self, session: Session, ticket_id: int) -> AnyTicket:
         """Take a put out of the table to finish it. Raises LeaseExpiredError."""
         with self._lock:
-            owned = self._tickets.get(session.session_id, {})
-            ticket = owned.pop(ticket_id, None)
-            if not owned:
-                self._tickets.pop(session.session_id, None)
+            ticket = self._tickets.get(session.session_id, {}).pop(ticket_id, None)
         if ticket is None:
             raise LeaseExpiredError(
                 f"reservation_id={ticket_id}: spent, aborted or not this session's; reserve again"
@@ -227,10 +216,6 @@ class Writes:
     def __len__(self) -> int:
         with self._lock:
             return sum(map(len, self._tickets.values()))
-
-
-def _closed(session: Session) -> LeaseExpiredError:
-    return LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
 
 
 def check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:

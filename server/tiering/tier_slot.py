@@ -210,6 +210,11 @@ class TierSlot:
         self.note_load(len(out), self.clock() - started)
         return header
 
+    @property
+    def reason(self) -> str:
+        """Why it is left alone or takes nothing; empty while it serves."""
+        return self.breaker.reason or self.tier.write_error
+
     def note_load(self, size_bytes: int, seconds: float) -> None:
         """Take note of one load."""
         if seconds > 0:

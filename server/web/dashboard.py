@@ -30,7 +30,6 @@ TOP_EVERY_S = 10.0
 """The whole index is gone through for them."""
 SHOWN_FLOWS = 12
 SHOWN_TENANTS = 16
-_SHOWN_OF_TIER = ("name", "reason", "load_bytes_per_s", "codec")
 _SHOWN_OF_STATS = ("used_bytes", "capacity_bytes", "chunks")
 
 MAX_PAGE_BYTES = 100_000
@@ -178,11 +177,12 @@ class Dashboard:
 
     def _tiers(self) -> list[dict[str, Any]]:
         store, tiers = self._backend.store, []
-        for one in store.slot_statuses():
-            report = store.catalog.eviction.policy_report(one.name)
-            tier = {name: getattr(one, name) for name in _SHOWN_OF_TIER}
-            tier |= {name: getattr(one.stats, name) for name in _SHOWN_OF_STATS}
-            tiers.append(tier | {"policy": report.name, "curve": sorted(report.curve.items())})
+        for slot in store.tiers.slots.values():
+            report, stats = store.catalog.eviction.policy_report(slot.name), slot.tier.stats()
+            tier: dict[str, Any] = {name: getattr(stats, name) for name in _SHOWN_OF_STATS}
+            tier |= {"name": slot.name, "codec": slot.encoder.name, "reason": slot.reason}
+            tier |= {"load_bytes_per_s": slot.bytes_per_s, "policy": report.name}
+            tiers.append(tier | {"curve": sorted(report.curve.items())})
         return tiers
 
     def _top_prefixes(self, now_s: float) -> list[list[object]]:

@@ -52,14 +52,14 @@ def gauges(store: Store, session_count: int, directory: Directory | None = None)
     for tier, (a_day, left) in store.moves.placement.budgets().items() or [("", (0, 0.0))]:
         yield ("write_budget_bytes", "bytes a day that the tier may write, 0 for all", tier, a_day)
         yield ("write_budget_left_bytes", "what it may write now; less than 0 is debt", tier, left)
-    for status in store.slot_statuses():
-        name, stats = status.name, status.stats
+    for name, slot in store.tiers.slots.items():
+        stats = slot.tier.stats()
         yield ("tier_capacity_bytes", "size of the tier", name, stats.capacity_bytes)
         yield ("tier_used_bytes", "bytes taken, slack included", name, stats.used_bytes)
         yield ("tier_chunks", "chunks on the tier", name, stats.chunks)
-        yield ("tier_up", "0 while the tier is left alone", name, float(not status.reason))
-        yield ("tier_load_bytes_per_second", "mean speed of loads", name, status.load_bytes_per_s)
-        yield ("tier_codec", "number of the codec in frames", name, status.codec_id)
+        yield ("tier_up", "0 while the tier is left alone", name, float(not slot.reason))
+        yield ("tier_load_bytes_per_second", "mean speed of loads", name, slot.bytes_per_s)
+        yield ("tier_codec", "number of the codec in frames", name, slot.encoder.codec_id)
         yield from _policy(name, catalog.eviction.policy_report(name))
 
 

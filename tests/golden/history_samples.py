@@ -28,8 +28,8 @@ OLDER = FOLDER / "history-v2.kvh"
 """Of a version that is not read any more."""
 
 GATES: list[SavedGate] = [
-    ((b"s" * 16, "rag"), "meta/llama", GateState(True, 0.225, 0.97, 0.01, speedup=2.5)),
-    ((b"t" * 16, ""), "qwén", GateState(True, 0.15, 0.99, 0.002)),
+    ((b"s" * 16, "rag"), GateState(True, 0.225, 0.97, 0.01, speedup=2.5, model="meta/llama")),
+    ((b"t" * 16, ""), GateState(True, 0.15, 0.99, 0.002, model="qwén")),
 ]
 VARIANTS = [
     Learned(ChunkKey(b"a" * 32), 0.625, -1.0, 0.5, 3.0, 2, (Context(b"c" * 16, 48, 1.5),)),

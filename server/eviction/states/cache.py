@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.key_table import spare_rows
 from kvstore.server.eviction.access_history import SteadyClock
-from kvstore.server.eviction.queues import RowHeap
-from kvstore.server.eviction.states.ranks import CheckpointRank
-from kvstore.server.eviction.states.tree import (
-    ROOT,
-    CheckpointTree,
-    HybridModel,
-    Match,
-    Node,
-    Tokens,
-)
+from kvstore.server.eviction.states.ranks import LruRank
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Match, Node, Tokens
 
 TOKENS_PER_KEPT = 16
 """Tokens remembered for each one that the capacity has KV for: 64 bytes beside 65,536."""
 
 NODES_PER_STATE = 64
-"""Nodes remembered for each state that the capacity has room for: 130 bytes each beside 26.8 MB."""
+"""Nodes remembered for each state that the capacity has room for: 300 bytes each beside 26.8 MB."""
 
 GHOST_NODES = 1 << 18
 """The same, whatever the capacity."""
-
-_DEPTH_BITS = 24
-_MOST_DEPTH = (1 << _DEPTH_BITS) - 1
-"""Deeper ones count as this deep, where it matters which of one request goes first."""
 
 
 @dataclass(frozen=True)
@@ -66,61 +53,45 @@ class Ghosts:
     """The nodes of a tree without a state, in the order of their last use.
 
     A node with two children or more stays whatever its age, as only it keeps them apart; there
-    are fewer of those than there are leaves. Each ghost has at most one entry in the queue, which
-    is a heap of numbers: 16 bytes a node.
+    are fewer of those than there are leaves. Each ghost has at most one entry in the queue.
     """
 
     def __init__(self, tree: CheckpointTree, limits: GhostLimits) -> None:
         self._tree = tree
         self.limits = limits
-        self._ages = array("Q", [0])
-        """What each node was queued by: its tick then, and of one tick the deeper first."""
-        self._queue = RowHeap(self._ages)
+        self._queue: list[Node] = []
+        """A heap."""
 
-    def touch(self, nodes: Iterable[Node], tick: int) -> None:
+    def touch(self, nodes: Iterable[Node]) -> None:
         """Take note that *nodes* were used just now."""
-        ticks = self._tree.known.ticks
         for node in nodes:
-            ticks[node.number] = tick
+            node.tick = self._tree.tick
             self.enter(node)
 
     def enter(self, node: Node) -> None:
         """Take note of a node that may have no state any more; its age is what it was."""
-        if node.number != ROOT and not node.held:
-            self._enter(node.number)
-
-    def _enter(self, number: int) -> None:
-        if number >= len(self._ages):
-            count = number + 1 - len(self._ages) + spare_rows(number)
-            self._ages.frombytes(bytes(count * self._ages.itemsize))
-            self._queue.extend(count)
-        if number not in self._queue:
-            known = self._tree.known
-            # Of one age the deeper goes first: what is above may be shared.
-            rise = _MOST_DEPTH - min(known.depths[number], _MOST_DEPTH)
-            self._ages[number] = known.ticks[number] << _DEPTH_BITS | rise
-            self._queue.push(number)
+        if node.parent and not node.held and not node.queued:
+            node.queued = node.tick
+            heappush(self._queue, node)
 
     def trim(self, forgot: Callable[[Node], None]) -> None:
         """Forget the oldest within the limits; *forgot* is called with each just before."""
-        tree, queue = self._tree, self._queue
-        while len(queue) and self._is_over():
-            number = queue.first()
-            queue.remove(number)
-            node = Node(tree, number)
-            if node.held or node.children > 1:
+        while self._queue and self._is_over():
+            node = heappop(self._queue)
+            queued, node.queued = node.queued, 0
+            above = node.parent
+            if above is None or node.held or len(node.children) > 1:
                 continue
-            if self._ages[number] >> _DEPTH_BITS != tree.known.ticks[number]:
-                self._enter(number)
+            if queued != node.tick:
+                self.enter(node)
                 continue
-            above = Node(tree, tree.known.parents[number])
             forgot(node)
-            tree.forget(node)
+            self._tree.forget(node)
             self.enter(above)
 
     def _is_over(self) -> bool:
         tree, limits = self._tree, self.limits
-        ghosts = tree.nodes - len(tree.held)
+        ghosts = tree.nodes - tree.resident
         return ghosts > limits.nodes or tree.tokens - tree.kept_tokens > limits.tokens
 
     def __len__(self) -> int:
@@ -160,20 +131,20 @@ def insert_speculatively(
     computes: deeper than the *reused* tokens it did not.
     """
     leaves, end = tree.extend(match, tokens)
-    parts = leaves != end and leaves.children > 1
+    parts = leaves != end and len(leaves.children) > 1
     computed = leaves.depth > reused and leaves != tree.root
     branch = leaves if parts and computed and not leaves.held else None
     return Checkpoints(leaves, end, branch, end if end.depth > reused else None)
 
 
-MakeRank = Callable[[CheckpointTree], CheckpointRank]
+MakeRank = Callable[[CheckpointTree], LruRank]
 
 
 class StateCache:
     """Keeps states of the positions that admission names, until the rank gives them up.
 
-    The size is at most the capacity whenever a call returns. A state that cannot fit, be it
-    alone or beside what is pinned, is refused and takes nothing with it.
+    The size is at most the capacity whenever a call returns. A state that cannot fit is refused
+    and takes nothing with it.
     """
 
     def __init__(
@@ -202,25 +173,25 @@ class StateCache:
         if not math.isfinite(now_s):
             raise InvalidRequestError("now_s", now_s, "finite seconds")
         tree, rank, now_s = self.tree, self.rank, self._clock.time_s(now_s)
-        tick = tree.next_tick()
+        tree.tick += 1
         match = tree.match(tokens)
         known = [node for node in match.path if node.depth <= prompt_tokens]
         start = next((node for node in reversed(known) if node.held), None)
         turn = self._ask(known, now_s)
         reused = 0
         if start is not None:
-            tree.use(start)
+            start.used = tree.tick
             reused = start.depth
         if len(tokens):
             found = insert_speculatively(tree, match, tokens, reused)
-            found.last.end(turn)
+            found.last.next_turn = turn + 1
             path = match.path.copy()
             path += [
                 node
                 for node in dict.fromkeys((found.leaves, found.last))
                 if node != tree.root and node not in path[-1:]
             ]
-            self.ghosts.touch(path, tick)
+            self.ghosts.touch(path)
             kept = [node for node in found.nodes if self._keep(node, now_s)]
             rank.walked(path, now_s)
             self._make_room(kept, now_s)
@@ -230,34 +201,33 @@ class StateCache:
 
     def _ask(self, path: list[Node], now_s: float) -> int:
         """Count the use of the last position that ever had a state; return the next turn."""
-        known = self.tree.known
-        node = next((one for one in reversed(path) if known.ever[one.number]), None)
+        node = next((one for one in reversed(path) if one.last_s is not None), None)
         if node is None:
             return 0
         self.rank.requested(node, now_s)
-        node.hit()
-        known.last_s[node.number] = now_s
-        return node.turn + 1 if node.ends else 0
+        node.hits += 1
+        node.last_s = now_s
+        return node.next_turn
 
     def _keep(self, node: Node, now_s: float) -> bool:
-        tree = self.tree
+        tree, model = self.tree, self.tree.model
         if not node.held:
-            if tree.least_bytes(node) > self.capacity_bytes:
+            least_bytes = model.state_bytes + node.depth * model.kv_bytes_per_token
+            if least_bytes > self.capacity_bytes:
                 self.refused += 1
                 return False
             tree.hold(node)
-        tree.use(node)
+        node.used = tree.tick
         self.rank.kept(node, now_s)
-        tree.known.ever[node.number] = True
-        tree.known.last_s[node.number] = now_s
+        node.last_s = now_s
         return True
 
     def _make_room(self, kept: list[Node], now_s: float) -> None:
         tree, rank = self.tree, self.rank
-        spared = [node.slot for node in kept[-1:]] if rank.spares_new else []
+        spared = kept[-1] if kept and rank.spares_new else None
         while tree.size_bytes > self.capacity_bytes:
             node = rank.victim(spared, now_s)
-            assert node is not None, "what was kept fits beside what is pinned"
+            assert node is not None, "what was kept fits alone"
             tree.drop(node)
             self.evicted += 1
             self.ghosts.enter(node)

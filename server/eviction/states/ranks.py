@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,17 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, DensityTable, bins_of
-from kvstore.server.eviction.states.tree import CheckpointTree, Node, Slots
+from kvstore.server.eviction.states.tree import CheckpointTree, Node
 
 Scores = NDArray[np.float64]
 
 
-class CheckpointRank(ABC):
+class LruRank:
     """The order in which the states of one tree are evicted: the smallest score first.
 
-    Each request calls its hooks in the order they have here. Times never go back.
+    Here that is the state that was started from or made longest ago; one that two branches need
+    stays. These are Marconi's candidates (section 4.3: at most one child) with recency alone.
+    Each request calls the hooks in the order they have here. Times never go back.
     """
 
     spares_new = True
@@ -28,57 +29,38 @@ class CheckpointRank(ABC):
     def __init__(self, tree: CheckpointTree) -> None:
         self.tree = tree
 
-    def requested(self, node: Node, now_s: float) -> None:  # noqa: B027 - most do not care
+    def requested(self, node: Node, now_s: float) -> None:
         """A request runs through a position that had a state once, and counts as its hit."""
 
-    def kept(self, node: Node, now_s: float) -> None:  # noqa: B027
+    def kept(self, node: Node, now_s: float) -> None:
         """A request left the state at *node*, which may have been resident before."""
 
-    def walked(self, path: Sequence[Node], now_s: float) -> None:  # noqa: B027
+    def walked(self, path: Sequence[Node], now_s: float) -> None:
         """These are the nodes of the request, its new ones included."""
 
-    def forgot(self, node: Node, now_s: float) -> None:  # noqa: B027
+    def forgot(self, node: Node, now_s: float) -> None:
         """A position without a state is not remembered any longer."""
 
-    def answered(self, now_s: float) -> None:  # noqa: B027
+    def answered(self, now_s: float) -> None:
         """The request is done."""
 
-    def victim(self, spared: Collection[int], now_s: float) -> Node | None:
+    def victim(self, spared: Node | None, now_s: float) -> Node | None:
         """Return whose state goes next, of equal scores the oldest; None if none may."""
-        held = self.tree.held
-        slots = held.evictable()
-        if spared:
-            slots = slots[~np.isin(slots, np.fromiter(spared, np.int64))]
-        if not len(slots):
+        nodes = [node for node in self.tree.held() if node is not spared]
+        if not nodes:
             return None
-        slots = self.candidates(slots)
-        scores = self.scores(slots, now_s)
-        equal = slots[scores == scores.min()]
-        return self.tree.state(int(equal[held.ticks[equal].argmin()]))
+        nodes = self.candidates(nodes)
+        scores = self.scores(nodes, now_s)
+        equal = np.flatnonzero(scores == scores.min())
+        return min((nodes[at] for at in equal.tolist()), key=lambda node: node.used)
 
-    def candidates(self, slots: Slots) -> Slots:
-        """Return those of *slots*, at least one, that may go now."""
-        return slots
+    def candidates(self, nodes: list[Node]) -> list[Node]:
+        """Return those of *nodes*, at least one, whose states may go now."""
+        return [node for node in nodes if node.branches <= 1] or nodes
 
-    @abstractmethod
-    def scores(self, slots: Slots, now_s: float) -> Scores:
+    def scores(self, nodes: Sequence[Node], now_s: float) -> Scores:
         """Return what each state is worth, to be compared among each other only."""
-
-
-class LruRank(CheckpointRank):
-    """The state that was started from or made longest ago; one that two branches need stays.
-
-    Marconi's candidates (section 4.3: at most one child) with recency alone.
-    """
-
-    @override
-    def candidates(self, slots: Slots) -> Slots:
-        narrow = slots[self.tree.held.branches[slots] <= 1]
-        return narrow if len(narrow) else slots
-
-    @override
-    def scores(self, slots: Slots, now_s: float) -> Scores:
-        return self.tree.held.ticks[slots].astype(np.float64)
+        return np.array([node.used for node in nodes], np.float64)
 
 
 class LeafLruRank(LruRank):
@@ -91,12 +73,11 @@ class LeafLruRank(LruRank):
     def walked(self, path: Sequence[Node], now_s: float) -> None:
         for node in path:
             if node.held:
-                self.tree.use(node)
+                node.used = self.tree.tick
 
     @override
-    def candidates(self, slots: Slots) -> Slots:
-        leaves = slots[self.tree.held.branches[slots] == 0]
-        return leaves if len(leaves) else slots
+    def candidates(self, nodes: list[Node]) -> list[Node]:
+        return [node for node in nodes if not node.branches] or nodes
 
 
 class MarconiRank(LruRank):
@@ -112,14 +93,15 @@ class MarconiRank(LruRank):
         self.alpha = alpha
 
     @override
-    def scores(self, slots: Slots, now_s: float) -> Scores:
-        held, model = self.tree.held, self.tree.model
-        depths = held.depths[slots].astype(np.float64)
-        above = depths - held.marginal[slots]
+    def scores(self, nodes: Sequence[Node], now_s: float) -> Scores:
+        model = self.tree.model
+        depths = np.array([node.depth for node in nodes], np.float64)
+        above = depths - np.array([node.marginal for node in nodes])
         each, squared = model.flops_per_token, model.flops_per_token_squared
         flops = each * (depths - above) + squared * (depths**2 - above**2)
         size_bytes = model.state_bytes + model.kv_bytes_per_token * depths
-        recency = 1.0 / (held.ticks.max() + 1 - held.ticks[slots])
+        newest = max(node.used for node in self.tree.held())
+        recency = 1.0 / (newest + 1 - np.array([node.used for node in nodes]))
         return _between(recency) + self.alpha * _between(flops / size_bytes)
 
 
@@ -167,13 +149,13 @@ def state_class(node: Node) -> int:
     whether sequences part there; each by how often it was asked for (0, 1, more).
     """
     if children := node.children:
-        kind = _ONE_CHILD if children == 1 else _BRANCH
+        kind = _ONE_CHILD if len(children) == 1 else _BRANCH
     else:
-        kind = _TURNS[min(node.turn, len(_TURNS) - 1)]
+        kind = _TURNS[min(max(node.next_turn - 1, 0), len(_TURNS) - 1)]
     return kind * _HITS + min(node.hits, _HITS - 1)
 
 
-class HitDensityRank(CheckpointRank):
+class HitDensityRank(LruRank):
     """Evict the state whose bytes promise the fewest tokens of hits for each second they stay.
 
     ``hits a second (class, age) x tokens that only this state saves / bytes that go with it``:
@@ -204,34 +186,33 @@ class HitDensityRank(CheckpointRank):
     def kept(self, node: Node, now_s: float) -> None:
         if node in self._fresh:
             return
-        if self.tree.known.ever[node.number]:
+        if node.last_s is not None:
             # It was not asked for, but is as new as if it had been.
             self.table.forgotten(*self._waits(node), now_s)
         self._fresh.append(node)
 
     @override
     def walked(self, path: Sequence[Node], now_s: float) -> None:
-        known, came = self.tree.known, []
+        came = []
         for node in path:
-            number, kind = node.number, state_class(node)
+            kind = state_class(node)
             if node in self._fresh:
                 came.append(kind)
-            elif known.ever[number] and known.classes[number] != kind:
+            elif node.last_s is not None and node.kind != kind:
                 classes, last_s = self._waits(node)
                 self.table.moved(classes, np.array([kind], np.uint16), last_s, now_s)
-            known.classes[number] = kind
+            node.kind = kind
         self._fresh.clear()
         if came:
             self.table.wait(np.array(came, np.uint16), now_s)
 
     @override
     def forgot(self, node: Node, now_s: float) -> None:
-        if self.tree.known.ever[node.number]:
+        if node.last_s is not None:
             self.table.forgotten(*self._waits(node), now_s)
 
     def _waits(self, node: Node) -> tuple[NDArray[np.uint16], NDArray[np.float64]]:
-        known, at = self.tree.known, slice(node.number, node.number + 1)
-        return known.classes[at].copy(), known.last_s[at].copy()
+        return np.array([node.kind], np.uint16), np.array([node.last_s])
 
     @override
     def answered(self, now_s: float) -> None:
@@ -240,9 +221,15 @@ class HitDensityRank(CheckpointRank):
             self.table.refresh(now_s, STATE_CLASSES)
 
     @override
-    def scores(self, slots: Slots, now_s: float) -> Scores:
-        held, known = self.tree.held, self.tree.known
-        numbers = held.numbers[slots]
-        bins = bins_of(now_s - known.last_s[numbers])
-        density: Scores = self.table.values[known.classes[numbers], bins]
-        return density * held.marginal[slots] / held.freed[slots]
+    def candidates(self, nodes: list[Node]) -> list[Node]:
+        return nodes
+
+    @override
+    def scores(self, nodes: Sequence[Node], now_s: float) -> Scores:
+        model = self.tree.model
+        bins = bins_of(now_s - np.array([node.last_s for node in nodes]))
+        density = self.table.values[[node.kind for node in nodes], bins]
+        marginal, alone = np.array([(node.marginal, node.alone) for node in nodes]).T
+        freed = model.state_bytes + model.kv_bytes_per_token * alone
+        scores: Scores = density * marginal / freed
+        return scores

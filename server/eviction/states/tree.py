@@ -1,32 +1,18 @@
-"""The tree of token sequences with state checkpoints: what a hybrid model may start from.
-
-What is known of its positions is in columns, so that a whole tree is scored at once.
-"""
+"""The tree of token sequences with state checkpoints: what a hybrid model may start from."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.key_table import spare_rows
 
 Tokens = NDArray[np.int32]
-Slots = NDArray[np.intp]
-
-NO_SLOT = -1
-ROOT = 0
-"""The number of the root, which has no parent."""
-
-_FIRST_ROWS = 64
-_TOKEN_MASK = 0xFFFFFFFF
-_PARENT_FACTOR, _TOKEN_FACTOR = 0x9E3779B1, 0x85EBCA6B
-_SHIFT = 15
-_MOST_HITS, _MOST_TURNS = 0xFFFF, 0xFF
 
 
 @dataclass(frozen=True)
@@ -91,274 +77,61 @@ HYBRID_7B = HybridModel("hybrid-7b", 24, 4, 28, 4096, 128)
 """NVIDIA's attention-Mamba2 hybrid of 7 B, as in Marconi's evaluation."""
 
 
-class _Columns:
-    """Columns of one length with a list of free places; all grow by a sixteenth, with zeros."""
-
-    def __init__(self) -> None:
-        self._free = array("I")
-        self._end = 0
-        self._length = _FIRST_ROWS
-
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._end += 1
-        if self._end > self._length:
-            count = spare_rows(self._length)
-            self._length += count
-            for name, column in list(vars(self).items()):
-                if isinstance(column, np.ndarray):
-                    setattr(self, name, np.concatenate([column, np.zeros(count, column.dtype)]))
-                elif isinstance(column, array) and name not in ("_free", "_buckets"):
-                    column.frombytes(bytes(count * column.itemsize))
-        return self._end - 1
-
-
-def _zeros(typecode: str) -> array[int]:
-    return array(typecode, [0]) * _FIRST_ROWS
-
-
-class NodeColumns(_Columns):
-    """What is known of every position, by ``Node.number``, and which is below which.
-
-    The first is the root's. What is read of single positions are arrays, which are quicker at
-    that than numpy's. The children of one parent are linked both ways.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last_s = np.zeros(_FIRST_ROWS)
-        """When a request last used the position, or stored it."""
-        self.classes = np.zeros(_FIRST_ROWS, np.uint16)
-        self.ever = np.zeros(_FIRST_ROWS, np.bool_)
-        """Whether it had a state once: only then do its classes and ages mean anything."""
-        self.depths = _zeros("I")
-        self.slots = _zeros("i")
-        """Where its state is in HeldColumns; NO_SLOT where there is none."""
-        self.below = _zeros("I")
-        """Resident states here and further down: KV of the edge is kept for them."""
-        self.slots_below = _zeros("I")
-        """Their slots, one xor the other, which names the only one where there is one."""
-        self.ticks = _zeros("Q")
-        self.hits, self.turns = _zeros("H"), _zeros("B")
-        self.ends = _zeros("B")
-        """1 where a request ended, with its last decoded token."""
-        self.parents, self.counts = _zeros("I"), _zeros("I")
-        """The parent of each, and how many children it has."""
-        self._first, self._next, self._before = _zeros("I"), _zeros("I"), _zeros("I")
-        """The first child of each, and its siblings on both sides."""
-        self._chained = _zeros("I")
-        """Links among those of one bucket."""
-        self._buckets = array("I", [0]) * _FIRST_ROWS
-        """By a hash of parent and first token: a dictionary takes 90 bytes a node more."""
-        self._linked = 0
-        self.edges: list[bytes] = []
-        """The tokens from the parent to here, int32 each."""
-        self.add(0, b"")
-
-    def add(self, depth: int, edge: bytes) -> int:
-        """Return the number of a position that is new, without a parent."""
-        number = self._take()
-        if number == len(self.edges):
-            self.edges.append(edge)
-            self.slots[number] = NO_SLOT
-        else:
-            self.edges[number] = edge
-            self.ticks[number] = self.hits[number] = self.turns[number] = self.ends[number] = 0
-            self.below[number] = self.slots_below[number] = 0
-        self.depths[number] = depth
-        return number
-
-    def forget(self, number: int) -> None:
-        """Give a number back; nothing holds a state there, and nothing links to it."""
-        self.ever[number] = False
-        self.edges[number] = b""
-        self._free.append(number)
-
-    # --- children
-
-    def find(self, parent: int, token: int) -> int:
-        """Return the child of *parent* whose edge begins with *token*; ROOT without one."""
-        token &= _TOKEN_MASK
-        at = self._buckets[self._bucket(parent, token)]
-        while at and not (self.parents[at] == parent and self._token(at) == token):
-            at = self._chained[at]
-        return at
-
-    def children(self, parent: int) -> Iterator[int]:
-        """Yield the children of *parent*; nothing may change before this is dropped."""
-        at = self._first[parent]
-        while at:
-            yield at
-            at = self._next[at]
-
-    def _token(self, number: int) -> int:
-        return int.from_bytes(self.edges[number][:4], "little")
-
-    def _bucket(self, parent: int, token: int) -> int:
-        mixed = parent * _PARENT_FACTOR ^ token * _TOKEN_FACTOR
-        return mixed >> _SHIFT & (len(self._buckets) - 1)
-
-    def _chain(self, number: int) -> None:
-        bucket = self._bucket(self.parents[number], self._token(number))
-        self._chained[number] = self._buckets[bucket]
-        self._buckets[bucket] = number
-
-    def link(self, number: int, parent: int) -> None:
-        """Let *number*, which has no parent, be a child of *parent*."""
-        self._linked += 1
-        if self._linked > len(self._buckets):
-            before, chained = self._buckets, self._chained
-            self._buckets = array("I", bytes(8 * len(before)))
-            for other in before:
-                while other:
-                    after = chained[other]
-                    self._chain(other)
-                    other = after
-        self.parents[number] = parent
-        self._chain(number)
-        first = self._first[parent]
-        self._next[number], self._before[number] = first, ROOT
-        if first:
-            self._before[first] = number
-        self._first[parent] = number
-        self.counts[parent] += 1
-
-    def unlink(self, number: int) -> None:
-        """Let *number* have no parent; its edge begins as it did when it was linked."""
-        parent, chained = self.parents[number], self._chained
-        bucket = self._bucket(parent, self._token(number))
-        at = self._buckets[bucket]
-        if at == number:
-            self._buckets[bucket] = chained[number]
-        else:
-            while chained[at] != number:
-                at = chained[at]
-            chained[at] = chained[number]
-        following, before = self._next[number], self._before[number]
-        if before:
-            self._next[before] = following
-        else:
-            self._first[parent] = following
-        if following:
-            self._before[following] = before
-        self.parents[number] = ROOT
-        self.counts[parent] -= 1
-        self._linked -= 1
-
-
-class HeldColumns(_Columns):
-    """What ranks score resident states by, by slot. 40 bytes a state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depths = np.zeros(_FIRST_ROWS, np.int32)
-        self.marginal = np.zeros(_FIRST_ROWS, np.int32)
-        """Tokens from the nearest resident state above to this one."""
-        self.above = np.zeros(_FIRST_ROWS, np.int32)
-        """The slot of that state; NO_SLOT where there is none."""
-        self.freed = np.zeros(_FIRST_ROWS, np.int64)
-        """Bytes that go with the state: its own, and KV that no other state needs."""
-        self.branches = np.zeros(_FIRST_ROWS, np.int32)
-        """Child subtrees with a resident state."""
-        self.ticks = np.zeros(_FIRST_ROWS, np.int64)
-        """The order of use; 0 for slots that are free."""
-        self.numbers = np.zeros(_FIRST_ROWS, np.int32)
-        """The position of each."""
-        self.pins = np.zeros(_FIRST_ROWS, np.int32)
-
-    def add(self, number: int, depth: int) -> int:
-        """Return the slot of a state that came to a position."""
-        slot = self._take()
-        self.depths[slot] = depth
-        self.numbers[slot] = number
-        self.ticks[slot] = 1
-        self.pins[slot] = 0
-        return slot
-
-    def remove(self, slot: int) -> None:
-        """Let a slot go; what had its nearest state there has it one further up."""
-        above = int(self.above[slot])
-        below = np.flatnonzero((self.above == slot) & (self.ticks > 0))
-        self.hang(below, above)
-        self.ticks[slot] = 0
-        self._free.append(slot)
-
-    def hang(self, slots: Slots, above: int) -> None:
-        """Let the nearest state above *slots* be *above*."""
-        self.above[slots] = above
-        self.marginal[slots] = self.depths[slots] - (self.depths[above] if above >= 0 else 0)
-
-    def evictable(self) -> Slots:
-        """Return the slots of states that are not pinned, ascending."""
-        return np.flatnonzero((self.ticks > 0) & (self.pins == 0))
-
-    def __len__(self) -> int:
-        return self._end - len(self._free)
-
-
 class Node:
-    """A position in some sequence: the end of an edge of tokens, with a state or without.
+    """A position in some sequence: the end of an edge of tokens, with a state or without."""
 
-    What is known of it is in the columns of its tree; two of the same position are equal.
-    """
+    __slots__ = (
+        *("parent", "edge", "depth", "children", "below", "branches", "tick", "queued", "hits"),
+        *("next_turn", "last_s", "kind", "used", "marginal", "alone"),
+    )
 
-    __slots__ = ("_tree", "number")
-
-    def __init__(self, tree: CheckpointTree, number: int) -> None:
-        self._tree = tree
-        self.number = number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Node) and other.number == self.number and other._tree is self._tree
-
-    def __hash__(self) -> int:
-        return self.number
-
-    @property
-    def depth(self) -> int:
+    def __init__(self, parent: Node | None, edge: bytes, depth: int) -> None:
+        self.parent = parent
+        """None for the root, and for what is no longer known."""
+        self.edge = edge
+        """The tokens from the parent to here, int32 each."""
+        self.depth = depth
         """Tokens from the start of the sequence."""
-        return self._tree.known.depths[self.number]
-
-    @property
-    def children(self) -> int:
-        """How many edges go on from here."""
-        return self._tree.known.counts[self.number]
-
-    @property
-    def slot(self) -> int:
-        """Where its state is in HeldColumns; NO_SLOT where there is none."""
-        return self._tree.known.slots[self.number]
+        self.children: tuple[Node, ...] = ()
+        """In the order of their edges, no two of which begin with the same token."""
+        self.below = 0
+        """Resident states here and further down: KV of the edge is kept for them."""
+        self.branches = 0
+        """Children with any."""
+        self.tick = 0
+        """The request that ran through last."""
+        self.queued = 0
+        """What Ghosts queued it by; 0 where it is not queued."""
+        self.hits = 0
+        """How often a request started from it, or would have with its state."""
+        self.next_turn = 0
+        """The turn of what goes on from here: one more than of what ended here, else 0."""
+        self.last_s: float | None = None
+        """When a request last used the position, or stored it; None where no state ever was."""
+        self.kind = 0
+        """Its class, as HitDensityRank knows it."""
+        self.used = 0
+        """The request that used its state last; 0 without one."""
+        self.marginal = 0
+        """Of a state: tokens from the nearest resident one above to this one."""
+        self.alone = 0
+        """Of a state: tokens of edges that have KV for it alone."""
 
     @property
     def held(self) -> bool:
         """Whether the state at this position is resident."""
-        return self._tree.known.slots[self.number] != NO_SLOT
+        return self.used > 0
 
-    @property
-    def hits(self) -> int:
-        """How often a request ran through, up to 65,535."""
-        return self._tree.known.hits[self.number]
+    def __lt__(self, other: Node) -> bool:
+        """Whether it was queued before; of one age the deeper, as what is above may be shared."""
+        return (self.queued, -self.depth) < (other.queued, -other.depth)
 
-    def hit(self) -> None:
-        """Count a request that runs through."""
-        known = self._tree.known
-        known.hits[self.number] = min(known.hits[self.number] + 1, _MOST_HITS)
-
-    @property
-    def turn(self) -> int:
-        """The turn of the conversation that ended here, from 0 up to 255."""
-        return self._tree.known.turns[self.number]
-
-    @property
-    def ends(self) -> bool:
-        """Whether a request ended here, with its last decoded token."""
-        return self._tree.known.ends[self.number] == 1
-
-    def end(self, turn: int) -> None:
-        """Take note that a request ended here, the *turn*-th of its conversation."""
-        known = self._tree.known
-        known.turns[self.number], known.ends[self.number] = min(turn, _MOST_TURNS), 1
+    def path_up(self) -> Iterator[Node]:
+        """Yield the position and those before it, without the root."""
+        one = self
+        while one.parent is not None:
+            yield one
+            one = one.parent
 
 
 @dataclass(frozen=True)
@@ -381,80 +154,50 @@ class CheckpointTree:
     *ghosts*: they keep what was seen. Not thread-safe: the owner locks.
 
     ``size_bytes`` = states x state_bytes + tokens of edges with KV x kv_bytes_per_token, always.
-    Memory: some 130 bytes a node with its ghost's place, 40 more a state, and the tokens of edges.
     """
 
     def __init__(self, model: HybridModel) -> None:
         self.model = model
-        self.known = NodeColumns()
-        self.held = HeldColumns()
-        self.root = Node(self, ROOT)
+        self.root = Node(None, b"", 0)
+        self._held: list[Node | None] = []
+        """Nodes with a state; of those used at one time the first goes."""
+        self._free: list[int] = []
+        """Places in it."""
         self.size_bytes = 0
         self.nodes = 0
         """Nodes without the root."""
+        self.resident = 0
+        """Those with a state."""
         self.tokens = 0
         """Tokens of all edges: four bytes each."""
         self.kept_tokens = 0
         """Those of edges with KV."""
-        self.pinned = 0
-        """Leases on states."""
-        self._tick = 0
+        self.tick = 1
+        """The number of the last request: what orders uses, whatever clocks do."""
 
     # --- questions
 
     def match(self, tokens: Tokens) -> Match:
         """Return how far *tokens* [n] is known."""
         path: list[Node] = []
-        number, at, end = ROOT, 0, len(tokens)
-        edges, whole = self.known.edges, _bytes_of(tokens)
-        while at < end:
-            child = self.known.find(number, int(tokens[at]))
-            if not child:
+        node, whole = self.root, _bytes_of(tokens)
+        while node.depth < len(tokens):
+            at = 4 * node.depth
+            child = _child(node, whole[at : at + 4])
+            if child is None:
                 break
-            edge = edges[child]
-            if not whole.startswith(edge, 4 * at):
-                known = np.frombuffer(edge, np.int32)
-                return Match(path, Node(self, child), _shared(known, tokens[at : at + len(known)]))
-            path.append(Node(self, child))
-            number = child
-            at += len(edge) // 4
+            if not whole.startswith(child.edge, at):
+                edge = np.frombuffer(child.edge, np.int32)
+                return Match(path, child, _shared(edge, tokens[node.depth :]))
+            path.append(child)
+            node = child
         return Match(path, None, 0)
 
-    def path_up(self, number: int) -> Iterator[int]:
-        """Yield a position and those before it, without the root."""
-        parents = self.known.parents
-        while number:
-            yield number
-            number = parents[number]
-
-    def state(self, slot: int) -> Node:
-        """Return the position of the state in a slot."""
-        return Node(self, int(self.held.numbers[slot]))
-
-    def least_bytes(self, also: Node) -> int:
-        """Return what would be left if all went that is not pinned, and *also* had a state."""
-        if not self.pinned:
-            return self.model.state_bytes + also.depth * self.model.kv_bytes_per_token
-        held = self.held
-        ends = {also.number, *held.numbers[(held.ticks > 0) & (held.pins > 0)].tolist()}
-        kept: set[int] = set()
-        for end in ends:
-            for number in self.path_up(end):
-                if number in kept:
-                    break
-                kept.add(number)
-        tokens = sum(map(self._edge_tokens, kept))
-        return len(ends) * self.model.state_bytes + tokens * self.model.kv_bytes_per_token
-
-    def _edge_tokens(self, number: int) -> int:
-        return len(self.known.edges[number]) // 4
+    def held(self) -> list[Node]:
+        """Return the nodes with a state."""
+        return [node for node in self._held if node is not None]
 
     # --- sequences
-
-    def next_tick(self) -> int:
-        """Return the number of the next event: what orders uses, whatever clocks do."""
-        self._tick += 1
-        return self._tick
 
     def extend(self, match: Match, tokens: Tokens) -> tuple[Node, Node]:
         """Make *tokens*, which *match* is of, known as a whole.
@@ -462,127 +205,126 @@ class CheckpointTree:
         Returns where they leave what was known (the end of *match*, split off where it lay
         inside an edge), and the node they end at; one node where all was known.
         """
-        leaves = match.path[-1].number if match.path else ROOT
+        leaves = match.path[-1] if match.path else self.root
         if match.into is not None:
-            leaves = self._split(match.into.number, match.shared)
-        depth = self.known.depths[leaves]
-        if depth == len(tokens):
-            return Node(self, leaves), Node(self, leaves)
-        end = self.known.add(len(tokens), _bytes_of(tokens[depth:]))
-        self.known.link(end, leaves)
+            leaves = self._split(match.into, match.shared)
+        if leaves.depth == len(tokens):
+            return leaves, leaves
+        end = Node(leaves, _bytes_of(tokens[leaves.depth :]), len(tokens))
+        _link(end, leaves)
         self.nodes += 1
-        self.tokens += len(tokens) - depth
-        return Node(self, leaves), Node(self, end)
+        self.tokens += len(tokens) - leaves.depth
+        return leaves, end
 
-    def _split(self, child: int, shared: int) -> int:
-        known = self.known
-        above, edge = known.parents[child], known.edges[child]
-        number = known.add(known.depths[above] + shared, edge[: 4 * shared])
+    def _split(self, child: Node, shared: int) -> Node:
+        above, edge = child.parent, child.edge
+        assert above is not None, "the root has no edge"
+        node = Node(above, edge[: 4 * shared], above.depth + shared)
+        _link(node, above)
+        child.edge = edge[4 * shared :]
+        _link(child, node)
+        node.below, node.branches = child.below, int(child.below > 0)
         self.nodes += 1
-        known.unlink(child)
-        known.edges[child] = edge[4 * shared :]
-        known.link(number, above)
-        known.link(child, number)
-        known.below[number] = known.below[child]
-        known.slots_below[number] = known.slots_below[child]
-        return number
+        return node
 
     def forget(self, node: Node) -> None:
         """Take out a node without a state and with at most one child, which takes its edge."""
-        known, number = self.known, node.number
-        assert number != ROOT, "the root stays"
+        above = node.parent
+        assert above is not None, "the root stays"
         assert not node.held, "a resident state is not forgotten"
-        above, edge = known.parents[number], known.edges[number]
-        child = next(known.children(number), ROOT)
-        known.unlink(number)
-        if child:
-            known.unlink(child)
-            known.edges[child] = edge + known.edges[child]
-            known.link(child, above)
+        if node.children:
+            (child,) = node.children
+            child.edge = node.edge + child.edge
+            _link(child, above)
         else:
-            self.tokens -= len(edge) // 4
-        known.forget(number)
+            above.children = tuple(child for child in above.children if child is not node)
+            self.tokens -= len(node.edge) // 4
         self.nodes -= 1
 
     # --- states
 
     def hold(self, node: Node) -> None:
         """Let the state at *node*, which has none, be resident, and KV of all its path."""
-        known, held, number = self.known, self.held, node.number
-        below, slots = known.below, known.slots
-        path = list(self.path_up(number))
-        above = next((one for one in path if below[one]), ROOT)
-        shrunk = known.slots_below[above] if below[above] == 1 else NO_SLOT
-        slot = slots[number] = held.add(number, known.depths[number])
-        self._count(path, slot, 1)
-        nearest = next((slots[one] for one in path[1:] if slots[one] != NO_SLOT), NO_SLOT)
-        held.hang(np.array([slot]), nearest)
-        if below[number] > 1:
-            held.hang(np.array(self._next_held(number), np.int64), slot)
-        held.branches[slot] = sum(1 for child in self.known.children(number) if below[child])
-        self._weigh(slot)
-        if shrunk != NO_SLOT:
-            self._weigh(shrunk)
+        alone = _only_state(node)
+        place = self._free.pop() if self._free else len(self._held)
+        self._held[place : place + 1] = [node]
+        node.used = self.tick
+        self._count(node, 1)
+        self._weigh([node, *_next_held(node), *alone])
 
     def drop(self, node: Node) -> None:
         """Give up the state at *node*, and KV that no other state needs. It becomes a ghost."""
-        known, number = self.known, node.number
-        below, slot = known.below, known.slots[number]
-        known.slots[number] = NO_SLOT
-        self.held.remove(slot)
-        path = list(self.path_up(number))
-        self._count(path, slot, -1)
-        above = next((one for one in path if below[one]), ROOT)
-        if below[above] == 1:
-            self._weigh(known.slots_below[above])
+        place = self._held.index(node)
+        self._held[place] = None
+        self._free.append(place)
+        node.used = 0
+        self._count(node, -1)
+        self._weigh([*_next_held(node), *_only_state(node)])
 
-    def _count(self, path: Sequence[int], slot: int, change: int) -> None:
-        """Count the state of a slot, which came to the first of *path* (1) or went (-1)."""
-        known, model, tokens = self.known, self.model, 0
-        for one in path:
-            before = known.below[one]
-            known.below[one] = before + change
-            known.slots_below[one] ^= slot
-            if not before or not known.below[one]:
-                tokens += self._edge_tokens(one)
-                above = known.slots[known.parents[one]]
-                if above != NO_SLOT:
-                    self.held.branches[above] += change
-        self.kept_tokens += change * tokens
-        self.size_bytes += change * (model.state_bytes + tokens * model.kv_bytes_per_token)
-
-    def use(self, node: Node) -> None:
-        """Take note that a resident state was used just now."""
-        self.held.ticks[node.slot] = self._tick + 1
-
-    def pin(self, node: Node, count: int = 1) -> None:
-        """Lease a resident state (*count* -1: give the lease back); it is not evicted before."""
-        assert node.held, "only a resident state is leased"
-        self.held.pins[node.slot] += count
-        self.pinned += count
-
-    def _weigh(self, slot: int) -> None:
-        known, number = self.known, int(self.held.numbers[slot])
+    def _count(self, node: Node, change: int) -> None:
+        """Count a state that came to a node (1) or went (-1)."""
         tokens = 0
-        for one in self.path_up(number):
-            if known.below[one] > 1 or (one != number and known.slots[one] != NO_SLOT):
-                break
-            tokens += self._edge_tokens(one)
-        freed = self.model.state_bytes + tokens * self.model.kv_bytes_per_token
-        self.held.freed[slot] = freed
+        for one in node.path_up():
+            before, one.below = one.below, one.below + change
+            if not before or not one.below:
+                tokens += len(one.edge) // 4
+                assert one.parent is not None
+                one.parent.branches += change
+        self.resident += change
+        self.kept_tokens += change * tokens
+        self.size_bytes += change * (
+            self.model.state_bytes + tokens * self.model.kv_bytes_per_token
+        )
 
-    def _next_held(self, number: int) -> Sequence[int]:
-        """The slots of the nearest states below a position."""
-        below, slots = self.known.below, self.known.slots
-        found: list[int] = []
-        left = [child for child in self.known.children(number) if below[child]]
-        while left:
-            one = left.pop()
-            if slots[one] != NO_SLOT:
-                found.append(slots[one])
-            else:
-                left.extend(child for child in self.known.children(one) if below[child])
-        return found
+    def _weigh(self, nodes: Iterable[Node]) -> None:
+        """Bring up to date what the states of *nodes* are scored by."""
+        for node in nodes:
+            shared = node
+            while shared.below == 1 and shared.parent:
+                shared = shared.parent
+            node.alone = node.depth - shared.depth
+            above = next((one for one in node.path_up() if one.held and one is not node), self.root)
+            node.marginal = node.depth - above.depth
+
+
+_edge = attrgetter("edge")
+
+
+def _child(node: Node, first: bytes) -> Node | None:
+    """Return the child whose edge begins with a token."""
+    at = bisect_left(node.children, first, key=_edge)
+    found = node.children[at : at + 1]
+    return found[0] if found and found[0].edge.startswith(first) else None
+
+
+def _link(node: Node, parent: Node) -> None:
+    """Let *node* be a child of *parent*, in place of the one whose edge begins as its own does."""
+    first, children = node.edge[:4], parent.children
+    at = bisect_left(children, first, key=_edge)
+    after = at + (_child(parent, first) is not None)
+    parent.children = (*children[:at], node, *children[after:])
+    node.parent = parent
+
+
+def _next_held(node: Node) -> list[Node]:
+    """Return the nearest nodes below with a state."""
+    found: list[Node] = []
+    left = [child for child in node.children if child.below]
+    while left:
+        one = left.pop()
+        if one.held:
+            found.append(one)
+        else:
+            left.extend(child for child in one.children if child.below)
+    return found
+
+
+def _only_state(node: Node) -> list[Node]:
+    """Return the one state that all edges from *node* to some way up are kept for, if it is one."""
+    above = next((one for one in node.path_up() if one.below), None)
+    if above is None or above.below > 1:
+        return []
+    return [above] if above.held else _next_held(above)
 
 
 def _bytes_of(tokens: Tokens) -> bytes:
@@ -591,8 +333,7 @@ def _bytes_of(tokens: Tokens) -> bytes:
 
 def _shared(edge: Tokens, tokens: Tokens) -> int:
     """Return how many tokens are the same from the start."""
-    if len(edge) != len(tokens):
-        edge = edge[: len(tokens)]
-    differs = edge != tokens
+    length = min(len(edge), len(tokens))
+    differs = edge[:length] != tokens[:length]
     first = int(differs.argmax())
-    return first if differs[first] else len(tokens)
+    return first if differs[first] else length

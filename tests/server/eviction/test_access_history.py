@@ -93,11 +93,15 @@ def test_a_prompt_of_one_chunk_is_nobodys_next_turn() -> None:
     assert history.turns[2] == 0
 
 
+def class_of(kinds: ChunkClasses, own: int, hits: int, context: int) -> int:
+    return kinds.of(np.array([own], np.uint8), np.array([hits], np.uint8), context).item()
+
+
 def test_classes_tell_apart_what_they_are_said_to() -> None:
     kinds = ChunkClasses(CHUNK_TOKENS)
 
     def of(own: int = 0, hits: int = 1, turn: int = 0, chunks: int = 3) -> int:
-        return kinds.of_one(own, hits, kinds.context(turn, chunks))
+        return class_of(kinds, own, hits, kinds.context(turn, chunks))
 
     base = of()
     assert of(hits=2) != base
@@ -116,14 +120,14 @@ def test_classes_of_many_are_those_of_each() -> None:
     many = kinds.of(own, hits, kinds.contexts(turns, chunks))
     for at, number in enumerate(many.tolist()):
         context = kinds.context(int(turns[at]), int(chunks[at]))
-        assert kinds.of_one(int(own[at]), int(hits[at]), context) == number
+        assert class_of(kinds, int(own[at]), int(hits[at]), context) == number
 
 
 def test_where_numbers_run_out_a_chunk_is_of_its_coarser_class() -> None:
     kinds = ChunkClasses(CHUNK_TOKENS)
     contexts = [kinds.context(turn, chunks) for turn in (0, 1, 2, 3, 6) for chunks in (1, 9, 99)]
     found = {
-        (own, hits, context): kinds.of_one(own, hits, context)
+        (own, hits, context): class_of(kinds, own, hits, context)
         for own in range(60)
         for hits in (1, 2, 3)
         for context in contexts

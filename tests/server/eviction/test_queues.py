@@ -1,31 +1,28 @@
-"""RowHeap against sorting, and the queues against lists."""
+"""The queues against lists."""
 
 from __future__ import annotations
 
 from array import array
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.server.eviction.queues import ClassQueues, RowHeap
+from kvstore.server.eviction.policy import Columns
+from kvstore.server.eviction.queues import ClassQueues
 
 _KINDS, _ROWS = 3, 40
 
 
 def _queues(order: array[int], limit: int = 1) -> ClassQueues:
     """Return queues with room for as many rows as *order* has."""
-    queues = ClassQueues(order, limit)
-    for column in queues.columns:
-        column.frombytes(bytes((len(order) - 1) * column.itemsize))
-    return queues
+    columns = Columns()
+    columns.reach(len(order))
+    return ClassQueues(order, columns, limit)
 
 
 def _backwards(queues: ClassQueues, kind: int) -> list[int]:
-    found = [queues.newest[kind]]
-    while found[-1]:
-        found.append(queues.older[found[-1]])
-    return found[:-1]
+    return list(queues.walk_back(kind, with_late=False))
 
 
 class QueuesMachine(RuleBasedStateMachine):
@@ -69,16 +66,12 @@ class QueuesMachine(RuleBasedStateMachine):
             assert self.queues.head(kind) == (rows[0] if rows else 0)
             back = _backwards(self.queues, kind)
             assert back == [row for row in reversed(rows) if row in back]
-            assert (self.queues.walk_late(kind) is not None) == (len(back) < len(rows))
+            assert list(self.queues.walk_back(kind)) == rows[::-1]
             assert set(back) <= set(rows)
 
     @invariant()
-    def both_ends_are_those_of_the_queues(self) -> None:
-        kinds, first, last = self.queues.ends(_KINDS)
-        assert kinds.tolist() == sorted(set(self.model.values()))
-        for kind, head, tail in zip(kinds.tolist(), first.tolist(), last.tolist(), strict=True):
-            assert head == self.queues.head(kind)
-            assert tail == self.queues.newest[kind]
+    def classes_are_those_with_rows(self) -> None:
+        assert self.queues.kinds() == sorted(set(self.model.values()))
 
 
 TestQueues = QueuesMachine.TestCase
@@ -98,26 +91,3 @@ def test_a_row_far_from_both_ends_waits_aside_and_comes_in_its_turn() -> None:
     assert queues.head(0) == 101
     queues.remove(101)
     assert list(queues.walk()) == list(range(51, 101))
-
-
-@given(
-    st.permutations(range(1, 30)),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 29)), max_size=80),
-)
-def test_rows_come_in_the_order_of_the_column_whatever_went_in_and_out(
-    ranks: list[int], events: list[tuple[bool, int]]
-) -> None:
-    order = array("Q", [0, *ranks])
-    heap, model = RowHeap(order), set[int]()
-    heap.extend(len(ranks))
-    for puts, row in events:
-        assert (row in heap) == (row in model)
-        if puts and row not in model:
-            heap.push(row)
-            model.add(row)
-        elif not puts and row in model:
-            heap.remove(row)
-            model.remove(row)
-        expected = sorted(model, key=order.__getitem__)
-        assert list(heap.sorted()) == expected
-        assert len(heap) == len(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from contracts.states import nodes, recounted_bytes
+from contracts.states import recounted_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +18,8 @@ from kvstore.cli.simulate.state_replay import (
     make_states,
 )
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, MakeRank, StateCache
-from kvstore.server.eviction.states.ranks import HitDensityRank, LeafLruRank, LruRank
+from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, StateCache
+from kvstore.server.eviction.states.ranks import LruRank
 from kvstore.server.eviction.states.tree import HYBRID_7B, HybridModel
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
@@ -107,44 +107,6 @@ def test_a_sequence_larger_than_the_capacity_is_refused_and_takes_nothing_with_i
 @pytest.mark.parametrize("policy", HYBRID_POLICIES)
 def test_no_capacity_keeps_nothing_and_breaks_nothing(policy: str) -> None:
     assert run(policy, documents(5), capacity=0).token_hit_rate == 0.0
-
-
-def test_pinned_states_are_not_evicted_and_what_does_not_fit_beside_them_is_refused() -> None:
-    capacity = 2 * SMALL.state_bytes + 8 * SMALL.kv_bytes_per_token
-    cache = StateCache(SMALL, capacity, GhostLimits(99, 999), LruRank)
-    leased = []
-    for at in (1, 2):
-        cache.request(np.array([at] * 4, np.int32), 3, float(at))
-        node = cache.tree.match(np.array([at] * 4, np.int32)).path[-1]
-        cache.tree.pin(node)
-        leased.append(node)
-
-    cache.request(np.array([3] * 4, np.int32), 3, 3.0)
-    assert (cache.refused, cache.evicted) == (1, 0)
-    assert all(node.held for node in leased)
-
-    cache.tree.pin(leased[0], -1)
-    cache.request(np.array([3] * 4, np.int32), 3, 4.0)
-    assert (cache.refused, cache.evicted) == (1, 1)
-    assert [node.held for node in leased] == [False, True]
-
-
-@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, HitDensityRank])
-def test_with_everything_leased_all_is_refused_and_nothing_moves(make_rank: MakeRank) -> None:
-    capacity = 3 * SMALL.state_bytes + 12 * SMALL.kv_bytes_per_token
-    cache = StateCache(SMALL, capacity, GhostLimits(99, 999), make_rank)
-    for at in range(3):
-        cache.request(np.array([at] * 4, np.int32), 3, 0.0)
-    leased = [node for node in nodes(cache.tree) if node.held]
-    for node in leased:
-        cache.tree.pin(node)
-
-    for at in range(3, 30):
-        cache.request(np.array([at] * 4, np.int32), 3, float(at))
-
-    assert len(leased) == 3
-    assert (cache.refused, cache.evicted, cache.tree.size_bytes) == (27, 0, capacity)
-    assert all(node.held for node in leased)
 
 
 def test_more_prompt_than_tokens_and_times_that_are_no_numbers_are_refused() -> None:

@@ -32,7 +32,8 @@ class Remembered:
         sequence: Tokens = np.array(values, np.int32)
         match = self.tree.match(sequence)
         leaves, end = self.tree.extend(match, sequence)
-        self.ghosts.touch([*match.path, leaves, end], self.tree.next_tick())
+        self.tree.tick += 1
+        self.ghosts.touch([*match.path, leaves, end])
         return end
 
     def trim(self) -> None:
@@ -108,7 +109,7 @@ def test_such_a_part_goes_as_well_when_the_state_of_one_of_them_went() -> None:
     one.trim()
 
     assert one.tree.nodes == 1
-    assert edge(one.tree, ends[1]) == [1, 2, 4]
+    assert edge(ends[1]) == [1, 2, 4]
 
 
 def test_a_state_that_went_makes_a_ghost_of_the_age_of_its_last_use() -> None:
@@ -141,7 +142,7 @@ def test_limits_hold_whatever_comes(nodes: int) -> None:
         one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
         one.trim()
 
-        branches = sum(node.children > 1 for node in nodes_of(one.tree))
+        branches = sum(len(node.children) > 1 for node in nodes_of(one.tree))
         assert one.tree.nodes - branches <= nodes
         assert len(one.ghosts) <= one.tree.nodes
     assert one.forgotten

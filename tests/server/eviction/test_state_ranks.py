@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from contracts.states import spelt
+from contracts.states import nodes, spelt
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.server.eviction.reuse_statistics import Classes, DensityTable, Floats
-from kvstore.server.eviction.states.cache import GhostLimits, StateCache
+from kvstore.server.eviction.states.cache import GhostLimits, MakeRank, StateCache
 from kvstore.server.eviction.states.ranks import (
     STATE_CLASSES,
-    CheckpointRank,
     HitDensityRank,
     LeafLruRank,
     LruRank,
@@ -30,7 +28,6 @@ PRIOR_CRC32 = 252386292
 """Of its numbers as little-endian uint16: a change has to be meant."""
 
 SMALL = HybridModel("small", 1, 1, 1, 8, 4)
-MakeRank = Callable[[CheckpointTree], CheckpointRank]
 
 
 def words(text: str) -> Tokens:
@@ -50,8 +47,8 @@ def serve(make_rank: MakeRank, requests: str, states: int = 99) -> StateCache:
 def victims(cache: StateCache, now_s: float) -> list[str]:
     """Everything the rank gives up, in its order."""
     order = []
-    while (node := cache.rank.victim((), now_s)) is not None:
-        order.append("".join(map(chr, spelt(cache.tree, node))))
+    while (node := cache.rank.victim(None, now_s)) is not None:
+        order.append("".join(map(chr, spelt(node))))
         cache.tree.drop(node)
     return order
 
@@ -100,7 +97,7 @@ def test_hit_density_learns_which_class_is_asked_for_again() -> None:
     cache = serve(cold, talks + " QQ>1 RR>1 RR1>2")
     fresh, continued = cache.tree.match(words("QQ1")).path[-1], cache.tree.match(words("RR12"))
 
-    scores = cache.rank.scores(np.array([fresh.slot, continued.path[-1].slot]), 160.0)
+    scores = cache.rank.scores([fresh, continued.path[-1]], 160.0)
 
     assert state_class(fresh) != state_class(continued.path[-1])
     assert scores[0] > scores[1]  # first turns are asked for again, third ones are not
@@ -140,13 +137,12 @@ def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
     node = known(tree, "a")
     ends = []
     for turn in (0, 1, 2, 3, 5, 6, 60, 600):
-        node.end(turn)
+        node.next_turn = turn + 1
         ends.append(state_class(node) // 3)
     known(tree, "ab")
     one_child = state_class(node)
     known(tree, "ac")
-    for _ in range(7):
-        node.hit()
+    node.hits = 7
 
     assert ends == [0, 1, 2, 3, 3, 4, 4, 4]
     assert one_child == 15
@@ -192,7 +188,7 @@ class Waiting(DensityTable):
 def test_the_table_is_told_of_every_position_that_waits_and_of_none_that_does_not() -> None:
     limits = GhostLimits(30, 200)
     cache = StateCache(SMALL, 12 * SMALL.state_bytes, limits, cold)
-    rank, known = cache.rank, cache.tree.known
+    rank = cache.rank
     assert isinstance(rank, HitDensityRank)
     told = rank.table = Waiting()
     rng = np.random.default_rng(8)
@@ -200,9 +196,8 @@ def test_the_table_is_told_of_every_position_that_waits_and_of_none_that_does_no
         sequence = rng.integers(0, 3, rng.integers(1, 9)).astype(np.int32)
         cache.request(sequence, int(rng.integers(0, len(sequence) + 1)), float(at // 3))
 
-        ever = np.flatnonzero(known.ever)
-        there = zip(known.classes[ever].tolist(), known.last_s[ever].tolist(), strict=True)
-        assert +told.now == Counter(there)
+        ever = [node for node in nodes(cache.tree) if node.last_s is not None]
+        assert +told.now == Counter((node.kind, node.last_s) for node in ever)
     assert told.gone > 600
 
 
@@ -225,25 +220,3 @@ def test_the_prior_gives_way_to_what_is_seen() -> None:
     rank.table.refresh(1e6, STATE_CLASSES)
 
     assert rank.table.values[0, 20] < before / 2
-
-
-@pytest.mark.parametrize("make_rank", [LruRank, LeafLruRank, MarconiRank, HitDensityRank])
-def test_a_victim_among_thousands_is_chosen_from_columns_alone(
-    make_rank: MakeRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What 500 microseconds at 6000 states rest on: nothing is walked to choose."""
-    tree = CheckpointTree(SMALL)
-    rank = make_rank(tree)
-    for at in range(6000):
-        sequence = np.array([at % 50, at, 1], np.int32)
-        _, end = tree.extend(tree.match(sequence), sequence)
-        tree.hold(end)
-        tree.use(end)
-        rank.kept(end, float(at))
-    monkeypatch.setattr(CheckpointTree, "path_up", None)
-    monkeypatch.setattr(Node, "held", None)
-
-    first = rank.victim((), 6000.0)
-
-    assert first is not None
-    assert first.depth == 3

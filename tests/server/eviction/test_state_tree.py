@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from contracts.states import edge, parent, recounted_bytes
+from contracts.states import edge, recounted_bytes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -31,9 +31,9 @@ def test_a_sequence_is_one_edge_until_another_leaves_it() -> None:
 
     parts, second = insert(tree, 1, 2, 9)
 
-    assert (parts.depth, edge(tree, parts)) == (2, [1, 2])
-    assert parent(tree, first) == parent(tree, second) == parts
-    assert (edge(tree, first), edge(tree, second)) == ([3, 4], [9])
+    assert (parts.depth, edge(parts)) == (2, [1, 2])
+    assert first.parent == second.parent == parts
+    assert (edge(first), edge(second)) == ([3, 4], [9])
     assert (tree.nodes, tree.tokens) == (3, 5)
 
 
@@ -54,7 +54,7 @@ def test_a_sequence_that_ends_inside_an_edge_is_split_off_there() -> None:
     leaves, end = insert(tree, 1, 2)
 
     assert leaves == end
-    assert (end.depth, parent(tree, whole)) == (2, end)
+    assert (end.depth, whole.parent) == (2, end)
 
 
 def test_kv_of_a_path_is_kept_once_for_all_states_below_it() -> None:
@@ -80,8 +80,7 @@ def test_a_split_copies_its_edges_so_that_nothing_of_the_whole_stays_alive() -> 
 
     parts, _ = insert(tree, 0, 5)
 
-    edges = tree.known.edges
-    assert [len(edges[one.number]) for one in (parts, end)] == [4, 4 * 999]
+    assert [len(one.edge) for one in (parts, end)] == [4, 4 * 999]
 
 
 def test_a_node_that_is_forgotten_gives_its_edge_to_its_only_child() -> None:
@@ -92,24 +91,10 @@ def test_a_node_that_is_forgotten_gives_its_edge_to_its_only_child() -> None:
 
     tree.forget(middle)
 
-    assert edge(tree, end) == [1, 2, 3]
-    assert parent(tree, end) == tree.root
+    assert edge(end) == [1, 2, 3]
+    assert end.parent == tree.root
     assert tree.size_bytes == STATE + 3 * KV
     assert tree.match(tokens(1, 2, 3)).path == [end]
-
-
-def test_the_least_bytes_are_those_of_the_paths_of_pinned_states_and_one_more() -> None:
-    tree = CheckpointTree(SMALL)
-    _, first = insert(tree, 1, 2, 3, 4)
-    _, second = insert(tree, 1, 2, 9)
-    tree.hold(first)
-    tree.hold(second)
-
-    tree.pin(first)
-
-    assert tree.least_bytes(second) == 2 * STATE + 5 * KV
-    tree.pin(first, -1)
-    assert tree.least_bytes(second) == STATE + 3 * KV
 
 
 def prefixes(sequence: Sequence) -> set[Sequence]:
@@ -181,23 +166,20 @@ class TreeMachine(RuleBasedStateMachine):
         everything = {p for one in self.known for p in prefixes(one)}
         assert self.tree.size_bytes == len(self.held) * STATE + len(kept) * KV
         assert (self.tree.kept_tokens, self.tree.tokens) == (len(kept), len(everything))
-        assert (self.tree.nodes, len(self.tree.held)) == (len(self.known), len(self.held))
+        assert (self.tree.nodes, self.tree.resident) == (len(self.known), len(self.held))
         assert recounted_bytes(self.tree) == self.tree.size_bytes
 
     @invariant()
-    def columns_say_what_each_state_is_worth(self) -> None:
-        columns = self.tree.held
+    def nodes_say_what_each_state_is_worth(self) -> None:
+        assert {node.depth for node in self.tree.held()} == set(map(len, self.held))
         for at in self.held:
-            slot = self.node(at).slot
+            node = self.node(at)
             above = max((len(one) for one in self.held & prefixes(at) - {at}), default=0)
             others = {p for one in self.held - {at} for p in prefixes(one)}
-            freed = STATE + len(prefixes(at) - others) * KV
             below = [one for one in self.held if at in prefixes(one) - {one}]
-            branches = {one[len(at)] for one in below}
-            assert int(columns.depths[slot]) == len(at)
-            assert int(columns.marginal[slot]) == len(at) - above
-            assert int(columns.freed[slot]) == freed
-            assert int(columns.branches[slot]) == len(branches)
+            assert node.marginal == len(at) - above
+            assert node.alone == len(prefixes(at) - others)
+            assert node.branches == len({one[len(at)] for one in below})
 
 
 TestTree = TreeMachine.TestCase

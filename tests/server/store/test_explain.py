@@ -24,7 +24,7 @@ from prompts import (
     other_revision,
     store,
 )
-from simulation.clock import FakeClock
+from simulation.core import Core
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
@@ -50,7 +50,6 @@ from kvstore.proto.types import (
 from kvstore.server.api.grpc_server import servicer_of
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.validation import Checks, ServiceLimits
-from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.explain import (
     MAX_COUNTS,
@@ -58,8 +57,7 @@ from kvstore.server.store.explain import (
     MAX_REASON_CHARS,
     MAX_REASONS,
     MAX_REPORTS,
-    ChunkFacts,
-    MissLog,
+    Explainer,
 )
 
 BIG = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
@@ -406,16 +404,16 @@ def test_a_miss_of_another_identity_says_in_which_field_it_differs(server: Local
 
 
 def test_the_log_of_misses_and_reports_is_bounded() -> None:
-    log = MissLog(FakeClock())
-    seen = ChunkStatus({}, is_pending=False, is_announced=False, is_evicted=False, is_expired=False)
-    facts = ChunkFacts(ChunkKey(bytes(32)), Fidelity.exact, 0.0, seen, None, {})
+    core = Core()
+    log, miss = Explainer(core.store, core.moves.clock), Match(0, 0, 1, (), b"", b"")
     for number in range(MAX_MISSES + 20):
         one = session_of(number)
-        log.note(one, 1, Match(0, 0, 1, (), b"", b""), facts)
+        log.record_lookup(one, [ChunkKey(bytes(32))], miss, Fidelity.exact)
         log.report(one, {"miss_absent": number})
     misses, reports = log.misses(5000), log.reports()
     assert (len(misses), len(reports)) == (MAX_MISSES, MAX_REPORTS)
     assert (misses[0].session.session_id, reports[0].session.session_id) == (1043, 1043)
+    core.close()
 
 
 def session_of(number: int) -> Session:

@@ -118,7 +118,7 @@ class Writers:
         return is_same and facts == (5.0, self.template(number).content, 0)
 
     def assert_nothing_left(self) -> None:
-        assert len(self.writes) == len(self.writes.parallel) == self.writes.parallel.used_bytes == 0
+        assert len(self.writes) == self.writes.parallel.used_bytes == 0
         assert self.core.catalog.in_flight.count() == self.core.cpu.stats().reservations == 0
 
 

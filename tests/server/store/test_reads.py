@@ -15,7 +15,13 @@ from simulation.universe import Version
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import ROW_BYTES, Place, Reach, unpack_places
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import IN_MEMORY, LOADS_AHEAD_CHUNKS, READ_AHEAD_CHUNKS, ReadTerms
+from kvstore.server.store.reads import (
+    IN_MEMORY,
+    LOADS_AHEAD_CHUNKS,
+    NO_REACH,
+    READ_AHEAD_CHUNKS,
+    ReadTerms,
+)
 
 TIER_BYTES = 1 << 20
 PATIENCE_S = 20.0
@@ -280,6 +286,7 @@ def test_only_who_opens_files_is_told_of_one(
     core.put(session, versions, durable=True)
     # The catalog knows both copies; the one in memory goes before anybody looks where it is.
     monkeypatch.setattr(core.cpu, "place_rows", lambda keys: bytes(ROW_BYTES * len(keys)))
+    monkeypatch.setattr(core.cpu, "locate", lambda key: None)
     disk = core.slot("disk").tier
     monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
     rows = core.store.reads.in_place(
@@ -321,4 +328,21 @@ def test_a_get_asks_for_no_load_of_what_came_into_memory_meanwhile() -> None:
         core.settle()
         rest = [result.tier for result in slow]
         assert rest[-1] == "cpu", "it was brought there by the other get"
+        core.store.release(session, lease_id)
+
+
+@pytest.mark.parametrize("reach", [NO_REACH, IN_MEMORY])
+def test_a_full_queue_of_loads_is_a_miss_and_not_a_file_for_who_opens_none(
+    monkeypatch: pytest.MonkeyPatch, reach: frozenset[Reach]
+) -> None:
+    disk = SimDisk(TIER_BYTES, no_faults())
+    with closing(Core([disk], slabs=60, clock=FakeClock())) as core:
+        session = core.open_session()
+        versions = prompt(3)
+        put_low(core, session, versions)
+        monkeypatch.setattr(disk, "file_place", lambda key: Place(7, Reach.file, 0, 4096, 100, 0))
+        monkeypatch.setattr(core.moves, "load", lambda *_, **__: None)
+        lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
+        terms = ReadTerms(session, core.later(), reach=reach)
+        assert list(core.store.reads.get(keys_of(versions), terms)) == []
         core.store.release(session, lease_id)

@@ -187,8 +187,7 @@ def test_the_breaker_opens_after_three_failures_and_closes_again() -> None:
         evict_from_cpu(core, versions)
         disk.faults.fail = 1.0
         assert core.get(session, keys_of(versions)) == []
-        (status,) = [s for s in core.store.slot_statuses() if s.name == "disk"]
-        assert "fails on purpose" in status.reason
+        assert "fails on purpose" in core.slot("disk").reason
         asked = disk.faults.raised
         assert asked == 3
         core.put(session, prompt(12, seed=1))
@@ -200,7 +199,7 @@ def test_the_breaker_opens_after_three_failures_and_closes_again() -> None:
         disk.faults.end()
         core.clock.advance(BREAKER_RETRY_S)  # type: ignore[attr-defined]
         assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert [status.reason for status in core.store.slot_statuses()] == ["", ""]
+        assert [slot.reason for slot in core.store.tiers.slots.values()] == ["", ""]
 
 
 def test_puts_go_on_without_the_disk() -> None:

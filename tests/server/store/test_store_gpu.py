@@ -248,8 +248,7 @@ def test_a_device_that_fails_is_left_alone_and_tried_again(
     versions = prompt(5)
     device.fails = True
     warm(core, session, versions[:FRAMES])
-    (status,) = [s for s in core.store.slot_statuses() if s.name == "gpu"]
-    assert "fails on purpose" in status.reason
+    assert "fails on purpose" in core.slot("gpu").reason
     assert core.counters["failed_copies"] == FRAMES
     assert gpu.stats().used_bytes == 0
     assert core.get(session, keys_of(versions[:1])) == frames_of(versions[:1])

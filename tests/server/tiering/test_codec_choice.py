@@ -66,12 +66,12 @@ def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
     with closing(Core([disk])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
         assert choose_for(core)
-        status = core.store.slot_statuses()[1]
-        assert (status.codec, status.codec_id) == ("zplane (auto)", 2)
+        encoder = core.slot("disk").encoder
+        assert (encoder.name, encoder.codec_id) == ("zplane (auto)", 2)
         assert core.slot("disk").encoder.of_tenant("red").name == "zplane"
         say(monkeypatch, zplane(1.5, 1.0))
         choose_for(core)
-        assert core.store.slot_statuses()[1].codec == "raw (auto)"
+        assert core.slot("disk").encoder.name == "raw (auto)"
         assert (disk.stats().chunks, disk.stats().used_bytes) == (0, 0)
         assert len(core.catalog) == 0
 
@@ -145,7 +145,7 @@ def test_a_server_chooses_after_its_start_and_serves_meanwhile(make_server: Serv
     assert_reads(client, keys)
 
     def is_chosen() -> bool:
-        return server.node.store.slot_statuses()[1].codec.endswith(" (auto)")
+        return server.node.store.tiers.slots["disk"].encoder.name.endswith(" (auto)")
 
     assert eventually(is_chosen)
     assert_reads(client, keys)
