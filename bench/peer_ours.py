@@ -100,7 +100,7 @@ class TierSide:
         info, frame = pair
         check_frame(frame, info.key)
         reservation = self._tier.reserve(info)
-        self._tier.write(reservation, 0, frame)
+        self._tier.write(reservation, frame)
         assert self._tier.seal(reservation)
 
     def load_s(self) -> float:

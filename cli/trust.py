@@ -110,8 +110,7 @@ def _one_of(ids: Sequence[str], begun: str) -> str:
 
 
 def _tokens(file: Path) -> list[ApiKey]:
-    from kvstore.server.security.key_files import parse_keys
-    from kvstore.server.security.watched_file import read_guarded
+    from kvstore.server.security.key_files import parse_keys, read_guarded
 
     return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
 
@@ -177,8 +176,7 @@ def keys_retire(
 
 
 def _encryption_keys(file: Path) -> list[EncryptionKey]:
-    from kvstore.server.security.key_files import parse_encryption_keys
-    from kvstore.server.security.watched_file import read_guarded
+    from kvstore.server.security.key_files import parse_encryption_keys, read_guarded
 
     return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
 

@@ -20,7 +20,7 @@ from kvstore.server.security.rate_limits import LogLimit
 from kvstore.server.settings.process_limits import check_memory, raise_limit
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import join_endpoint
-from kvstore.server.telemetry.request_ids import add_request_id
+from kvstore.server.telemetry.tracing import add_request_id
 
 GRACE_S = 20.0
 KEPT_BYTES = 64 << 20

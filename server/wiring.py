@@ -29,8 +29,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.known_models import KnownModels
-from kvstore.server.security.key_files import parse_encryption_keys
-from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.security.key_files import WatchedFile, parse_encryption_keys
 from kvstore.server.settings.rules import GpuConfig, is_auto
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GateTerms, format_size

@@ -106,7 +106,7 @@ class Sealer:
                     reservation = self._tier.reserve(info)
                 except TierFullError:
                     self._make_room()
-            self._tier.write(reservation, 0, frame)
+            self._tier.write(reservation, frame)
             self._untold.add(info.key)
             durable = seed % 7 > 1
             self._tier.seal(reservation, durable=durable)

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from stream_messages import Sent, done, failed, kind, part, ready, receive, send
 
@@ -17,11 +18,33 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
-from kvstore.server.cluster.peer_connections import PeerSession
 
 Message = Sent
 Lie = Callable[[Message], list[Message]]
 """What is sent instead of one right message: another, several, none."""
+
+
+def peer_session(where: str, certificate: bytes = b"") -> pb.OpenPeerResponse:
+    """Return a session at *where*, tcp://host:port."""
+    return pb.OpenPeerResponse(
+        server=pb.Server(boot_id=1),
+        bulk_address=where,
+        bulk_certificate=certificate,
+        session_id=7,
+        attach_token=bytes(16),
+        heartbeat_ms=60_000,
+        max_frame_bytes=1 << 28,
+        max_batch_chunks=4096,
+    )
+
+
+def other(session: pb.OpenPeerResponse, **fields: Any) -> pb.OpenPeerResponse:
+    """Return *session* with other *fields*."""
+    found = pb.OpenPeerResponse()
+    found.CopyFrom(session)
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
 
 
 class FakePeer:
@@ -39,11 +62,11 @@ class FakePeer:
         self._threads = [threading.Thread(target=self._run, name="fake-peer")]
         self._threads[0].start()
 
-    def dial(self, address: str, node_id: str, within_s: float) -> PeerSession:
+    def dial(self, address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
         """Let anybody in."""
         self.dials += 1
         where = f"tcp://127.0.0.1:{self._port}"
-        return PeerSession(where, b"", 7, bytes(16), 60_000, 1 << 28, 4096, boot_id=1)
+        return peer_session(where)
 
     def _run(self) -> None:
         while True:

@@ -21,21 +21,12 @@ class Span(NamedTuple):
 class FreeList:
     """What is free of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
 
-    The owner remembers what it took, and how much. An allocation takes the smallest hole that
-    fits, so every hole that truly fits is found; a free joins both neighbours at once, so two
-    holes never touch. Each costs O(log n) comparisons and moves parts of two lists of the holes.
-
-    Not thread-safe: the owner locks. Raises InvalidRequestError at construction unless both
-    sizes are positive and the capacity is a multiple of the granule.
+    The owner remembers what it took, and how much, and locks. An allocation takes the smallest hole
+    that fits; a free joins both neighbours at once, so two holes never touch. Each costs O(log n)
+    comparisons and moves parts of two lists of the holes.
     """
 
     def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
-        if granule_bytes < 1:
-            raise InvalidRequestError("granule_bytes", granule_bytes, "give a positive size")
-        if capacity_bytes < granule_bytes or capacity_bytes % granule_bytes:
-            raise InvalidRequestError(
-                "capacity_bytes", capacity_bytes, f"give a multiple of {granule_bytes}"
-            )
         self._granule = granule_bytes
         self.used_bytes = capacity_bytes
         """Bytes handed out, rounding included."""
@@ -63,10 +54,7 @@ class FreeList:
         return -(-size_bytes // self._granule) * self._granule
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Take the smallest hole that fits and return its offset; None when none fits.
-
-        Raises InvalidRequestError when *size_bytes* is below 1.
-        """
+        """Take the smallest hole that fits and return its offset; None when none fits."""
         size_bytes = self.rounded(size_bytes)
         at = bisect_left(self._by_size, (size_bytes, 0))
         if at == len(self._by_size):
@@ -77,10 +65,8 @@ class FreeList:
         return offset
 
     def reserve_at(self, offset: int, size_bytes: int) -> bool:
-        """Take exactly the range that was allocated as *size_bytes* at *offset* before.
-
-        False, changing nothing, when any of it is taken or outside, or when no allocation
-        could lie there.
+        """Take exactly the range that was allocated as *size_bytes* at *offset* before. False,
+        changing nothing, when any of it is taken or outside, or no allocation could lie there.
         """
         if size_bytes < 1 or offset < 0 or offset % self._granule:
             return False

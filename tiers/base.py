@@ -1,8 +1,4 @@
-"""The Tier interface.
-
-A tier holds frames on one medium. It is a dumb shelf: it never picks a victim, never
-encodes, never calls another tier. The store asks the policy and moves the bytes.
-"""
+"""The Tier interface: frames on one medium. A tier picks no victim and knows no codec."""
 
 from __future__ import annotations
 
@@ -22,10 +18,8 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for one frame that nobody can see yet.
-
-    ``place`` is the tier's own word for where (a slab offset, an extent, a part prefix).
-    ``reserved_bytes`` is what the tier accounts for it, allocator slack included.
+    """Room for one frame that nobody can see yet: ``place`` is the tier's own word for where, and
+    ``reserved_bytes`` what it accounts for it, allocator slack included.
     """
 
     info: ChunkInfo
@@ -50,8 +44,7 @@ class Tier(ABC):
     A chunk is reserved, written, then sealed or aborted; only sealed chunks are visible.
     Every method blocks and may be called from any thread; one reservation belongs to one
     thread at a time. The caller does not delete a chunk while it reads it. Media errors come
-    as TierUnavailableError. ``tests/contracts/tier.py`` runs the same suite over each
-    subclass; a new tier is done when that suite passes.
+    as TierUnavailableError. A new tier is done when it passes ``tests/contracts/tier.py``.
     """
 
     name: ClassVar[str]
@@ -86,24 +79,25 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        """Take room for a frame of ``info.size_bytes``.
+        """Take room for a frame; of several of one key the first that is sealed wins.
 
-        Several reservations of one key may exist; the first sealed wins.
         Raises TierFullError, leaving the tier as it was.
         """
 
     @abstractmethod
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*."""
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        """Put the whole frame into its room. It stays as it is until it is sealed or aborted.
+
+        Raises InvalidRequestError for a frame of another size and for a spent reservation.
+        """
 
     @abstractmethod
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible under its key; the reservation is then spent.
+        """Make the frame visible. False, freeing the room, when its key is already sealed here.
 
-        Return False, freeing the room, when the key is already sealed here. With *durable*
-        a tier that survives restarts returns only once the frame would survive a power cut;
-        without it the frame may be lost then, never damaged.
-        On TierUnavailableError the room is freed and nothing is visible.
+        With *durable* a tier that survives restarts returns only once the frame would survive a
+        power cut; without it the frame may be lost then, never damaged. On TierUnavailableError
+        the room is freed and nothing is visible.
         """
 
     @abstractmethod
@@ -129,7 +123,6 @@ class Tier(ABC):
 
     def expect(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - a medium may not care
         """Take note that this thread reads *keys* next, whole and in this order; none end its row.
-
         Reading otherwise costs time alone. Never raises.
         """
 
@@ -153,8 +146,7 @@ class Tier(ABC):
         """Count the tier."""
 
     def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
-        """Return the sealed chunks that share *key*'s piece of the medium, itself included.
-
+        """Return the sealed chunks that share *key*'s piece of the medium, in order of sealing.
         Freeing all of them frees the piece; empty where a medium has no such pieces.
         """
         return []
@@ -186,10 +178,7 @@ class Tier(ABC):
         return DEFAULT_TENANT
 
     def load_s(self, key: ChunkKey, size_bytes: int) -> float | None:
-        """Return the estimated seconds to read *key* of *size_bytes*.
-
-        None where all chunks of a size take as long, or nothing is known of this one.
-        """
+        """Return the estimated seconds to read *key*; None where only its size decides."""
         return None
 
     def peer_place(self, key: ChunkKey, peers: Collection[int]) -> Place | None:
@@ -219,6 +208,14 @@ def check_range(frame_bytes: int, offset: int, size_bytes: int) -> None:
         )
 
 
+def check_size(reservation: Reservation, frame: Bytes) -> None:
+    """Raise InvalidRequestError for a frame that is not of the size that was reserved."""
+    if len(frame) != reservation.info.size_bytes:
+        fix = f"write the whole frame of {reservation.info.size_bytes} bytes"
+        raise InvalidRequestError("frame", len(frame), fix)
+
+
 def spent(reservation: Reservation) -> InvalidRequestError:
     """Return the error for a reservation that was sealed or aborted, or is another tier's."""
-    return InvalidRequestError("reservation", reservation.place, "it is spent: reserve anew")
+    key = reservation.info.key.hex()
+    return InvalidRequestError("reservation", key, "it is spent: reserve anew")

@@ -26,7 +26,15 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import Place, Reach
 from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range, spent
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 from kvstore.tiers.locations import LocationTable
 
 PAGE_BYTES = 4096
@@ -82,21 +90,15 @@ def open_slab(slab_bytes: int, tenant: str) -> Slab:
 class CpuTier(Tier):
     """An arena of sealed memfd slabs.
 
-    ``capacity_bytes`` is rounded down to whole slabs; a slab is created when it is first
-    needed, and its untouched pages cost nothing. A frame lies inside one slab. A slab belongs
-    to one tenant at a time, so a tenant cannot use the holes in another's slabs: TierFullError
-    may come while ``free_bytes`` is large, and evicting the ``chunks_sharing_block`` of one slab
-    makes it anyone's.
-
-    A reserve looks at each slab at most twice and a slab takes two file descriptors: prefer
-    few large slabs. A slab that changes hands keeps its pages, beyond the capacity, until the
-    last client unmaps it.
+    ``capacity_bytes`` is rounded down to whole slabs, created when first needed. A slab belongs to
+    one tenant at a time: TierFullError may come while ``free_bytes`` is large, and evicting the
+    ``chunks_sharing_block`` of one slab makes it anyone's. One that changes hands keeps its pages,
+    beyond the capacity, until the last client unmaps it. A reserve looks at each slab at most
+    twice and a slab takes two file descriptors: prefer few large slabs.
 
     *tell* announces each slab's memory, before its first frame is written, to a device that copies
-    from it, and returns how to end that.
-
-    Raises InvalidRequestError unless slab_bytes is a positive multiple of 4096 and the
-    capacity holds one slab.
+    from it, and returns how to end that. Raises InvalidRequestError unless slab_bytes is a
+    positive multiple of 4096 and the capacity holds one slab.
     """
 
     name = "cpu"
@@ -168,10 +170,8 @@ class CpuTier(Tier):
 
     def _add_slab(self, need_bytes: int, tenant: str, retired: list[Slab]) -> Slab:
         """Create a slab, in the place of another tenant's empty one when there are enough."""
-        old: Slab | None = None
-        if len(self._slabs) == self._max_slabs:
-            empty = (slab for slab in self._slabs.values() if not slab.holes.used_bytes)
-            old = next(empty, None)
+        empty = (slab for slab in self._slabs.values() if not slab.holes.used_bytes)
+        old = next(empty, None) if len(self._slabs) == self._max_slabs else None
         full = len(self._slabs) == self._max_slabs and old is None
         if full or need_bytes > self.slab_bytes:
             raise TierFullError(self.name, need_bytes, self.capacity_bytes - self._used_bytes())
@@ -190,20 +190,12 @@ class CpuTier(Tier):
         return sum(slab.holes.used_bytes for slab in self._slabs.values())
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*.
-
-        Raises InvalidRequestError when it would not fit there or the reservation is spent.
-        """
-        frame = self.view(reservation)
-        check_range(len(frame), offset, len(data))
-        copy_bytes(frame[offset : offset + len(data)], data)
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
+        copy_bytes(self.view(reservation), frame)
 
     def view(self, reservation: Reservation) -> Bytes:
-        """Return the reserved frame's bytes, writable until it is sealed or aborted.
-
-        Raises InvalidRequestError when the reservation is spent.
-        """
+        """Return the reserved frame's bytes, writable until it is sealed or aborted."""
         with self._lock:
             place = self._reserved.get(reservation.place)
             if place is None:
@@ -212,7 +204,6 @@ class CpuTier(Tier):
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
         with self._lock:
             place = self._reserved.pop(reservation.place, None)
             if place is None:
@@ -225,7 +216,6 @@ class CpuTier(Tier):
 
     @override
     def abort(self, reservation: Reservation) -> None:
-        """Free the room of a reservation; does nothing when it is spent."""
         with self._lock:
             place = self._reserved.pop(reservation.place, None)
             if place is not None:
@@ -256,9 +246,8 @@ class CpuTier(Tier):
         return True
 
     def peek(self, key: ChunkKey) -> Bytes | None:
-        """Return the sealed frame's bytes, read-only and not copied; None when absent.
-
-        They stay what they are while the caller keeps the chunk from being deleted.
+        """Return the sealed frame's bytes, read-only and not copied; None when absent. They stay
+        what they are while the caller keeps the chunk from being deleted.
         """
         with self._lock:
             place = self._sealed.location(key)
@@ -301,7 +290,6 @@ class CpuTier(Tier):
 
     @override
     def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
-        """Return the sealed chunks of the slab that holds *key*, in order of sealing."""
         with self._lock:
             place = self._sealed.location(key)
             return [] if place is None else self._sealed.keys_in(place.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
@@ -14,7 +14,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from kvstore.proto.buffers import READ_LOOP_FROM_BYTES, Bytes
-from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
+from kvstore.proto.errors import TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
@@ -25,6 +25,8 @@ from kvstore.tiers.base import (
     Tier,
     TierStats,
     check_range,
+    check_size,
+    spent,
 )
 from kvstore.tiers.disk_files import DataFile, DataFiles, DiskConfig
 from kvstore.tiers.disk_index import (
@@ -52,9 +54,7 @@ RUN_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """Settings of a disk tier that have defaults.
-
-    *others* are further folders. *is_direct* reads and writes past the page cache.
+    """*others* are further folders. *is_direct* reads and writes past the page cache.
     *largest_frame_bytes* is what a data file of a new tier can hold at least.
     """
 
@@ -86,13 +86,10 @@ class DiskTier(Tier):
     shows nobody else's bytes: TierFullError may come while bytes are free, and evicting the
     ``chunks_sharing_block`` of one file makes its room anyone's.
 
-    The first folder takes ``index_bytes`` besides its capacity. ``dropped_rows`` counts what was
-    unusable in the index at start. When one of several folders fails, what lies there is
-    unavailable and nothing is put there for a while; the others serve.
-
-    A durable chunk stays until it is deleted. What is deleted may come back after a crash,
-    over bytes that are already another chunk's: that frame then has another key or fails its
-    checksum, which every caller checks.
+    When one of several folders fails, what lies there is unavailable and nothing is put there for
+    a while; the others serve. A durable chunk stays until it is deleted. What is deleted may come
+    back after a crash, over bytes that are already another chunk's: that frame then has another
+    key or fails its checksum, which every caller checks.
     """
 
     name: ClassVar[str] = TIER
@@ -109,12 +106,11 @@ class DiskTier(Tier):
         options: DiskOptions = DiskOptions(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Own the folder *path* and recover what it holds; *clock* gives seconds.
+        """Own the folder *path*, which takes *index_bytes* more, and recover what it holds.
 
         *file_bytes*, the size of the data files, bounds a frame and counts only for a new
         folder. Raises TierUnavailableError, naming the fix, when a folder is another process's,
-        of another format or tier, not writable or too small. Files of a failed first start are
-        removed.
+        of another format or tier, not writable or too small; what was made is then removed.
         """
         self._index = DiskIndex(path / "index", index_bytes)
         configs = [DiskConfig(path, capacity_bytes), *options.others]
@@ -123,7 +119,14 @@ class DiskTier(Tier):
             file_bytes = file_bytes_for(total, options.largest_frame_bytes)
         io = DirectIO() if options.is_direct else FileIO()
         self._path = path
-        self._files = DataFiles(configs, file_bytes, self._index.missing_bytes, io, clock)
+        with ExitStack() as undo:
+            missing_bytes = self._index.missing_bytes
+            self._files = DataFiles(configs, file_bytes, missing_bytes, io, clock, undo)
+            rows = self._index.open(
+                lambda row: self._files.reserve_at(row.file, row.offset, row.info.size_bytes), undo
+            )
+            self._files.open(self._index.owners)
+            undo.pop_all()
         self._lock = self._files.lock
         self._idle = Condition(self._lock)
         self._callers = 0
@@ -131,31 +134,15 @@ class DiskTier(Tier):
         self.capacity_bytes = self._files.capacity_bytes
         self._reserved: set[PendingRow] = set()
         self._chunks = LocationTable()
-        self._sequence = itertools.count(self._recover())
+        for row in rows:
+            self._chunks.seal(row.info, _place(row))
+        self._sequence = itertools.count(rows[-1].sequence + 1 if rows else 0)
         self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
         self.dropped_rows = self._index.dropped
         self._commit = GroupCommit(self._files, self._index, clock, self._forget)
         with self._lock:
             for number in self._index.owners.keys() - self._files.by_number.keys():
                 self._commit.note_owner(number, None)
-
-    def _recover(self) -> int:
-        """Open index and files and find the chunks again; return the next sequence.
-
-        Raises TierUnavailableError; what this start made is then taken back.
-        """
-        try:
-            rows = self._index.open(
-                lambda row: self._files.reserve_at(row.file, row.offset, row.info.size_bytes)
-            )
-            self._files.open(self._index.owners)
-        except TierUnavailableError:
-            self._index.discard()
-            self._files.discard()
-            raise
-        for row in rows:
-            self._chunks.seal(row.info, _place(row))
-        return rows[-1].sequence + 1 if rows else 0
 
     @property
     @override
@@ -164,8 +151,6 @@ class DiskTier(Tier):
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        if size_bytes < 1:
-            raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     @override
@@ -174,11 +159,6 @@ class DiskTier(Tier):
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        """Take room for a frame of ``info.size_bytes``.
-
-        Raises TierFullError, also while the index is full, and TierUnavailableError while
-        the index cannot be written or files cannot be synced.
-        """
         size = self.allocated_bytes(info.size_bytes)
         with self._calling():
             if self._commit.index_full:
@@ -209,20 +189,17 @@ class DiskTier(Tier):
             return pending
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        check_range(reservation.info.size_bytes, offset, len(data))
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
         with self._calling():
             with self._lock:
                 pending = self._held(reservation)
-            self._files.write(pending.file, pending.row.offset + offset, data)
+            self._files.write(pending.file, pending.row.offset, frame)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible; with *durable* return once it is committed.
-
-        A durable seal of a key that is sealed but not yet committed waits for that commit.
-        Raises TierUnavailableError, or TierFullError when the index is full; the room is
-        then free.
+        """Make the frame visible; with *durable* return once its key, whoever sealed it, is
+        committed. Raises TierFullError, too, when the index is full; the room is then free.
         """
         with self._calling():
             with self._lock:
@@ -234,7 +211,7 @@ class DiskTier(Tier):
                     self._chunks.seal(row.info, _place(row))
                     self._commit.add(pending)
                 else:
-                    self._files.free(pending.file, row.offset, row.info.size_bytes)
+                    pending.file.free.free_range(row.offset, row.info.size_bytes)
                     waited = self._commit.pending(row.info.key) if durable else None
                 is_due = durable or self._commit.is_due()
             if waited is not None and is_due:
@@ -245,7 +222,7 @@ class DiskTier(Tier):
     def abort(self, reservation: Reservation) -> None:
         with self._lock:
             pending = self._release(reservation)
-            self._files.free(pending.file, pending.row.offset, reservation.info.size_bytes)
+            pending.file.free.free_range(pending.row.offset, reservation.info.size_bytes)
 
     @override
     def read(
@@ -307,7 +284,6 @@ class DiskTier(Tier):
 
     @override
     def delete(self, key: ChunkKey) -> bool:
-        """Forget *key* and free its room; the index follows with the next group."""
         with self._lock:
             self._check_open()
             is_here = self._remove(key)
@@ -329,7 +305,6 @@ class DiskTier(Tier):
 
     @override
     def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
-        """Return the sealed chunks of the data file that holds *key*; none when absent."""
         with self._lock:
             place = self._chunks.location(key)
             return [] if place is None else self._chunks.keys_in(place.number)
@@ -412,9 +387,7 @@ class DiskTier(Tier):
     def _held(self, reservation: Reservation) -> PendingRow:
         pending = reservation.place
         if not isinstance(pending, PendingRow) or pending not in self._reserved:
-            raise InvalidRequestError(
-                "reservation", reservation.info.key.hex(), "was sealed or aborted already"
-            )
+            raise spent(reservation)
         return pending
 
     def _release(self, reservation: Reservation) -> PendingRow:
@@ -435,6 +408,5 @@ class DiskTier(Tier):
         """Forget a chunk and free its room. Return whether it was there."""
         place = self._chunks.pop(key)
         if place is not None:
-            file = self._files.by_number[place.number]
-            self._files.free(file, place.offset, place.size_bytes)
+            self._files.by_number[place.number].free.free_range(place.offset, place.size_bytes)
         return place is not None

@@ -17,7 +17,6 @@ import structlog
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidRequestError,
-    KVStoreError,
     PermissionDeniedError,
     TierUnavailableError,
 )
@@ -29,7 +28,6 @@ from kvstore.tiers.disk_io import (
     FileIO,
     allocate_file,
     free_bytes,
-    no_direct,
     read_signed_line,
     refused,
     signed_line,
@@ -69,21 +67,17 @@ class DirectoryId(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> DirectoryId | None:
-        """Return what the folder *path* says it is; None when it says nothing.
-
-        Raises TierUnavailableError when that is damaged, or of an unknown version.
-        """
-        words = read_signed_line(path / "DISK", "disk-set", 1)
+        """Return what the folder *path* says it is; None when it says nothing."""
+        words = read_signed_line(path / "DISK", "disk-set")
         return None if words is None else cls(words[0], int(words[1]), int(words[2]))
 
 
 class DataFile:
-    """One file of frames. It has one owner from its first frame until it is deleted.
+    """One file of frames. It has one owner from its first frame until it is deleted; nobody owns a
+    blank one.
 
-    The lock of ``DataFiles`` guards ``free`` and ``owner``; nobody owns a blank file, to which
-    nothing was ever written. ``is_known`` is False for a file of which nobody knows whose bytes
-    it ever held: it is never shared. The descriptor is closed with the last reference, so that
-    a read or sync under way never meets a closed one.
+    ``is_known`` is False for a file of which nobody knows whose bytes it ever held: it is never
+    shared. The descriptor is closed with the last reference: no read or sync meets a closed one.
     """
 
     __slots__ = (
@@ -125,10 +119,9 @@ class DataFile:
 class DiskDirectory:
     """The lock, the format and the data files of one folder.
 
-    Each data file has a number that no other file of the tier ever had or will have. ``files``
-    are those there are, by number and with the sizes they are to have; ``wanted`` has the sizes
-    of those that are still to be made. A folder keeps the file size it was created with.
-    ``failure`` says why nothing is put here until ``retry_at_s``.
+    Each data file has a number that no other file of the tier ever had or will have. ``wanted``
+    has the sizes of those that are still to be made. A folder keeps the file size it was created
+    with. ``failure`` says why nothing is put here until ``retry_at_s``.
     """
 
     def __init__(
@@ -137,18 +130,15 @@ class DiskDirectory:
         """Own the folder and plan its capacity there, floored to whole blocks.
 
         *spare_bytes* must be free besides. A larger capacity than last time adds files, a
-        smaller one deletes those with the highest numbers. Raises TierUnavailableError; *undo*
-        then takes back what was created, but for the lock file: one that was opened before it
-        was unlinked would lock nothing.
+        smaller one deletes those with the highest numbers. *undo* takes back what is created, but
+        for the lock file: one that was opened before it was unlinked would lock nothing.
         """
-        sizes = (("capacity_bytes", config.capacity_bytes), ("file_bytes", file_bytes))
-        for name, value in sizes:
-            if value < BLOCK_BYTES:
-                raise InvalidRequestError(name, value, f"give at least {BLOCK_BYTES}")
+        if config.capacity_bytes < BLOCK_BYTES:
+            fix = f"give at least {BLOCK_BYTES}"
+            raise InvalidRequestError("capacity_bytes", config.capacity_bytes, fix)
         self.path = config.path
         self.capacity_bytes = config.capacity_bytes // BLOCK_BYTES * BLOCK_BYTES
         self.file_bytes = file_bytes // BLOCK_BYTES * BLOCK_BYTES
-        self.used_bytes = 0
         self.files: dict[int, DataFile] = {}
         self.wanted: list[int] = []
         self.failure = ""
@@ -170,7 +160,7 @@ class DiskDirectory:
             fix = f"chmod 700 {self.path}"
             logger.warning("other users can look into the disk's folder", fix=fix)
         self._lock_fd = take_lock(self.path)
-        words = read_signed_line(self.path / "FORMAT", TIER, 1)
+        words = read_signed_line(self.path / "FORMAT", TIER)
         if words is not None:
             self.file_bytes = int(words[0])
         elif (self.path / "extents").exists() or (self.path / "index").exists():
@@ -184,9 +174,8 @@ class DiskDirectory:
             self.undo.callback(folder.rmdir)
 
     def _plan(self, spare_bytes: int) -> None:
-        """Keep the files of the lowest numbers, grow those that were cut, and want the rest.
-
-        Refuses, before a file is touched, what does not fit: else the disk would fill up.
+        """Keep the files of the lowest numbers, grow those that were cut, and want the rest. What
+        does not fit is refused before a file is touched: else the disk would fill up.
         """
         left, need = self.capacity_bytes, self.capacity_bytes + spare_bytes
         sizes: dict[int, int] = {}
@@ -207,10 +196,14 @@ class DiskDirectory:
         full, rest = divmod(left, self.file_bytes)
         self.wanted = [self.file_bytes] * full + [rest] * (rest > 0)
 
-    def fill(self, first_number: int) -> None:
-        """Make every planned file, the new ones with numbers from *first_number* on.
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of ``capacity_bytes``. Under the lock of ``DataFiles``."""
+        return sum(file.free.used_bytes for file in self.files.values())
 
-        What is beyond the capacity is deleted last. Raises TierUnavailableError.
+    def fill(self, first_number: int) -> None:
+        """Make every planned file, the new ones with numbers from *first_number* on. What is beyond
+        the capacity is deleted last. Raises TierUnavailableError.
         """
         try:
             for file in self.files.values():
@@ -278,12 +271,12 @@ class DataFiles:
         index_bytes: int,
         io: FileIO,
         clock: Callable[[], float],
+        undo: ExitStack,
     ) -> None:
         """Own every folder and check that they are those of one tier, in their order.
 
         *file_bytes* counts only for a new folder. *index_bytes* must be free in the first one
-        besides. *clock* gives monotonic seconds. Raises TierUnavailableError, taking back
-        what was created.
+        besides. Raises TierUnavailableError; *undo* then takes back what was created.
         """
         self.lock = Lock()
         self.by_number: dict[int, DataFile] = {}
@@ -293,17 +286,12 @@ class DataFiles:
         """Files that were deleted and could not be made anew yet."""
         self.io = io
         self._clock = clock
-        self._undo = ExitStack()
-        self._undo.callback(io.close)
-        try:
-            for config in configs:
-                if self.directories:
-                    file_bytes, index_bytes = self.directories[0].file_bytes, 0
-                self.directories.append(DiskDirectory(config, file_bytes, index_bytes, self._undo))
-            _check_ids([directory.path for directory in self.directories])
-        except (KVStoreError, OSError):
-            self.discard()
-            raise
+        undo.callback(io.close)
+        for config in configs:
+            if self.directories:
+                file_bytes, index_bytes = self.directories[0].file_bytes, 0
+            self.directories.append(DiskDirectory(config, file_bytes, index_bytes, undo))
+        _check_ids([directory.path for directory in self.directories])
         self.capacity_bytes = sum(one.capacity_bytes for one in self.directories)
         for directory in self.directories:
             # A number that is taken: the folder is new, and its files a broken-off start's.
@@ -319,9 +307,8 @@ class DataFiles:
     def open(self, owners: Mapping[int, str]) -> None:
         """Make the files that are missing, open all, and give those in *owners* to theirs.
 
-        A file that nobody owns is blank, or made anew. One with chunks and no owner is from
-        before files had owners, or its owner's row was lost: it serves them, and is never
-        shared. No number in *owners* is given to a new file. Raises TierUnavailableError.
+        A file that nobody owns is blank, or made anew. One with chunks whose owner's row was lost
+        serves them, and is never shared. No number in *owners* is given to a new file.
         """
         found = set(self.by_number)
         self._next_number = 1 + max([*owners, *found], default=-1)
@@ -357,17 +344,15 @@ class DataFiles:
                 directory.write("DISK", wanted.line())
 
     def _open(self, file: DataFile) -> None:
-        directory = file.directory
         try:
             file.fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | self.io.open_flags)
-        except OSError as error:
-            if error.errno == errno.EINVAL and self.io.open_flags:
-                raise no_direct(directory.path, error) from None
-            raise TierUnavailableError(TIER, f"{file.path}: {error.strerror}") from error
-        try:
             self.io.check(file.fd)
         except OSError as error:
-            raise no_direct(directory.path, error) from None
+            if error.errno == errno.EINVAL and self.io.open_flags:
+                what = f"{file.directory.path} is on a file system without direct reads and writes"
+                fix = "start without --disk-direct, or give a folder on another file system"
+                raise TierUnavailableError(TIER, f"{what} ({error.strerror}): {fix}") from None
+            raise TierUnavailableError(TIER, f"{file.path}: {error.strerror}") from error
 
     def _make(self, directory: DiskDirectory, size_bytes: int) -> None:
         """Make a blank file with a number of its own. Raises TierUnavailableError."""
@@ -403,22 +388,13 @@ class DataFiles:
                 is_new, file.owner = file.owner is None, tenant
                 offset = file.free.allocate(size_bytes)
                 assert offset is not None
-                directory.used_bytes += size_bytes
                 return file, offset, is_new
         return None
 
     def reserve_at(self, number: int, offset: int, size_bytes: int) -> bool:
         """Take exactly the range of a frame that was found; False if any of it is taken."""
         file = self.by_number.get(number)
-        if file is None or not file.free.reserve_at(offset, size_bytes):
-            return False
-        file.directory.used_bytes += file.free.rounded(size_bytes)
-        return True
-
-    def free(self, file: DataFile, offset: int, size_bytes: int) -> None:
-        """Free the room of a frame."""
-        file.free.free_range(offset, size_bytes)
-        file.directory.used_bytes -= file.free.rounded(size_bytes)
+        return file is not None and file.free.reserve_at(offset, size_bytes)
 
     def _find_empty(self, tenant: str, size_bytes: int) -> DataFile | None:
         for file in self.by_number.values():
@@ -467,11 +443,7 @@ class DataFiles:
                 self._missing += missing
 
     def open_shared(self, number: int, tenant: str) -> int:
-        """Return a new descriptor of a data file, read-only and the caller's to close.
-
-        Raises InvalidRequestError for an unknown file or one whose history is unknown,
-        PermissionDeniedError for another tenant's.
-        """
+        """Return a new descriptor of a data file, as ``Tier.extent_file`` does."""
         with self.lock:
             file = self.by_number.get(number)
             owner = None if file is None or not file.is_known else file.owner
@@ -506,10 +478,8 @@ class DataFiles:
         file.directory.failure = ""
 
     def sync(self, file: DataFile) -> None:
-        """Make what was written to *file* durable.
-
-        Raises TierUnavailableError. After a failure the kernel may have dropped any byte not
-        yet durable, and the next call succeeds all the same: compare ``sync_failures``.
+        """Make what was written to *file* durable. After a failure the kernel may have dropped any
+        byte not yet durable, and the next call succeeds all the same: compare ``sync_failures``.
         """
         try:
             os.fdatasync(file.fd)
@@ -528,10 +498,6 @@ class DataFiles:
 
     def _has_others(self, directory: DiskDirectory) -> bool:
         return any(other is not directory and not other.failure for other in self.directories)
-
-    def discard(self) -> None:
-        """Close everything and take back what this start made. Raises OSError."""
-        self._undo.close()
 
     def close(self) -> None:
         """Close the files, then release the folders. Idempotent."""
@@ -553,11 +519,7 @@ def _find_room(directory: DiskDirectory, tenant: str, size_bytes: int) -> DataFi
 
 
 def _check_ids(paths: Sequence[Path]) -> None:
-    """Refuse folders that are not those of one tier, in their order.
-
-    New folders may come behind those the tier has. Raises TierUnavailableError, naming the
-    folder that is missing or another's.
-    """
+    """Refuse folders that are not those of one tier, in their order; new ones may come behind."""
     first, *others = map(DirectoryId.read, paths)
     if first is not None and first.position:
         raise refused(paths[0], f"is disk {first.position} of its tier: give its disk 0 first", "")

@@ -17,7 +17,6 @@ import structlog
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import (
     InvalidFrameError,
-    InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
     TierFullError,
@@ -36,7 +35,6 @@ from kvstore.tiers.disk_io import (
 
 DEFAULT_INDEX_BYTES = 256 << 20
 """Room for about 600,000 rows. Allocated at start, like the data files."""
-MIN_INDEX_BYTES = 1 << 20
 MAX_PENDING_ROWS = 256
 """A seal that finds this many before it commits them, durable or not."""
 COMMIT_AGE_S = 0.2
@@ -57,7 +55,6 @@ _PLACE = struct.Struct("<B3xIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
-_FRESH_STEP = 10_000
 
 logger = structlog.get_logger(__name__)
 
@@ -129,20 +126,16 @@ def _checked_body(key: bytes, value: bytes, least_bytes: int) -> bytes:
 
 
 class DiskIndex:
-    """Rows by key, changed in transactions that are durable when they return.
+    """Rows by key, changed in transactions that are durable when they return. One thread at a time.
 
-    ``dropped`` counts rows and pages that were unusable at start, and ``owners`` says whose
-    each data file was then. One thread at a time.
+    ``dropped`` counts what was unusable at start, ``owners`` says whose each data file was then.
     """
 
     def __init__(self, path: Path, index_bytes: int) -> None:
         """Name the index in the folder *path*; ``open`` does the work."""
-        if index_bytes < MIN_INDEX_BYTES:
-            raise InvalidRequestError("index_bytes", index_bytes, f"at least {MIN_INDEX_BYTES}")
         self.dropped = 0
         self.owners: dict[int, str] = {}
         self._path = path
-        self._undo = ExitStack()
         self._file = path / "data.mdb"
         self._index_bytes = index_bytes // BLOCK_BYTES * BLOCK_BYTES
         self._env: lmdb.Environment | None = None
@@ -156,26 +149,25 @@ class DiskIndex:
         except OSError:
             return self._index_bytes
 
-    def open(self, claim: Callable[[IndexRow], bool]) -> list[IndexRow]:
+    def open(self, claim: Callable[[IndexRow], bool], undo: ExitStack) -> list[IndexRow]:
         """Return the usable rows in order of sealing, ready to commit.
 
-        *claim* says whether a row's place is free; of two that overlap the one sealed later is
-        asked first. A child process reads the rows, and a fresh file is written from them: this
-        process maps no page that it has not written, but where that cannot be, as there is no
-        room for both files, and the child found no damage. Raises TierUnavailableError; a sound
-        index then stays.
+        *claim* takes a row's place if it is free, of two that overlap that of the later. A child
+        process reads the rows, and a fresh file is written from them: this process maps no page
+        that it has not written, but where there is no room for both files and the child found no
+        damage. Raises TierUnavailableError; a sound index then stays, and *undo* removes a new one.
         """
-        self._undo.callback(self.close)
+        undo.callback(self.close)
         try:
             if not self._path.exists():
                 self._path.mkdir(mode=0o700)
-                self._undo.callback(self._path.rmdir)
+                undo.callback(self._path.rmdir)
             rows: list[IndexRow] = []
             gone: list[bytes] = []
             if self._file.exists() and self._file.stat().st_size:
                 rows, gone = self._recover(claim)
             else:
-                self._undo.callback(self._file.unlink, missing_ok=True)
+                undo.callback(self._file.unlink, missing_ok=True)
             self._env = _open_environment(self._path, self._index_bytes)
             if gone:
                 self.commit(gone, [])
@@ -188,7 +180,6 @@ class DiskIndex:
                 TIER, f"{self._path}: {error}; nothing was changed: give another folder"
             ) from error
         except (OSError, lmdb.Error) as error:
-            self.discard()
             raise TierUnavailableError(
                 TIER, f"{self._path} cannot be opened: {error}; move it away to start empty"
             ) from error
@@ -197,8 +188,8 @@ class DiskIndex:
     def commit(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> int:
         """Delete, then add, and return how many *rows* went in; the index is full for the rest.
 
-        All is durable on return, in one transaction where that fits, else in small ones, the
-        deletes first. Raises TierUnavailableError; nobody knows then what took place.
+        All is durable on return, in one transaction where that fits. Raises TierUnavailableError;
+        nobody knows then what took place.
         """
         if not self._has_room(len(rows)) or not self._write(deletes, rows):
             for some in _steps(list(deletes)):
@@ -219,10 +210,8 @@ class DiskIndex:
         return count == 0 or used + count + pages // SPARE_SHARE <= pages
 
     def _opened(self) -> lmdb.Environment:
-        """Return the index; after a failed write mapped anew, as LMDB takes no other before.
-
-        What is there is the state before that write or the one after it: LMDB syncs the pages
-        of a transaction before it writes the page that names them.
+        """Return the index; after a failed write mapped anew, as LMDB takes no other before. There
+        is then the state before that write or after it, never one between.
         """
         if self._is_in_doubt:
             self.close()  # LMDB allows one mapping in a process
@@ -251,10 +240,6 @@ class DiskIndex:
             raise TierUnavailableError(TIER, f"{self._path}: {error}") from error
         return True
 
-    def discard(self) -> None:
-        """Unmap the index, and remove it if this start created it. Raises OSError."""
-        self._undo.close()
-
     def close(self) -> None:
         """Unmap the index. Idempotent."""
         self._is_in_doubt = False
@@ -263,7 +248,7 @@ class DiskIndex:
             self._env = None
 
     def _recover(self, claim: Callable[[IndexRow], bool]) -> tuple[list[IndexRow], list[bytes]]:
-        """Return the usable rows and the keys of others that the file still has."""
+        """Return the usable rows, and the keys of others, which the file may still have."""
         packed: dict[bytes, bytes] = {}
         status = read_lmdb(self._file, "forward", packed)
         if status:
@@ -294,14 +279,12 @@ class DiskIndex:
             logger.warning(event, index=str(self._file), status=status)
         for key in gone:
             del packed[key]
-        is_new = self._rewrite(sorted(packed.items()), is_sound=not status)
-        return kept, [] if is_new else gone
+        self._rewrite(sorted(packed.items()), is_sound=not status)
+        return kept, gone
 
-    def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> bool:
-        """Replace the file by one with just *rows*; a crash leaves the old or the new one.
-
-        Where that fails, mostly as there is no room for both, a sound one stays, and this returns
-        False; another goes first. Raises OSError and lmdb.Error.
+    def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> None:
+        """Replace the file by one with just *rows*; a crash leaves the old or the new one. A sound
+        one stays where that fails, mostly for want of room.
         """
         draft = self._path / "draft"
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
@@ -310,50 +293,38 @@ class DiskIndex:
         except (OSError, lmdb.Error):
             if is_sound:
                 shutil.rmtree(draft, ignore_errors=True)
-                return False
+                return
             self._file.unlink()
             _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)
         draft.rmdir()
         sync_folder(self._path)
-        return True
 
 
 def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
     """Make an index of sorted *rows* as the folder *path*, durably. Raises OSError, lmdb.Error."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=0o700)
-    env = _open_environment(path, map_bytes, sync=False)
-    try:
-        for start in range(0, len(rows), _FRESH_STEP):
-            with env.begin(write=True) as transaction:
-                transaction.cursor().putmulti(rows[start : start + _FRESH_STEP], append=True)
-        env.sync(True)
-    finally:
-        env.close()
+    with _open_environment(path, map_bytes) as env, env.begin(write=True) as transaction:
+        transaction.cursor().putmulti(rows, append=True)
 
 
 def _steps(changes: Sequence[T]) -> Iterator[Sequence[T]]:
     return (changes[start : start + _STEP] for start in range(0, len(changes), _STEP))
 
 
-def _open_environment(path: Path, index_bytes: int, *, sync: bool = True) -> lmdb.Environment:
-    """Never writemap: a full or shortened file would then be a SIGBUS.
-
-    The folder's lock keeps other processes out and the tier commits from one thread at a
-    time, so LMDB's own lock file is not needed.
-    """
+def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:
+    # Never writemap: a full or shortened file would then be a SIGBUS. The folder's lock keeps
+    # other processes out and one thread commits at a time: LMDB's own lock file is not needed.
     return lmdb.open(
-        str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600,
-        sync=sync,
-    )  # fmt: skip
+        str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600
+    )
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Rows and deletes that become durable together; deletes come first.
-
-    ``owners`` says of data files that changed hands whose they are now, None for deleted ones.
+    """Rows and deletes that become durable together; deletes come first. ``owners`` says of data
+    files that changed hands whose they are now, None for deleted ones.
     """
 
     rows: dict[ChunkKey, PendingRow] = field(default_factory=dict)
@@ -369,7 +340,6 @@ class Batch:
 @dataclass(slots=True, eq=False)
 class PendingRow:
     """A row from the reservation of its room until the index has it; failed until then.
-
     *sync_failures* are those of *file* when the room was reserved.
     """
 
@@ -385,13 +355,10 @@ class PendingRow:
 class GroupCommit:
     """Group commit: rows and deletes join a batch; who needs one durable commits it for all.
 
-    Order: the deletes and rows of one batch in one transaction, after a sync of every file
-    they touch, and one batch after the other. So a region freed by a delete never has two
-    rows in the index: the row of its next chunk comes with the delete or after it. Nor is a
-    chunk's row ever there without its file's owner.
-
-    ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under the lock of *files*;
-    everything else takes it, and no sync or transaction runs under it.
+    Batches follow one another, each in one transaction after a sync of every file it touches. So
+    a region freed by a delete never has two rows in the index, nor is a chunk's row ever there
+    without its file's owner. ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under
+    the lock of *files*; everything else takes it, and no sync or transaction runs under it.
     """
 
     def __init__(
@@ -522,7 +489,7 @@ class GroupCommit:
         if done >= len(owners):
             batch.owners.clear()
         for at, pending in enumerate(good, len(owners)):
-            size_bytes = len(rows[at - len(owners)][1])
+            size_bytes = pending.row.info.size_bytes
             pending.failure = None if at < done else TierFullError(TIER, size_bytes, 0)
         self.index_failure = ""
         is_short = done < len(rows) + len(owners)
@@ -573,12 +540,10 @@ class GroupCommit:
         """Commit what nobody waits for once it is old enough."""
         while True:
             with self._lock:
-                while not self._closed:
-                    wait_s = self._open.born_s + COMMIT_AGE_S - self._clock()
-                    if self._open and wait_s <= 0:
-                        break
-                    self._work.wait(wait_s if self._open else None)
+                batch, wait_s = self._open, self._open.born_s + COMMIT_AGE_S - self._clock()
                 if self._closed:
                     return
-                batch = self._open
+                if not batch or wait_s > 0:
+                    self._work.wait(wait_s if batch else None)
+                    continue
             self.commit(batch)

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import LifoQueue
-from subprocess import DEVNULL, PIPE, Popen
-from threading import Timer
+from subprocess import DEVNULL, TimeoutExpired, run
 from typing import ClassVar
 
 import numpy as np
@@ -35,8 +34,6 @@ PROBE_BYTES = 1 << 20
 READ_LIMIT_S = 60.0
 """How long an index may take to read at start. A start that needs longer is refused."""
 _HEAD = struct.Struct("<HI")
-_MAX_WORDS = 8192
-"""What is read of a traceback, in bytes."""
 _OTHER_VERSION = 3
 _DAMAGED = 4
 _DAMAGE = (_DAMAGED, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE)
@@ -70,13 +67,14 @@ except lmdb.Error as error:
     raise
 used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
 os.posix_fadvise(file.fileno(), 0, min(used, size), os.POSIX_FADV_WILLNEED)
-last, count, out = None, 0, sys.stdout.buffer
+last, count, left, out = None, 0, size, sys.stdout.buffer
 try:
     with env.begin(buffers=True) as transaction:
         cursor = transaction.cursor()
         for key, value in cursor.iterprev() if is_backward else cursor.iternext():
             key, value = bytes(key), value[:8192]
-            if last is not None and (key >= last if is_backward else key <= last):
+            left -= len(key) + len(value)
+            if left < 0 or last is not None and (key >= last if is_backward else key <= last):
                 sys.exit(4)
             out.write(struct.pack("<HI", len(key), len(value)) + key)
             out.write(value)
@@ -90,16 +88,13 @@ with ``_DAMAGED`` if it did, with ``_OTHER_VERSION`` where both meta pages are o
 of LMDB. An exception that says nothing about the file, such as MemoryError, is exit status 1.
 
 LMDB trusts its pages: a zeroed one aborts the process, a missing one is a SIGBUS, and a last
-page behind the end of the file may be more than can be mapped. Keys out of order are damage too,
-and could make a walk endless. Values are cut to 8 KiB.
+page behind the end of the file may be more than can be mapped. Keys out of order and more than
+the file can hold are damage too, and could make a walk endless. Values are cut to 8 KiB.
 """
 
 
 class FileIO:
-    """How data files are read and written: here through the page cache. Thread-safe.
-
-    What was written or read lately costs a copy.
-    """
+    """How data files are read and written: here through the page cache. Thread-safe."""
 
     open_flags: ClassVar[int] = 0
     can_sum: ClassVar[bool] = True
@@ -146,7 +141,7 @@ class FileIO:
         return read_summed(fd, groups)
 
     def write(self, fd: int, offset: int, data: Bytes) -> None:
-        """Put *data* at *offset*."""
+        """Put *data* at *offset*, where a block begins."""
         done = 0
         while done < len(data):
             done += os.pwritev(fd, [data[done:].data], offset + done)
@@ -155,9 +150,8 @@ class FileIO:
 class DirectIO(FileIO):
     """Past the page cache: the device alone, at the price of one copy through aligned memory.
 
-    Reads and writes whole blocks. A write that begins or ends within one reads it first, so
-    two writes into one block must come one after the other: frames start on block boundaries,
-    and a reservation has one writer. At most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
+    Reads and writes whole blocks: frames start on block boundaries, and the last block of one is
+    filled up with zeros. At most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
     """
 
     open_flags = os.O_DIRECT
@@ -193,19 +187,14 @@ class DirectIO(FileIO):
         done = 0
         with self._bounce() as bounce:
             while done < len(data):
-                start = (offset + done) % BLOCK_BYTES
-                first = offset + done - start
-                take = min(len(bounce) - start, len(data) - done)
-                size = _whole_blocks(start + take)
-                if start:
-                    _fetch(fd, first, bounce[:BLOCK_BYTES])
-                if size > start + take and (size > BLOCK_BYTES or not start):
-                    _fetch(fd, first + size - BLOCK_BYTES, bounce[size - BLOCK_BYTES : size])
-                copy_bytes(bounce[start : start + take], data[done : done + take])
+                take = min(len(bounce), len(data) - done)
+                size = _whole_blocks(take)
+                copy_bytes(bounce[:take], data[done : done + take])
+                bounce[take:size] = 0
                 written = 0
                 while written < size:
                     # A short write ends on a sector; what is repeated is the same bytes.
-                    step = os.pwritev(fd, [bounce[written:size].data], first + written)
+                    step = os.pwritev(fd, [bounce[written:size].data], offset + done + written)
                     written += step // BLOCK_BYTES * BLOCK_BYTES
                     if step < BLOCK_BYTES:
                         raise OSError(errno.EIO, "the device takes less than a block")
@@ -230,26 +219,11 @@ class DirectIO(FileIO):
     @override
     def check(self, fd: int) -> None:
         with self._bounce() as bounce:
-            _fetch(fd, 0, bounce[:BLOCK_BYTES])
-
-
-def no_direct(path: Path, error: OSError) -> TierUnavailableError:
-    """Return the error for a folder that O_DIRECT does not work in."""
-    return TierUnavailableError(
-        TIER,
-        f"{path} is on a file system without direct reads and writes ({error.strerror}): "
-        "start without --disk-direct, or give a folder on another file system",
-    )
+            os.preadv(fd, [bounce[:BLOCK_BYTES].data], 0)
 
 
 def _whole_blocks(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _fetch(fd: int, offset: int, block: Bytes) -> None:
-    """Read one block; what lies behind the end of the file is zero."""
-    count = os.preadv(fd, [block.data], offset)
-    block[count:] = 0
 
 
 def sync_folder(path: Path) -> None:
@@ -262,9 +236,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write_durably(file: Path, data: bytes) -> None:
-    """Replace *file* by one that holds *data*, for this user alone whatever the umask.
-
-    A crash leaves the old or the new one. Raises OSError.
+    """Replace *file* by one that holds *data*, for this user alone whatever the umask. A crash
+    leaves the old or the new one. Raises OSError.
     """
     draft = file.with_name(f"{file.name}.new")
     draft.unlink(missing_ok=True)  # one that a crash left may have another mode
@@ -282,9 +255,8 @@ def signed_line(words: str) -> bytes:
     return f"{words} {checksum(words.encode()):016x}\n".encode()
 
 
-def read_signed_line(file: Path, kind: str, version: int) -> list[str] | None:
-    """Return the words that follow ``kvstore KIND VERSION`` in *file*; None where there is none.
-
+def read_signed_line(file: Path, kind: str) -> list[str] | None:
+    """Return the words that follow ``kvstore KIND 1`` in *file*; None where there is none.
     Raises TierUnavailableError when the file is damaged or of another kind or version.
     """
     try:
@@ -295,8 +267,8 @@ def read_signed_line(file: Path, kind: str, version: int) -> list[str] | None:
     words = line.decode(errors="replace").split()
     if words[:2] != ["kvstore", kind] or len(words) < 3:
         raise refused(file.parent, f"has a {file.name} that no disk tier wrote")
-    if words[2] != str(version):
-        reason = f"has a {file.name} of format version {words[2]}, this server knows {version}"
+    if words[2] != "1":
+        reason = f"has a {file.name} of format version {words[2]}, this server knows 1"
         raise refused(file.parent, reason)
     if line != signed_line(" ".join(words[:-1])):
         raise refused(file.parent, f"has a damaged {file.name}")
@@ -329,9 +301,8 @@ def allocate_file(path: Path, size_bytes: int, *, is_new: bool = True) -> None:
 
 
 def take_lock(path: Path) -> int:
-    """Lock the folder *path* and return the descriptor that holds the lock.
-
-    Raises OSError, and TierUnavailableError while another process has it.
+    """Lock the folder *path* and return the descriptor that holds the lock. Raises OSError, and
+    TierUnavailableError while another process has it.
     """
     fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -358,37 +329,29 @@ def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
     it met damage. Raises OSError, InvalidFrameError when the file is of another version of LMDB,
     and TierUnavailableError when the child ended in a way that says nothing about the file.
     """
-    with file.open("rb") as stream:
-        left = os.fstat(stream.fileno()).st_size
     command = [sys.executable, "-c", _READER, str(file), direction, *sys.path]
-    # In a session of its own: a Ctrl-C that is meant for the server would end it.
-    with Popen(  # noqa: S603 - no shell, and a program of our own
-        command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        limit = Timer(READ_LIMIT_S, child.kill)
-        limit.start()
-        try:
-            while len(head := child.stdout.read(_HEAD.size)) == _HEAD.size:
-                key_bytes, value_bytes = _HEAD.unpack(head)
-                row = child.stdout.read(key_bytes + value_bytes)
-                rows[row[:key_bytes]] = row[key_bytes:]
-                left -= len(row)
-                if left < 0:  # more than the file can hold
-                    child.kill()
-                    return _DAMAGED
-            words = child.stderr.read(_MAX_WORDS).decode(errors="replace").split("\n")
-            status = child.wait()
-        finally:
-            limit.cancel()
+    try:
+        # In a session of its own: a Ctrl-C that is meant for the server would end it.
+        done = run(  # noqa: S603 - no shell, and a program of our own
+            command, stdin=DEVNULL, capture_output=True, check=False, start_new_session=True,
+            timeout=READ_LIMIT_S,
+        )  # fmt: skip
+        status, data, words = done.returncode, done.stdout, done.stderr.decode(errors="replace")
+    except TimeoutExpired:
+        status, data, words = -signal.SIGKILL, b"", ""
+    at = 0
+    while at + _HEAD.size <= len(data):
+        key_bytes, value_bytes = _HEAD.unpack_from(data, at)
+        start = at + _HEAD.size + key_bytes
+        at = start + value_bytes
+        rows[data[start - key_bytes : start]] = data[start:at]
     if status == _OTHER_VERSION:
         raise InvalidFrameError("index", str(file), "it is of another version of LMDB")
     if status and status not in _DAMAGE:
         reason = f"its reader ended with status {status}"
         if status == -signal.SIGKILL:
             reason += f": it took {READ_LIMIT_S:g} s, or memory ran out"
-        last = next((line for line in reversed(words) if line.strip()), "")
+        last = next((line for line in reversed(words.split("\n")) if line.strip()), "")
         raise refused(
             file.parent,
             f"could not be read: {reason}{last and f' ({last})'}",

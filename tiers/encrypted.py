@@ -16,7 +16,7 @@ import hmac
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,10 +26,18 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
-from kvstore.proto.errors import ChunkCorruptError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import ChunkCorruptError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 
 CELL_BYTES = 1 << 18
 """What a core caches: a cell is decrypted where it was just read, in the time of a copy."""
@@ -123,7 +131,6 @@ class FrameCipher:
 
 class KeyRing:
     """Keys by epoch, which *keys* returns as they are now; the last epoch's is sealed with.
-
     *random_bytes* gives what no two frames may share. Thread-safe.
     """
 
@@ -147,10 +154,8 @@ class KeyRing:
         return _frame_cipher(header, keys[epoch], key)
 
     def cipher_for(self, header: bytes, key: ChunkKey, frame_bytes: int) -> FrameCipher:
-        """Return the cipher of what lies under *key*.
-
-        Raises UnknownKeyError for a key that is not here, ChunkCorruptError for a header that
-        is not that of a frame of *frame_bytes*.
+        """Return the cipher of what lies under *key*. Raises UnknownKeyError for a key that is not
+        here, ChunkCorruptError for a header that is not that of a frame of *frame_bytes*.
         """
         magic, version, zeros, epoch, more, stated, *_ = _HEADER.unpack(header)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -173,16 +178,6 @@ READ_CELLS = 4
 """Read at once: a megabyte, which a core's cache still holds when it is decrypted."""
 
 
-@dataclass(slots=True, eq=False)
-class _Draft:
-    """A reserved frame. ``frame`` holds what was written in pieces; None once all was sent."""
-
-    inner: Reservation
-    tenant: str
-    frame: Bytes | None = None
-    is_sent: bool = False
-
-
 class EncryptedTier(Tier):
     """*inner*, encrypted with *keys*. Sizes are those of frames; slack covers what is added.
 
@@ -202,9 +197,8 @@ class EncryptedTier(Tier):
         self.shares_files = False
         self.capacity_bytes = inner.capacity_bytes
         self.dropped_rows = inner.dropped_rows
-
-    def __repr__(self) -> str:
-        return f"EncryptedTier({self.inner!r})"
+        for name in ("prefetch", "chunks_sharing_block", "tenant_of", "flush"):
+            setattr(self, name, getattr(inner, name))
 
     @property
     @override
@@ -213,8 +207,6 @@ class EncryptedTier(Tier):
 
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        if size_bytes < 1:
-            raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
         return self.inner.allocated_bytes(encrypted_bytes(size_bytes))
 
     @override
@@ -225,61 +217,31 @@ class EncryptedTier(Tier):
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        if info.size_bytes < 1:
-            raise InvalidRequestError("size_bytes", info.size_bytes, "a frame has bytes")
         sealed = replace(info, size_bytes=encrypted_bytes(info.size_bytes))
         inner = self.inner.reserve(sealed, tenant)
-        return Reservation(info, tenant, inner.reserved_bytes, _Draft(inner, tenant))
+        return Reservation(info, tenant, inner.reserved_bytes, inner)
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        draft, size = _draft(reservation), reservation.info.size_bytes
-        check_range(size, offset, len(data))
-        if len(data) == size and draft.frame is None:
-            self._send(reservation, draft, data)
-            draft.is_sent = True
-            return
-        self.inner.write(draft.inner, 0, np.zeros(0, np.uint8))  # is it still to be had?
-        if draft.is_sent and len(data):
-            fix = "all of the frame was written, and is encrypted"
-            raise InvalidRequestError("offset", (offset, len(data)), fix)
-        if draft.frame is None and len(data):
-            draft.frame = np.zeros(size, np.uint8)
-        if draft.frame is not None:
-            copy_bytes(draft.frame[offset : offset + len(data)], data)
-
-    def _send(self, reservation: Reservation, draft: _Draft, frame: Bytes) -> None:
-        key = reservation.info.key
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
         try:
-            cipher = self._keys.new(key, len(frame), draft.tenant)
+            cipher = self._keys.new(reservation.info.key, len(frame), reservation.tenant)
         except UnknownKeyError as error:
             raise TierUnavailableError(self.name, str(error)) from None
-        room = np.empty(CELL_BYTES, np.uint8)
-        room[:HEADER_BYTES] = as_bytes(cipher.header)
+        sealed = np.empty(encrypted_bytes(len(frame)), np.uint8)
+        sealed[:HEADER_BYTES] = as_bytes(cipher.header)
         for cell in cells(len(frame)):
-            begin = HEADER_BYTES if not cell.number else 0
-            end = begin + cell.stop - cell.start + TAG_BYTES
-            cipher.seal(cell, frame[cell.start : cell.stop], room[begin:end])
-            self.inner.write(draft.inner, cell.place - begin, room[:end])
+            end = cell.place + cell.stop - cell.start + TAG_BYTES
+            cipher.seal(cell, frame[cell.start : cell.stop], sealed[cell.place : end])
+        self.inner.write(_inner(reservation), sealed)
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        draft = _draft(reservation)
-        if not draft.is_sent:
-            frame = draft.frame
-            if frame is None:
-                frame = np.zeros(reservation.info.size_bytes, np.uint8)
-            try:
-                self._send(reservation, draft, frame)
-            except TierUnavailableError:
-                self.inner.abort(draft.inner)
-                raise
-            draft.frame, draft.is_sent = None, True
-        return self.inner.seal(draft.inner, durable=durable)
+        return self.inner.seal(_inner(reservation), durable=durable)
 
     @override
     def abort(self, reservation: Reservation) -> None:
-        self.inner.abort(_draft(reservation).inner)
+        self.inner.abort(_inner(reservation))
 
     # --- reading
 
@@ -300,28 +262,21 @@ class EncryptedTier(Tier):
             sealed = room[: last.place - first + last.stop - last.start + TAG_BYTES]
             if not self.inner.read(key, sealed, first):
                 return False
-            bodies = (sealed[cell.place - first :] for cell in group)
-            if not all(map(partial(_decrypt, cipher, out, offset), group, bodies)):
-                raise ChunkCorruptError(key, "what lies there does not decrypt")
+            for cell in group:
+                if not _decrypt(cipher, out, offset, cell, sealed[cell.place - first :]):
+                    raise ChunkCorruptError(key, "what lies there does not decrypt")
             if verifier is not None:
                 verifier.update(min(last.stop, len(out)))
         return cipher is not None
 
     def _cipher_for(self, header: Bytes, info: ChunkInfo) -> FrameCipher | None:
-        """Return the cipher of a header that was read; None for one that is others' to open.
-
-        Raises ChunkCorruptError.
-        """
+        """Return the cipher of a header that was read; None for one that is others' to open."""
         try:
             return self._keys.cipher_for(header.tobytes(), info.key, info.size_bytes)
         except UnknownKeyError as error:
             if self.shared:
                 return None
             raise ChunkCorruptError(info.key, str(error)) from None
-
-    @override
-    def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        self.inner.prefetch(keys)
 
     # --- knowing
 
@@ -345,20 +300,8 @@ class EncryptedTier(Tier):
         return self.inner.stats()
 
     @override
-    def chunks_sharing_block(self, key: ChunkKey) -> list[ChunkKey]:
-        return self.inner.chunks_sharing_block(key)
-
-    @override
     def eviction_run(self, key: ChunkKey, size_bytes: int, tenant: str) -> list[ChunkKey]:
         return self.inner.eviction_run(key, encrypted_bytes(size_bytes), tenant)
-
-    @override
-    def tenant_of(self, key: ChunkKey) -> str:
-        return self.inner.tenant_of(key)
-
-    @override
-    def flush(self) -> None:
-        self.inner.flush()
 
     @override
     def close(self) -> None:
@@ -386,7 +329,7 @@ def _plain(info: ChunkInfo) -> ChunkInfo | None:
     return replace(info, size_bytes=size) if size else None
 
 
-def _draft(reservation: Reservation) -> _Draft:
-    if not isinstance(reservation.place, _Draft):
-        raise InvalidRequestError("reservation", reservation.info.key.hex(), "is another tier's")
+def _inner(reservation: Reservation) -> Reservation:
+    if not isinstance(reservation.place, Reservation):
+        raise spent(reservation)
     return reservation.place

@@ -20,7 +20,15 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, pack_places
 from kvstore.tiers.allocator import FreeList
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range, spent
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 
 PIECES_PER_LANE = 2
 
@@ -117,10 +125,8 @@ class GpuTier(Tier):
     Host bytes go up on one stream of the tier's own and come down on another, so that neither
     waits for the other nor for an engine's work. Pageable bytes pass a bounded ring of pinned
     memory; bytes in memory that the device knows (``Device.register``) are copied straight.
-    A frame becomes visible once its copy is done on the device.
-
-    Raises InvalidRequestError for a capacity below one granule and a header,
-    TierUnavailableError with the fix when the device does not have the memory.
+    A frame becomes visible once its copy is done on the device. Raises InvalidRequestError for a
+    capacity below one granule and a header, TierUnavailableError where the device lacks memory.
     """
 
     name = "gpu"
@@ -174,16 +180,13 @@ class GpuTier(Tier):
         return Reservation(info, tenant, need_bytes, place)
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*.
-
-        Raises InvalidRequestError when it would not fit there or the reservation is spent.
-        """
-        out = self._slice(self._open(reservation), offset, len(data))
-        if not self.device.is_registered(data):
-            self._staging.upload(self._up, out, data)
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
+        out = self._slice(self._open(reservation), 0, len(frame))
+        if not self.device.is_registered(frame):
+            self._staging.upload(self._up, out, frame)
             return
-        self._up.copy(out, tensor_over(data))
+        self._up.copy(out, tensor_over(frame))
         self._up.record().synchronize()  # the caller may reuse its memory now
 
     def opened(self, reservation: Reservation, stream: Stream) -> torch.Tensor:
@@ -198,7 +201,6 @@ class GpuTier(Tier):
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible. Raises InvalidRequestError when the reservation is spent."""
         place = self._open(reservation)
         try:
             self._up.fill(self._word(place), place.generation)
@@ -217,7 +219,6 @@ class GpuTier(Tier):
 
     @override
     def abort(self, reservation: Reservation) -> None:
-        """Free the room of a reservation; does nothing when it is spent."""
         with self._lock:
             place = self._reserved.pop(reservation.place, None)
             if place is not None:

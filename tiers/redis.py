@@ -13,25 +13,30 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import structlog
 from redis.exceptions import OutOfMemoryError
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes, copy_bytes
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_range,
+    check_size,
+    spent,
+)
 from kvstore.tiers.redis_chunks import (
-    MAX_PART_BYTES,
     MAX_PARTS,
-    MIN_PART_BYTES,
     WRITE_ID_BYTES,
     KeyNames,
     Manifest,
@@ -51,42 +56,31 @@ logger = structlog.get_logger(__name__)
 
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
+Known = Mapping[ChunkKey, Manifest | None]
+
 MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stamps:
-    """Where write ids (8 bytes, never the same twice) and sealing times come from."""
-
-    write_id: Callable[[], bytes] = lambda: os.urandom(WRITE_ID_BYTES)
-    now_us: Callable[[], int] = lambda: time.time_ns() // 1000
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _PendingWrite:
-    """A reserved frame, in this process until it is sealed or aborted: None then."""
+    """A reserved frame, which is the writer's until it is sealed or aborted."""
 
-    frame: Bytes | None
+    frame: Bytes | None = None
+    is_open: bool = True
 
     @classmethod
     def of(cls, reservation: Reservation) -> _PendingWrite:
-        """Return that of *reservation*. Raises InvalidRequestError for another tier's."""
-        if not isinstance(reservation.place, cls):
-            raise InvalidRequestError("reservation", reservation.place, "it is another tier's")
-        return reservation.place
-
-    def open_frame(self) -> Bytes:
-        """Return the frame. Raises InvalidRequestError once it is spent."""
-        if self.frame is None:
-            raise InvalidRequestError("reservation", "spent", "reserve again")
-        return self.frame
+        """Return that of *reservation*. Raises InvalidRequestError when it is spent."""
+        pending = reservation.place
+        if not isinstance(pending, cls) or not pending.is_open:
+            raise spent(reservation)
+        return pending
 
 
 class CapacityTracker:
-    """Bytes reserved and sealed, against a capacity. Thread-safe; never does I/O.
-
-    A chunk is counted from its sealing, or a listing, until it is noticed to be gone.
+    """Bytes reserved and sealed, against a capacity. Thread-safe. A chunk is counted from its
+    sealing, or a listing, until it is noticed to be gone.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -126,40 +120,28 @@ class CapacityTracker:
         with self._lock:
             return self._chunks.get(key) or self._peers.get(key)
 
-    def counted(self, keys: Sequence[ChunkKey] | None = None) -> dict[ChunkKey, Manifest | None]:
-        """Return the manifests counted for *keys*, or for all there are.
-
-        Call this before a read that may prove them gone.
-        """
+    def counted(self, keys: Sequence[ChunkKey] | None = None) -> Known:
+        """Return the manifests counted for *keys*, or for all there are, before they are read."""
         with self._lock:
             return {key: self._chunks.get(key) for key in (self._chunks if keys is None else keys)}
 
-    def note(
-        self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest | None]
-    ) -> None:
-        """Take in a read: what its keys were counted as *before* it, and what it *found*.
-
-        What this process sealed meanwhile stays counted.
+    def note(self, before: Known, found: Known, *, is_listing: bool = False) -> None:
+        """Take in a read: what its keys were counted as *before* it, and what it *found*. What
+        this process sealed meanwhile stays counted; what a listing found is counted from now on.
         """
         with self._lock:
             for key, new in found.items():
-                old = before[key]
+                old = before.get(key)
                 if old is not None and old != new and self._chunks.get(key) == old:
                     self._discount(key)
                 self._peers.pop(key, None)
                 if new is not None and key not in self._chunks:
-                    self._peers[key] = new
-                    if len(self._peers) > MAX_PEER_MANIFESTS:
-                        self._peers.popitem(last=False)
-
-    def count(
-        self, before: Mapping[ChunkKey, Manifest | None], found: Mapping[ChunkKey, Manifest]
-    ) -> None:
-        """Take in a listing: count all it *found* that was not sealed here since *before*."""
-        with self._lock:
-            for key, new in found.items():
-                if self._chunks.get(key) in (None, before.get(key)):
-                    self._count(new)
+                    if is_listing:
+                        self._count(new)
+                    else:
+                        self._peers[key] = new
+                if len(self._peers) > MAX_PEER_MANIFESTS:
+                    self._peers.popitem(last=False)
 
     def _count(self, manifest: Manifest) -> None:
         key = manifest.info.key
@@ -180,24 +162,20 @@ class RedisTier(Tier):
     ``capacity_bytes`` bounds what this process reserved and sealed plus what a listing
     showed, at construction and by ``scan``; what others put later is found but not counted.
     Redis may be down at construction: calls then raise TierUnavailableError, and the first
-    ``reserve`` that reaches it lists what is there. A reserved frame lies in this process
-    until it is sealed.
-
-    Durable means acknowledged by the server, which keeps it in memory: what survives a power
-    cut there is up to its own replication and persistence. A seal whose answer is lost
-    raises, and what it left is removed before the next seal or ends by its lifetime; until
-    then the chunk may show, whole.
+    ``reserve`` that reaches it lists what is there. Durable means acknowledged by the server. A
+    seal whose answer is lost raises, and what it left is removed before the next seal or ends by
+    its lifetime; until then the chunk may show, whole.
 
     *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
-    receive. Parts of *part_bytes* limit a frame to 1024 of them; a little
-    below a power of two, as Redis' allocator rounds what is above it up by a quarter.
+    receive. *part_bytes* is a little below a power of two, as Redis' allocator rounds what is
+    above it up by a quarter.
     """
 
     name = "redis"
     survives_restart: ClassVar[bool] = True
     shared: ClassVar[bool] = True
 
-    def __init__(  # noqa: PLR0913 - all but the last are the operator's settings
+    def __init__(  # noqa: PLR0913 - the operator's settings
         self,
         url: str,
         capacity_bytes: int,
@@ -207,19 +185,11 @@ class RedisTier(Tier):
         part_bytes: int = (2 << 20) - 64,
         ttl_s: int = 86_400,
         prefix: str = DEFAULT_PREFIX,
-        stamps: Stamps | None = None,
     ) -> None:
-        for field, value in (("timeout_ms", timeout_ms), ("ttl_s", ttl_s)):
-            if not 1 <= value < 1 << 31:
-                raise InvalidRequestError(field, value, "give a positive number")
-        if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
-            limits = f"use {MIN_PART_BYTES} to {MAX_PART_BYTES}"
-            raise InvalidRequestError("part_bytes", part_bytes, limits)
         if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
         self.capacity_bytes = capacity_bytes
         self._part_bytes = part_bytes
-        self._stamps = stamps or Stamps()
         self._client = RedisClient(self.name, url, timeout_ms, connections)
         self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
         self._capacity = CapacityTracker(capacity_bytes)
@@ -235,26 +205,17 @@ class RedisTier(Tier):
     def write_error(self) -> str:
         return self._never_answered
 
-    def __repr__(self) -> str:
-        return f"RedisTier({self._client.url!r}, capacity_bytes={self.capacity_bytes})"
-
+    @override
     def allocated_bytes(self, size_bytes: int) -> int:
-        """Bytes a frame of *size_bytes* takes here: itself, its manifest and its names."""
         return size_bytes + CHUNK_OVERHEAD_BYTES
 
+    @override
     def max_frame_bytes(self) -> int:
-        """The largest frame that fits an empty tier."""
         room_bytes = self.capacity_bytes - CHUNK_OVERHEAD_BYTES
         return min(room_bytes, MAX_FRAME_BYTES, self._part_bytes * MAX_PARTS)
 
+    @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        """Take room for a frame of ``info.size_bytes``.
-
-        Raises TierFullError, and TierUnavailableError as long as Redis has never answered
-        what it holds.
-        """
-        if info.size_bytes < 1:
-            raise InvalidRequestError("size_bytes", info.size_bytes, "a frame has bytes")
         if not self._listed:
             self._list()
         need_bytes = self.allocated_bytes(info.size_bytes)
@@ -262,55 +223,47 @@ class RedisTier(Tier):
         if not fits or not self._capacity.reserve(need_bytes):
             used_bytes = self._capacity.stats().used_bytes
             raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
-        try:
-            pending = _PendingWrite(np.zeros(info.size_bytes, dtype=np.uint8))
-        except MemoryError:
-            self._capacity.end(need_bytes, None)
-            raise TierFullError(self.name, need_bytes, 0) from None
-        return Reservation(info, tenant, need_bytes, pending)
+        return Reservation(info, tenant, need_bytes, _PendingWrite())
 
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
-        """Copy *data* into the reserved frame at byte *offset*."""
-        frame = _PendingWrite.of(reservation).open_frame()
-        if not 0 <= offset <= len(frame) - len(data):
-            most = f"{len(data)} bytes from there exceed {len(frame)}"
-            raise InvalidRequestError("offset", offset, most)
-        copy_bytes(frame[offset : offset + len(data)], data)
+    @override
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
+        check_size(reservation, frame)
+        _PendingWrite.of(reservation).frame = frame
 
+    @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Send the frame, then make it visible unless another version of its key is.
-
-        Raises TierFullError, freeing the room, when the server itself takes no more.
+        """Send the frame, then make it visible unless another version of its key is. Raises
+        TierFullError, freeing the room, when the server itself takes no more.
         """
         pending = _PendingWrite.of(reservation)
-        frame, pending.frame = pending.open_frame(), None
-        write_id, now_us = self._stamps.write_id(), self._stamps.now_us()
+        if pending.frame is None:
+            raise InvalidRequestError("reservation", reservation.info.key.hex(), "write it first")
+        pending.is_open = False
+        write_id, now_us = os.urandom(WRITE_ID_BYTES), time.time_ns() // 1000
         manifest = Manifest.of(reservation.info, self._part_bytes, write_id, now_us)
         sealed = False
         try:
-            sealed = self._stored.write(manifest, frame)
+            sealed = self._stored.write(manifest, pending.frame)
         except OutOfMemoryError:
             raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
         finally:
             self._capacity.end(reservation.reserved_bytes, manifest if sealed else None)
         return sealed
 
+    @override
     def abort(self, reservation: Reservation) -> None:
-        """Free the room of a reservation that will not be sealed. Idempotent."""
-        pending = _PendingWrite.of(reservation)
-        if pending.frame is not None:
-            pending.frame = None
+        with contextlib.suppress(InvalidRequestError):
+            _PendingWrite.of(reservation).is_open = False
             self._capacity.end(reservation.reserved_bytes, None)
 
     @override
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        """Fill *out* with the frame's bytes from *offset*. False when *key* is absent.
+        """Fill *out* in one round trip when the chunk is known here; False when it is absent.
 
-        One round trip when the chunk is known here, straight into *out*. A chunk with a
-        missing or short part is removed, and absent; so is one on a part of a Cluster that is
-        down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
+        One with a missing or short part is removed, and absent; so is one on a part of a Cluster
+        that is down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
         *out* does, whatever stands in Redis.
         """
         arrived = bool if verifier is None else verifier.update
@@ -322,9 +275,7 @@ class RedisTier(Tier):
             (current,) = self._stat([key])
             if current is None:
                 return False
-            if not current.covers(offset, len(out)):
-                most = f"{len(out)} bytes from there exceed {current.info.size_bytes}"
-                raise InvalidRequestError("offset", offset, most)
+            check_range(current.info.size_bytes, offset, len(out))
             has_checked = verifier is not None and verifier.has_begun
             if self._stored.read(current, out, offset, bool if has_checked else arrived):
                 # What was checked of one read says nothing of another: a miss, for once.
@@ -337,35 +288,30 @@ class RedisTier(Tier):
                 raise
         return False
 
+    @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        """Return what is known of each key, whoever put it; one round trip for 512 keys.
-
-        All nodes of a Cluster are asked at once; what a lost one holds is absent meanwhile.
-        """
         return [row.info if row else None for row in self._stat(keys)]
 
+    @override
     def delete(self, key: ChunkKey) -> bool:
-        """Forget *key*, whoever put it, and free its room. Return whether it was there."""
         before = self._capacity.counted([key])
         removed = self._stored.delete(key)
         for gone in (before[key], removed):
             self._capacity.note({key: gone}, {key: None})
         return removed is not None
 
+    @override
     def scan(self) -> Iterator[ChunkInfo]:
         """List all nodes' chunks, least recently sealed first, and count them from now on."""
         rows = sorted(self._list().values(), key=lambda row: (row.sealed_us, row.info.key))
         return iter([row.info for row in rows])
 
+    @override
     def stats(self) -> TierStats:
-        """Count the tier; what expired or was removed by others counts until noticed."""
         return self._capacity.stats()
 
-    def flush(self) -> None:
-        """Do nothing: a sealed frame is already as safe as the server makes it."""
-
+    @override
     def close(self) -> None:
-        """Disconnect, leaving the data. Idempotent."""
         self._client.close()
 
     def _stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
@@ -384,9 +330,8 @@ class RedisTier(Tier):
         before = self._capacity.counted()
         found, whole = self._stored.scan()
         self._never_answered = ""
-        if whole:
-            self._capacity.note(before, {key: None for key in before if key not in found})
-        self._capacity.count(before, found)
+        gone = [key for key in before if key not in found] if whole else []
+        self._capacity.note(before, {**found, **dict.fromkeys(gone)}, is_listing=True)
         if not self._listed:
             self._listed = True
             with contextlib.suppress(TierUnavailableError):
@@ -410,7 +355,6 @@ class HealthFinding:
 
 def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     """Yield what is wrong with the servers behind *client*; what its user may not see is left out.
-
     Raises TierUnavailableError when none of them answers.
     """
     masters = client.masters()

@@ -7,7 +7,6 @@ Every version ends in that checksum, so that a row from the future can be told f
 from __future__ import annotations
 
 import contextlib
-import re
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import KEY_BYTES, ChunkInfo, ChunkKey
@@ -35,7 +34,6 @@ MAX_PARTS = 1024
 
 _FIXED = struct.Struct("<B3xIIQ8s")
 _CHECKSUM = struct.Struct("<Q")
-_PREFIX = re.compile(r"[A-Za-z0-9:_.-]{1,64}")
 
 PART_SLACK_S = 600
 """Parts outlive their manifest by this much, less the time a writer takes to send them."""
@@ -98,9 +96,8 @@ class Manifest:
 
 
 def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
-    """Parse the manifest found under *key*; None when another version wrote it.
-
-    Whatever it says of sizes is checked against limits first. Raises InvalidFrameError.
+    """Parse the manifest found under *key*; None when another version wrote it. Whatever it says
+    of sizes is checked against limits first. Raises InvalidFrameError.
     """
     least_bytes = _FIXED.size + _CHECKSUM.size
     if not least_bytes <= len(raw) <= MAX_MANIFEST_BYTES:
@@ -128,8 +125,6 @@ class KeyNames:
     """Redis names of a chunk's manifest and parts, all in the hash slot of its key."""
 
     def __init__(self, prefix: str) -> None:
-        if not _PREFIX.fullmatch(prefix):
-            raise InvalidRequestError("prefix", prefix, "use 1 to 64 of A-Z a-z 0-9 : _ . -")
         self._prefix = prefix.encode()
         self.pattern = self._prefix + b"{*}:m"
         """What SCAN matches manifests with."""
@@ -234,9 +229,8 @@ class RedisChunks:
         return published
 
     def delete(self, key: ChunkKey, raw: bytes = b"") -> Manifest | None:
-        """Remove the chunk of *key*, if given only the version whose manifest is *raw*.
-
-        Return what was removed, None when there was nothing a reader could have read.
+        """Remove the chunk of *key*, if given only the version whose manifest is *raw*. Return it,
+        or None when there was nothing a reader could have read.
         """
         name, command = self._delete_manifest(key, raw)
         (row,) = self._client.run(name, [command])
@@ -251,10 +245,7 @@ class RedisChunks:
         return removed
 
     def scan(self) -> tuple[dict[ChunkKey, Manifest], bool]:
-        """Read all manifests, at most MAX_LISTED_CHUNKS; say whether these are all there are.
-
-        What a lost part of a Cluster holds is left out.
-        """
+        """Read all manifests, at most MAX_LISTED_CHUNKS; return whether these are all there are."""
         found: dict[ChunkKey, Manifest] = {}
         whole = True
         for master in self._client.masters():

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redis import exceptions as errors
 
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
+from kvstore.proto.errors import KVStoreError, TierUnavailableError
 from kvstore.tiers.redis_connection import (
     Command,
     ConnectionOptions,
     LoadingError,
-    RedisConnection,
     SlotLostError,
     Transfer,
     WrongTypeError,
@@ -24,8 +23,6 @@ from kvstore.tiers.redis_servers import Batch, Clock, Server, Topology
 from kvstore.tiers.redis_url import parse_redis_url, tls_context
 
 DEFAULT_CONNECTIONS = 16
-MAX_CONNECTIONS = 64
-"""The most that may be configured for one server."""
 SLOWEST_BYTES_PER_S = 16 << 20
 """A call ends after the timeout and what its payload takes at this rate."""
 MAX_REPLY_BYTES = 16 << 10
@@ -83,14 +80,18 @@ class NodeDown:
     error: TierUnavailableError
 
 
+class _Failure(NamedTuple):
+    error: Exception
+    is_undone: bool
+
+
 class RedisClient:
     """Send commands to the servers behind one URL.
 
     A call ends once nothing came for *timeout_ms*, and at the latest after that and the time
     of its payload at SLOWEST_BYTES_PER_S. What a server did not begin to do is tried once
-    more where another server may do it; nothing else is retried: a retry would outlive the
-    caller's deadline. At most *connections* are open to each server. Thread-safe; *clock*
-    returns monotonic seconds.
+    more where another server may do it. At most *connections* are open to each server.
+    Thread-safe.
     """
 
     def __init__(
@@ -101,8 +102,6 @@ class RedisClient:
         connections: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        if not 1 <= connections <= MAX_CONNECTIONS:
-            raise InvalidRequestError("connections", connections, f"use 1 to {MAX_CONNECTIONS}")
         parsed = parse_redis_url(url)
         self.url: Final = parsed.shown
         """The URL as it may be shown."""
@@ -126,9 +125,8 @@ class RedisClient:
     ) -> list[Any]:
         """Send *commands* about the key called *name*, or to that server, and return their replies.
 
-        A command on a key of the wrong type is answered with None, as if it were absent.
-        Raises redis-py's OutOfMemoryError when the server takes no more, and
-        TierUnavailableError for anything else.
+        The reply for a key of the wrong type is None, as if it were absent. Raises redis-py's
+        OutOfMemoryError when the server takes no more, else TierUnavailableError.
         """
         calls = [(name, command) for command in commands]
         replies = self.ask(calls, reply_bytes=reply_bytes)
@@ -154,34 +152,32 @@ class RedisClient:
         if within_s is not None:
             deadline = min(deadline, self._clock() + within_s)
         replies: list[Any] = [None] * len(calls)
-        failed = self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
-        again = {at: calls[at] for at, is_unsent in failed.items() if is_unsent}
+        self._ask_once(dict(enumerate(calls)), replies, deadline, reply_bytes)
+        failed = {at: reply for at, reply in enumerate(replies) if isinstance(reply, _Failure)}
+        again = {at: calls[at] for at, failure in failed.items() if failure.is_undone}
         if again and self._may_try_again(deadline):
             self._ask_once(again, replies, deadline, reply_bytes)
         for at in failed:
-            if isinstance(replies[at], Exception):
-                replies[at] = NodeDown(self._partial_failure(replies[at]))
+            if isinstance(replies[at], _Failure):
+                replies[at] = NodeDown(self._partial_failure(replies[at].error))
         return replies
 
     def _ask_once(
-        self, calls: Mapping[int, Call], replies: list[Any], deadline: float, reply_bytes: int
-    ) -> dict[int, bool]:
-        """Fill in *replies* by number. Raises what nothing cures.
-
-        Return which are errors that others may not have, and whether nothing was done of each.
+        self, calls: dict[int, Call], replies: list[Any], deadline: float, reply_bytes: int
+    ) -> None:
+        """Fill in *replies* by number; failures that others may not have among them. Raises what
+        nothing cures.
         """
-        failed: dict[int, bool] = {}
-        groups: dict[Server, dict[int, Command]] = {}
-        for at, (name, command) in calls.items():
+        groups: dict[Server, list[int]] = {}
+        for at, (name, _) in calls.items():
             try:
-                server = (
-                    name if isinstance(name, Server) else self._topology.server_of(name, deadline)
-                )
+                if isinstance(name, Server):
+                    groups.setdefault(name, []).append(at)
+                else:
+                    groups.setdefault(self._topology.server_of(name, deadline), []).append(at)
             except _UNREACHED as error:
-                replies[at], failed[at] = error, True
-            else:
-                groups.setdefault(server, {})[at] = command
-        batches = [Batch(server, group) for server, group in groups.items()]
+                replies[at] = _Failure(error, is_undone=True)
+        batches = [Batch(server, [calls[at][1] for at in some]) for server, some in groups.items()]
         try:
             # in one order for all callers, lest two wait for what the other holds
             for batch in sorted(batches, key=lambda batch: batch.server.address):
@@ -191,64 +187,54 @@ class RedisClient:
         finally:
             for batch in batches:
                 batch.close()
-        for batch in batches:
-            failed |= self._take_in(batch, replies)
-        return failed
+        for batch, some in zip(batches, groups.values(), strict=True):
+            self._take_in(batch, some, replies)
 
-    def _take_in(self, batch: Batch, replies: list[Any]) -> dict[int, bool]:
-        failed: dict[int, bool] = {}
+    def _take_in(self, batch: Batch, numbers: Sequence[int], replies: list[Any]) -> None:
         if batch.error is not None:
             self._topology.note_failure(batch.server, batch.error)
-            for at in batch.commands:
-                replies[at], failed[at] = batch.error, batch.is_unsent
-        for at, reply in zip(batch.commands, batch.replies, strict=False):
-            replies[at] = None if isinstance(reply, WrongTypeError) else reply
-            if isinstance(reply, _ELSEWHERE):
-                failed[at] = True
+            for at in numbers:
+                replies[at] = _Failure(batch.error, batch.is_unsent)
+        for at, reply in zip(numbers, batch.replies, strict=False):
+            replies[at] = reply
+            if isinstance(reply, WrongTypeError):
+                replies[at] = None
+            elif isinstance(reply, _ELSEWHERE):
+                replies[at] = _Failure(reply, is_undone=True)
                 self._topology.note_failure(batch.server, reply)
-            elif isinstance(replies[at], errors.OutOfMemoryError):
-                raise replies[at]
-            elif isinstance(replies[at], errors.RedisError):
-                raise self._unavailable(replies[at])
-        return failed
+            elif isinstance(reply, errors.OutOfMemoryError):
+                raise reply
+            elif isinstance(reply, errors.RedisError):
+                raise self._unavailable(reply)
 
     def transfer(self, name: bytes, transfer: Transfer) -> bool:
-        """Carry out *transfer* of the key called *name*.
-
-        Return False when a reply is another than expected. Raises TierUnavailableError.
+        """Carry out *transfer* of the key called *name*. Return False when a reply is another than
+        expected. Raises TierUnavailableError.
         """
         deadline = self._deadline(len(transfer.out))
-        error, is_undone = self._transfer_once(name, transfer, deadline)
-        if is_undone and self._may_try_again(deadline):
-            error, _ = self._transfer_once(name, transfer, deadline)
+        error = self._try_transfer(name, transfer, deadline)
+        # What was reported to have come is not requested again.
+        is_curable = isinstance(error, (*_UNREACHED, *_ELSEWHERE)) and not transfer.filled_bytes
+        if is_curable and self._may_try_again(deadline):
+            error = self._try_transfer(name, transfer, deadline)
         if error is None or isinstance(error, (errors.InvalidResponse, WrongTypeError)):
             return error is None
         raise self._partial_failure(error)
 
-    def _transfer_once(
-        self, name: bytes, transfer: Transfer, deadline: float
-    ) -> tuple[Exception | None, bool]:
-        """Return why it failed, if it did, and whether then nothing was done."""
+    def _try_transfer(self, name: bytes, transfer: Transfer, deadline: float) -> Exception | None:
+        """Return why it failed, if it did."""
         server: Server | None = None
-        connection: RedisConnection | None = None
-        is_done = False
         try:
             server = self._topology.server_of(name, deadline)
-            connection = server.acquire(deadline)
-            transfer.run(connection, server.window)
-            is_done = True
+            with server.connection(deadline) as connection:
+                transfer.run(connection, server.window)
         except KVStoreError:  # of the caller that checks what arrives
             raise
         except (OSError, errors.RedisError) as error:
             if server is not None and isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
                 self._topology.note_failure(server, error)
-            # What was reported to have come is not requested again.
-            is_refused = isinstance(error, _ELSEWHERE) and not transfer.filled_bytes
-            return error, connection is None or is_refused
-        finally:
-            if server is not None and connection is not None:
-                server.release(connection, is_clean=is_done)
-        return None, False
+            return error
+        return None
 
     def masters(self) -> list[Server]:
         """Return the servers that hold keys. Raises TierUnavailableError."""

@@ -129,9 +129,8 @@ class ConnectionOptions:
 
 
 class DeadlineSocket:
-    """A socket whose every use ends by ``deadline``, and after *silence_s* without any byte.
-
-    What came before the deadline can be received for GRACE_S after it.
+    """A socket whose every use ends by ``deadline``, and after *silence_s* without any byte. What
+    came before the deadline can be received for GRACE_S after it.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, clock: Callable[[], float]) -> None:
@@ -183,9 +182,8 @@ class DeadlineSocket:
 
 
 class RedisConnection(Connection):
-    """redis-py's connection, every call on which ends by the deadline of its ``link``.
-
-    Raises redis-py's errors and OSError; after one, the connection is of no use.
+    """redis-py's connection, every call on which ends by the deadline of its ``link``. Raises
+    redis-py's errors and OSError; after one, the connection is of no use.
     """
 
     link: DeadlineSocket
@@ -249,10 +247,7 @@ class RedisConnection(Connection):
             self.link.sendall(part)
 
     def read_replies(self, count: int, limit_bytes: int) -> list[Reply]:
-        """Return *count* replies of *limit_bytes* at most together, which must be all there are.
-
-        An error is one of them.
-        """
+        """Return *count* replies of *limit_bytes* together, errors too: all that there may be."""
         self.link.limit_bytes = limit_bytes
         read = self._parser.read_response
         try:
@@ -304,7 +299,6 @@ class RedisConnection(Connection):
 @dataclass(slots=True)
 class Transfer:
     """The value of one key received in place: *steps* in order, whose payload fills *out*.
-
     *arrived* is called, after each slice, with how much has come.
     """
 

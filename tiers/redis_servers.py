@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import select
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import Empty, LifoQueue
 from typing import Final
@@ -50,9 +50,8 @@ logger = structlog.get_logger(__name__)
 
 
 class Server:
-    """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe.
-
-    Each has one user at a time; one that failed is not used again.
+    """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe. Each
+    has one user at a time; one that failed is not used again.
     """
 
     def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
@@ -111,6 +110,16 @@ class Server:
         if self._is_closed:
             self.close()
 
+    @contextmanager
+    def connection(self, deadline: float) -> Iterator[RedisConnection]:
+        """Give a connection for replies that are all read, unless this raises."""
+        connection, is_clean = self.acquire(deadline), False
+        try:
+            yield connection
+            is_clean = True
+        finally:
+            self.release(connection, is_clean=is_clean)
+
     def close(self) -> None:
         """Hang up; what is in use follows as it comes back. Idempotent."""
         self._is_closed = True
@@ -129,12 +138,9 @@ def _has_events(connection: RedisConnection) -> bool:
 
 
 class Batch:
-    """Numbered commands to one server, over one connection.
+    """Commands to one server, over one connection. ``error`` is why it failed, if it did."""
 
-    ``error`` is why it failed, if it did; ``is_unsent`` says that nothing was sent then.
-    """
-
-    def __init__(self, server: Server, commands: Mapping[int, Command]) -> None:
+    def __init__(self, server: Server, commands: Sequence[Command]) -> None:
         self.server = server
         self.commands = commands
         self.replies: list[Reply] = []
@@ -152,7 +158,7 @@ class Batch:
         try:
             self._connection = self.server.acquire(deadline)
             self._sent_at = self.server.clock()
-            self._connection.send(pack(*self.commands.values()))
+            self._connection.send(pack(*self.commands))
         except (OSError, errors.RedisError) as error:
             self.error = error
 
@@ -175,13 +181,9 @@ class Batch:
 
 def converse(server: Server, command: Command, deadline: float) -> Reply:
     """Send *command* to one server and return the reply; an error is raised."""
-    batch = Batch(server, {0: command})
-    try:
-        batch.send(deadline)
-        batch.receive(MAX_TOPOLOGY_BYTES)
-    finally:
-        batch.close()
-    reply = batch.error or batch.replies[0]
+    with server.connection(deadline) as connection:
+        connection.send(pack(command))
+        (reply,) = connection.read_replies(1, MAX_TOPOLOGY_BYTES)
     if isinstance(reply, Exception):
         raise reply
     return reply

@@ -49,10 +49,8 @@ class Login:
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """A checked address. ``shown`` names no user and no password.
-
-    ``hosts`` are the server, the Sentinels or some nodes of the Cluster. ``tls`` is None for
-    plain text, else the options for it.
+    """A checked address: ``hosts`` are the server, the Sentinels or some nodes of the Cluster.
+    ``tls`` is None for plain text, else its options. ``shown`` names no user and no password.
     """
 
     mode: Mode
@@ -71,10 +69,8 @@ class RedisUrl:
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Parse *url*.
-
-    Raises InvalidRequestError, which never quotes it: a badly escaped password may be
-    anywhere in it.
+    """Parse *url*. Raises InvalidRequestError, which never quotes it: a badly escaped password may
+    be anywhere in it.
     """
     try:
         parts = urlsplit(url)
@@ -129,9 +125,8 @@ def _refuse() -> NoReturn:
 
 
 def tls_context(options: tuple[tuple[str, str], ...]) -> ssl.SSLContext:
-    """Return the context that *options*, by their names in the URL, stand for.
-
-    Raises InvalidRequestError for values that mean nothing and files that cannot be read.
+    """Return the context of *options*, by their names in the URL. Raises InvalidRequestError for
+    values that mean nothing and files that cannot be read.
     """
     given = dict(options)
     requirement = given.get("ssl_cert_reqs", "required")

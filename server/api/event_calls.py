@@ -58,7 +58,7 @@ class EventCalls:
             raise InvalidRequestError("method", "Events", "this server keeps no events")
         session = self._sessions.get(request.session_id) if request.session_id else None
         with self._slot("" if session is None else session.tenant):
-            reader = log.reader(None if session is None else session.namespace)
+            reader = EventReader(log, None if session is None else session.namespace)
             if request.boot_id == self._boot_id:
                 reader.go_on(request.cursor)  # which may look through the whole log
             yield from self._pages(log, reader, session, context)

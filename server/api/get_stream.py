@@ -21,7 +21,6 @@ from kvstore.server.store.reads import (
     NO_REACH,
     LayerPart,
     RangeRead,
-    ReadResult,
     ReadTerms,
 )
 from kvstore.server.store.store import Store
@@ -125,30 +124,28 @@ class GetStream:
                 reads.note_in_place(keys, rows, terms)
             if remote is not None and first < len(keys):
                 lenders = remote.tier.lenders(keys[first:])
-        there: list[ReadResult] = []
+        there: list[LayerPart] = []
         for one in reads.get(keys[first:], terms) if first < len(keys) else ():
-            index = one.index + first
-            if one.place is None:
-                yield LayerPart(index, one.tier, len(one.frame), 0, one.frame)
+            part = one._replace(chunk=one.chunk + first)
+            if part.place is None:
+                yield part
                 continue
-            there.append(one)
-            following = keys[index + 1 :][:1]
+            there.append(part)
+            following = keys[part.chunk + 1 :][:1]
             if not (following and reads.in_reach(following[0], terms)):
-                yield self._read_places(first, there, lenders)
+                yield self._read_places(there, lenders)
                 there = []
         if there:
-            yield self._read_places(first, there, lenders)
+            yield self._read_places(there, lenders)
 
-    def _read_places(
-        self, first: int, results: Sequence[ReadResult], lenders: Iterable[int]
-    ) -> Places:
+    def _read_places(self, results: Sequence[LayerPart], lenders: Iterable[int]) -> Places:
         names = list(dict.fromkeys(result.tier for result in results))
         rows = pack_places(
             result.place._replace(tier=names.index(result.tier))
             for result in results
             if result.place is not None
         )
-        return self._places(first + results[0].index, rows, names, lenders)
+        return self._places(results[0].chunk, rows, names, lenders)
 
     def _places(
         self, index: int, rows: bytes, names: Sequence[str], lenders: Iterable[int] = ()

@@ -15,7 +15,7 @@ from kvstore.proto.messages import ERROR_NAME
 from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, Trust
 from kvstore.server.security.sessions import ANYBODY, Principal, Session
-from kvstore.server.telemetry.request_ids import CURRENT, NUMBERS, RequestId
+from kvstore.server.telemetry.tracing import CURRENT, NUMBERS, RequestId
 
 if TYPE_CHECKING:
     from kvstore.server.telemetry.tracing import Tracing

@@ -11,9 +11,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from urllib.parse import urlsplit
 
 import structlog
@@ -69,20 +68,16 @@ logger = structlog.get_logger(__name__)
 
 
 class Announcements:
-    """The keys that this node announces, at most *limit*, and those whose entry is to be written.
-
-    Thread-safe, bounded and without I/O; *clock* returns seconds.
-    """
+    """At most *limit* keys that this node announces, and those still to be written. Thread-safe."""
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
         self._limit = limit
         self._clock = clock
-        self._held: OrderedDict[ChunkKey, float] = OrderedDict()
+        self.held: OrderedDict[ChunkKey, float] = OrderedDict()
         """When each key was last announced, the oldest first."""
-        self._pending: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.pending: OrderedDict[ChunkKey, None] = OrderedDict()
         self._lost_at = -math.inf
-        # Guards the tables.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the tables
 
     def announce(self, keys: Iterable[ChunkKey]) -> int:
         """Announce *keys*; return how many were left out for want of room."""
@@ -90,17 +85,17 @@ class Announcements:
             return sum(not self._hold(key) for key in keys)
 
     def _hold(self, key: ChunkKey) -> bool:
-        has_room = key in self._held or len(self._held) < self._limit
+        has_room = key in self.held or len(self.held) < self._limit
         if not has_room or not self._queue(key):
             return False
-        self._held[key] = self._clock()
-        self._held.move_to_end(key)
+        self.held[key] = self._clock()
+        self.held.move_to_end(key)
         return True
 
     def _queue(self, key: ChunkKey, limit: int = MAX_PENDING) -> bool:
-        has_room = key in self._pending or len(self._pending) < limit
+        has_room = key in self.pending or len(self.pending) < limit
         if has_room:
-            self._pending[key] = None
+            self.pending[key] = None
         return has_room
 
     def withdraw(self, keys: Iterable[ChunkKey]) -> int:
@@ -109,22 +104,20 @@ class Announcements:
         What could not be withdrawn ends by its lifetime, as it is not repeated.
         """
         with self._lock:
-            known = [key for key in keys if self._held.pop(key, None) is not None]
+            known = [key for key in keys if self.held.pop(key, None) is not None]
             return sum(not self._queue(key) for key in known)
 
     def take(self, count: int) -> list[tuple[ChunkKey, bool]]:
         """Take the *count* keys that wait longest, and whether this node holds each now."""
         with self._lock:
-            count = min(count, len(self._pending))
-            keys = [self._pending.popitem(last=False)[0] for _ in range(count)]
-            return [(key, key in self._held) for key in keys]
+            count = min(count, len(self.pending))
+            keys = [self.pending.popitem(last=False)[0] for _ in range(count)]
+            return [(key, key in self.held) for key in keys]
 
     def put_back(self, keys: Sequence[ChunkKey]) -> int:
-        """The last updates of *keys* did not arrive: they wait again.
-
-        Half of the room stays free for others. Return how many had none.
-        """
+        """Have *keys*, whose updates did not arrive, wait again. Return how many had no room."""
         with self._lock:
+            # Half of the room stays free for others.
             return sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
 
     def lost(self) -> None:
@@ -136,61 +129,18 @@ class Announcements:
         """Announce again what was lost, or announced half a lifetime ago, *count* at most."""
         with self._lock:
             due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
-            for _ in range(min(count, len(self._held), MAX_PENDING - len(self._pending))):
-                key, announced_at = next(iter(self._held.items()))
+            for _ in range(min(count, len(self.held), MAX_PENDING - len(self.pending))):
+                key, announced_at = next(iter(self.held.items()))
                 if announced_at >= due:
                     break
                 self._hold(key)
 
-    @property
-    def waiting(self) -> int:
-        """Updates to be sent."""
-        return len(self._pending)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-
-class UnknownMembers:
-    """Members of entries that are not in the Membership. Thread-safe, bounded.
-
-    One that stays unknown for *wait_s* is dead: a node that has just come is not listed here at
-    once. Its entry is then stale. *clock* returns monotonic seconds.
-    """
-
-    def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
-        self._wait_s = wait_s
-        self._clock = clock
-        self._since: dict[tuple[ChunkKey, bytes], float] = {}
-        # Guards the table.
-        self._lock = threading.Lock()
-
-    def note(self, key: ChunkKey, member: bytes) -> None:
-        """The entry of *key* names *member*, which is unknown."""
-        with self._lock:
-            if len(self._since) < MAX_STALE_ENTRIES:
-                self._since.setdefault((key, member[:MAX_MEMBER_BYTES]), self._clock())
-
-    def take_stale(self, living: Container[bytes], count: int) -> list[tuple[ChunkKey, bytes]]:
-        """Forget those who are *living* by now; take stale entries of the others, *count* at most.
-
-        In one step: a reader with an older list may have taken one who is back for dead.
-        """
-        due = self._clock() - self._wait_s
-        with self._lock:
-            self._since = {one: at for one, at in self._since.items() if one[1] not in living}
-            stale = list(islice((one for one, at in self._since.items() if at <= due), count))
-            for one in stale:
-                del self._since[one]
-        return stale
-
 
 class Directory:
-    """Who holds which chunks in memory: announces this node's, finds others'.
+    """Who holds which chunks in memory: announces this node's, finds others'. Thread-safe.
 
-    All names in Redis begin with *prefix*. ``start`` begins to beat and to write in a thread
-    of its own. Redis may be down at any time: then nobody is found, and updates wait, bounded.
-    Closes *link* as it is closed. *clock* returns monotonic seconds. Thread-safe.
+    All names in Redis begin with *prefix*. Redis may be down at any time: then nobody is found, and
+    updates wait, bounded. Closes *link* as it is closed. *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -214,7 +164,8 @@ class Directory:
         self._member = _member(me.incarnation)
         self._membership = Membership(link, prefix, me, limits.directory_ttl_ms)
         self._announcements = Announcements(limits.directory_chunks, clock)
-        self._unknown = UnknownMembers(self._ttl_s, clock)
+        self._unknown: dict[tuple[ChunkKey, bytes], float] = {}
+        """Members of entries that no living node is, since when; changed without a lock."""
         self._nodes: Mapping[bytes, NodeAddress] = {}
         self._undelivered: list[ChunkKey] = []
         self._beat_at = -math.inf
@@ -228,8 +179,8 @@ class Directory:
     def holders(self, keys: Sequence[ChunkKey], deadline_s: float) -> Holders:
         """Return which other living nodes hold each of *keys*, in any order.
 
-        Takes *deadline_s* seconds at most, and one round trip for MAX_READ_KEYS. Keys that
-        nobody holds are left out, and so are all once Redis does not answer: never raises.
+        Takes *deadline_s* seconds at most. Keys that nobody holds are left out, and so are all once
+        Redis does not answer: never raises.
         """
         nodes = self._living()
         found: Holders = {}
@@ -238,8 +189,7 @@ class Directory:
         until = self._clock() + deadline_s
         try:
             for start in range(0, len(keys), MAX_READ_KEYS):
-                left_s = until - self._clock()
-                if left_s <= 0:
+                if (left_s := until - self._clock()) <= 0:
                     break
                 self._read(keys[start : start + MAX_READ_KEYS], left_s, nodes, found)
         except KVStoreError as error:
@@ -282,8 +232,8 @@ class Directory:
                 living, others = known[row]
                 if living:
                     found[key] = living
-                for member in others:
-                    self._unknown.note(key, member)
+                for member in others if len(self._unknown) < MAX_STALE_ENTRIES else ():
+                    self._unknown.setdefault((key, member[:MAX_MEMBER_BYTES]), self._clock())
 
     def _name(self, key: ChunkKey) -> bytes:
         return self._stems[key[-1] % BUCKETS] + key.hex().encode()
@@ -364,35 +314,38 @@ class Directory:
         was_forgotten = self._membership.beat()
         self._beat_at = self._clock()
         self._nodes = {_member(one.incarnation): one for one in self._membership.living}
-        stale = self._unknown.take_stale(self._nodes, BATCH_UPDATES)
         if was_forgotten:
             self._announcements.lost()
         self._count_dropped(self._announcements.put_back(self._undelivered))
         self._undelivered = []
         if self._membership.state is not before:
-            self._log_state()
-        names = [(self._name(key), member) for key, member in stale]
+            self._log_state(self._membership.state, self._membership.rival)
+        names = [(self._name(key), member) for key, member in self._take_dead()]
         self._link.ask([(name, (b"SREM", name, member)) for name, member in names])
         self._flush()
 
-    def _log_state(self) -> None:
-        state, rival = self._membership.state, self._membership.rival
+    def _take_dead(self) -> list[tuple[ChunkKey, bytes]]:
+        """Take entries of nodes that were unknown for so long that none has just come."""
+        due, unknown = self._clock() - self._ttl_s, self._unknown.copy()
+        back = [one for one in unknown if one[1] in self._nodes]
+        dead = [one for one, since in unknown.items() if since <= due and one[1] not in self._nodes]
+        for one in (*back, *dead[:BATCH_UPDATES]):
+            self._unknown.pop(one, None)
+        return dead[:BATCH_UPDATES]
+
+    def _log_state(self, state: MembershipState, rival: NodeAddress | None) -> None:
         if state is MembershipState.known:
             logger.info("this node is in the directory", node_id=self.me.node_id)
             return
-        fix = "give some nodes another --redis-prefix"
-        if state is MembershipState.taken:
-            fix = "give each node another --node-id"
+        is_taken = state is MembershipState.taken
+        what = "each node another --node-id" if is_taken else "some nodes another --redis-prefix"
         logger.error(
             "this node stays out of the directory", reason=state.value, node_id=self.me.node_id,
-            other=rival.grpc_address if rival else "", fix=fix,
+            other=rival.grpc_address if rival else "", fix=f"give {what}",
         )  # fmt: skip
 
     def _flush(self) -> None:
-        """Send what waits. Raises TierUnavailableError.
-
-        What does not arrive, as part of a Cluster is lost or all of it, waits for the next beat.
-        """
+        """Send what waits; what does not arrive waits on. Raises TierUnavailableError."""
         while self._membership.state is MembershipState.known and not self._stopping.is_set():
             self._announcements.repeat(BATCH_UPDATES)
             updates = self._announcements.take(BATCH_UPDATES)
@@ -427,8 +380,8 @@ class Directory:
             incarnation=self.me.incarnation,
             standing=self._membership.state.name,
             failure=self._failure,
-            announced=len(self._announcements),
-            waiting=self._announcements.waiting + len(self._undelivered),
+            announced=len(self._announcements.held),
+            waiting=len(self._announcements.pending) + len(self._undelivered),
             nodes=[as_message(pb.DirectoryNode, node) for node in nodes],
         )
 

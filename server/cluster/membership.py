@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from itertools import islice
 
 from redis.exceptions import OutOfMemoryError
 
@@ -90,12 +90,10 @@ class NodeAddress:
             raise InvalidRequestError("node_id", self.node_id, fix)
         if not 0 < self.incarnation < 1 << 64:
             raise InvalidRequestError("incarnation", self.incarnation, "give 1 to 2^64-1")
-        for name in ("bulk_address", "grpc_address"):
-            value = getattr(self, name)
-            if len(value) > MAX_ADDRESS_CHARS or not re.fullmatch("[!-~]*", value):
-                raise InvalidRequestError(name, value, "give host:port without spaces")
-        if not self.grpc_address:
-            raise InvalidRequestError("grpc_address", "", "give host:port")
+        for name, least in (("bulk_address", 0), ("grpc_address", 1)):
+            if not re.fullmatch(f"[!-~]{{{least},{MAX_ADDRESS_CHARS}}}", getattr(self, name)):
+                fix = "give host:port without spaces"
+                raise InvalidRequestError(name, getattr(self, name), fix)
 
     @classmethod
     def parse(cls, node_id: bytes, row: bytes) -> NodeAddress | None:
@@ -117,19 +115,15 @@ class MembershipState(Enum):
 
 
 class Membership:
-    """This node's place among the others. One thread calls ``beat``; any may read.
-
-    A node that was silent for *ttl_ms* is no longer listed.
-    """
+    """This node's place among the others, who live until they are silent for *ttl_ms*."""
 
     def __init__(self, link: RedisClient, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
         self._link = link
         self._incarnation = me.incarnation
         self._names = [b"%b{%b}:nodes" % (prefix.encode(), tag) for tag in _TAGS]
         places = f"{me.grpc_address} {me.bulk_address or '-'}"
-        head = [me.node_id.encode(), b"%d" % me.incarnation]
-        self._row = (head[0], b"%d" % ttl_ms, head[1], places.encode(), b"%d" % MAX_NODES)
-        self._leave = tuple(head)
+        self._leave = node_id, incarnation = me.node_id.encode(), b"%d" % me.incarnation
+        self._row = (node_id, b"%d" % ttl_ms, incarnation, places.encode(), b"%d" % MAX_NODES)
         self.state = MembershipState.unknown
         self.rival: NodeAddress | None = None
         """Who has this node's id, if that is known."""
@@ -137,10 +131,9 @@ class Membership:
         """The other nodes; replaced as a whole."""
 
     def beat(self) -> bool:
-        """Write that this node lives and read which others do.
+        """Write that this node lives and read which others do. Raises TierUnavailableError.
 
-        Return whether a server had forgotten it, and so may have lost entries. Raises
-        TierUnavailableError.
+        Return whether a server had forgotten it, and so may have lost entries.
         """
         calls: list[Call] = [(name, (b"EVAL", _BEAT, 1, name, *self._row)) for name in self._names]
         try:
@@ -150,23 +143,24 @@ class Membership:
         answers = [reply for reply in replies if not isinstance(reply, NodeDown)]
         if not answers:
             raise next(reply.error for reply in replies if isinstance(reply, NodeDown))
-        parsed = [self._parsed(reply) for reply in answers]
-        self.living = list(dict.fromkeys(node for *_, living in parsed for node in living))
-        rival = next((rival for _, rival, _ in parsed if rival), None)
-        return self._settle([state for state, *_ in parsed], rival)
-
-    def _parsed(self, reply: Any) -> tuple[bytes, NodeAddress | None, list[NodeAddress]]:
-        """Return of one hash: this node's state there, who has its id, and which others live."""
-        match reply:
-            case [bytes(state), bytes(mine), [*cells]] if all(isinstance(c, bytes) for c in cells):
-                pairs = zip(cells[::2], cells[1::2], strict=False)
-                nodes = [NodeAddress.parse(*pair) for pair in pairs][:MAX_NODES]
-                rival = NodeAddress.parse(self._row[0], mine) if state == b"taken" else None
-                return state, rival, [n for n in nodes if n and n.incarnation != self._incarnation]
-            case _:
-                raise TierUnavailableError(
-                    "redis", f"{self._link.url}: a stranger's answer; see what lies at its hashes"
-                )
+        states: list[bytes] = []
+        rivals: list[NodeAddress | None] = []
+        living: dict[NodeAddress | None, None] = {}
+        for answer in answers:
+            match answer:
+                case [bytes(state), bytes(mine), [*cells]] if all(
+                    isinstance(cell, bytes) for cell in cells
+                ):
+                    pairs = islice(zip(cells[::2], cells[1::2], strict=False), MAX_NODES)
+                    living |= dict.fromkeys(NodeAddress.parse(*pair) for pair in pairs)
+                    states.append(state)
+                    if state == b"taken":
+                        rivals.append(NodeAddress.parse(self._row[0], mine))
+                case _:
+                    fix = "a stranger's answer; see what lies at its hashes"
+                    raise TierUnavailableError("redis", f"{self._link.url}: {fix}")
+        self.living = [one for one in living if one and one.incarnation != self._incarnation]
+        return self._settle(states, next(filter(None, rivals), None))
 
     def _settle(self, states: list[bytes], rival: NodeAddress | None) -> bool:
         """Decide by most of the answers: a hash that lost its rows lets anybody in."""

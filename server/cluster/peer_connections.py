@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,33 +35,13 @@ _LATE_S = 0.02
 """For an answer that has come when its time is up: others may have been waited for before."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerSession:
-    """A session that another server opened for this one.
-
-    ``address`` is where its streams are, tcp://host:port; with a ``certificate``, in DER, they are
-    encrypted. ``boot_id`` is of the server's present start.
-    """
-
-    address: str
-    certificate: bytes
-    session_id: int
-    token: bytes
-    heartbeat_ms: int
-    max_frame_bytes: int
-    max_batch_chunks: int
-    boot_id: int = 0
+Dial = Callable[[str, str, float], pb.OpenPeerResponse]
+"""From a peer's address, this node's id and the seconds that it may take, to the session there."""
 
 
-Dial = Callable[[str, str, float], PeerSession]
-"""A peer's address, this node's id and the seconds that it may take."""
-
-
-def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> PeerSession:
-    """Open a session at the peer at *address*, host:port.
-
-    Raises TierUnavailableError when it does not, InvalidRequestError for credentials that cannot
-    be used.
+def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
+    """Open a session at the peer at *address*, host:port. Raises TierUnavailableError,
+    InvalidRequestError for credentials that cannot be used.
     """
     metadata = key_metadata(config, address)
     with _channel(config, address) as channel:
@@ -73,26 +52,17 @@ def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> 
         except grpc.RpcError as error:
             why = f"{address}: {error.code().name}: {(error.details() or '')[:200]}"
             raise TierUnavailableError("peer", why) from None
-    bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
-    if not bulk_address.startswith("tcp://"):
+    reply.bulk_address = reply.bulk_address.replace("*", address.rpartition(":")[0])
+    if not reply.bulk_address.startswith("tcp://"):
         raise TierUnavailableError("peer", f"{address}: has no bulk channel")
-    return PeerSession(
-        bulk_address,
-        reply.bulk_certificate,
-        reply.session_id,
-        reply.attach_token,
-        max(1, reply.heartbeat_ms),
-        min(reply.max_frame_bytes, MAX_FRAME_BYTES),
-        max(1, reply.max_batch_chunks),
-        reply.server.boot_id,
-    )
+    reply.heartbeat_ms = max(1, reply.heartbeat_ms)
+    reply.max_frame_bytes = min(reply.max_frame_bytes, MAX_FRAME_BYTES)
+    reply.max_batch_chunks = max(1, reply.max_batch_chunks)
+    return reply
 
 
 def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] | None:
-    """Return what shows the key to the peer at *address*; None without one.
-
-    Raises InvalidRequestError when it may not be shown there.
-    """
+    """Return what shows the key at *address*, if any. Raises InvalidRequestError if it may not."""
     path = config.peer_key
     if path is None:
         return None
@@ -131,32 +101,26 @@ class StreamLink:
     A read that does not come to its end leaves the link closed. *clock* returns monotonic seconds.
     """
 
-    def __init__(self, session: PeerSession, clock: Callable[[], float]) -> None:
+    def __init__(self, session: pb.OpenPeerResponse, clock: Callable[[], float]) -> None:
         self.session = session
         self._clock = clock
         self._wire: FramedSocket | None = None
         self._requests = 0
-        self._is_pending = False
-        """Whether the last request has not had its whole answer."""
-        self._wanted: list[ChunkInfo] = []
-        """By the last request, in the order in which they come."""
-        self._at = 0
-        """Which of them was read last."""
+        self._is_pending = False  # whether the last request has not had its whole answer
+        self._wanted: list[ChunkInfo] = []  # by the last request, in the order in which they come
+        self._at = 0  # which of them was read last
 
     def connect(self, within_s: float) -> None:
-        """Connect, and attach to the session.
-
-        Raises TierUnavailableError, DeadlineError, the peer's own errors.
-        """
+        """Connect and attach. Raises TierUnavailableError, DeadlineError, the peer's own errors."""
         session = self.session
         if within_s <= 0:
-            raise DeadlineError(f"{session.address}: there is no time to connect")
+            raise DeadlineError(f"{session.bulk_address}: there is no time to connect")
         deadline = self._clock() + within_s
-        wire = connect_wire(session.address, session.certificate, deadline, self._clock)
+        wire = connect_wire(session.bulk_address, session.bulk_certificate, deadline, self._clock)
         self._wire, self._is_pending = wire, True
         try:
             wire.set_timeout(max(0.001, deadline - self._clock()), deadline)
-            attach = pb.StreamAttach(session_id=session.session_id, token=session.token)
+            attach = pb.StreamAttach(session_id=session.session_id, token=session.attach_token)
             wire.send(pb.StreamMessage(attach=attach))
             answer, _ = wire.receive()
             if answer.HasField("failed"):
@@ -169,10 +133,9 @@ class StreamLink:
             self._close_if_pending()
 
     def begin_find(self, keys: Sequence[ChunkKey], deadline: float) -> None:
-        """Request which of *keys*, of one namespace, are in the peer's memory; ``end_find`` waits.
+        """Request which of *keys*, of one namespace, are in the peer's memory by *deadline*.
 
-        *deadline* is a point on the clock. Raises DeadlineError, LeaseExpiredError when the peer
-        hung up since the last request.
+        Raises DeadlineError, LeaseExpiredError when the peer hung up since the last request.
         """
         left_s = max(_LATE_S, deadline - self._clock())
         find = pb.FindRequest(deadline_ms=max(1, int(1000 * left_s)), **self._naming(keys))
@@ -180,10 +143,8 @@ class StreamLink:
         self._begin(pb.StreamMessage(find=find), left_s)
 
     def end_find(self, keys: Sequence[ChunkKey], deadline: float) -> list[ChunkInfo | None]:
-        """Return what the peer has of the *keys* of ``begin_find``.
-
-        Raises as ``begin_find``, the peer's own errors, and InvalidFrameError or
-        InvalidRequestError for what is no answer to that.
+        """Return what the peer has of the *keys* of ``begin_find``. Raises as that, the peer's own
+        errors, and InvalidFrameError or InvalidRequestError for what is no answer.
         """
         wire, now = self._wire, self._clock()
         assert wire is not None
@@ -210,10 +171,8 @@ class StreamLink:
 
         Nothing is yielded when the peer does not have it in memory. The bytes are not verified.
         The whole frames *following* are part of the same request, and are to be read next,
-        in that order, while ``coming`` names one. Raises DeadlineError when nothing comes for
-        *silence_s*, or not all of it in MOST_SILENCES such times; LeaseExpiredError when the peer
-        hung up since the last request, its own errors, and InvalidFrameError or
-        InvalidRequestError for parts that are not of this.
+        in that order, while ``coming`` names one. Raises as ``end_find``; DeadlineError when
+        nothing comes for *silence_s*, or not all of it in MOST_SILENCES such times.
         """
         end, arrived, is_whole = offset + len(out), 0, False
         sizes = {len(out), info.size_bytes}
@@ -229,7 +188,7 @@ class StreamLink:
                 answer, size_bytes = self._receive(wire, arrived)
                 if answer.HasField("done"):
                     self._is_pending = False
-                    continue
+                    break
                 self._check(answer, size_bytes, offset + arrived, end)
                 for start in range(0, size_bytes, STEP_BYTES):
                     stop = min(start + STEP_BYTES, size_bytes)

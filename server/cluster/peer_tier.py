@@ -62,11 +62,8 @@ class PeerTier(Tier):
         self._counters = counters
         self._clock = clock
         self._index: dict[ChunkKey, _Known] = {}
-        # Guards the index where it changes, or is read as a whole.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the index where it changes, or is read as a whole
         peers.after_step = self.check_again
-
-    # --- what is known
 
     @override
     def find(self, keys: Sequence[ChunkKey], until: float = math.inf) -> list[ChunkInfo | None]:
@@ -85,10 +82,7 @@ class PeerTier(Tier):
             ]
 
     def stale(self, *, everything: bool = False) -> list[ChunkKey]:
-        """Return what is known for too long, or of peers that are not up any more; or all.
-
-        It stays known until ``delete``.
-        """
+        """Return what is known for too long, or of peers that are down; or all."""
         oldest = math.inf if everything else self._clock() - KNOWN_S
         up = {peer for peer in self.peers.known() if peer.is_up}
         with self._lock:
@@ -100,10 +94,7 @@ class PeerTier(Tier):
         ]
 
     def check_again(self) -> None:
-        """Query peers for what is known of them; what they lack by now is known no more.
-
-        For the thread of the upkeep. Nothing is known for longer by that.
-        """
+        """Query peers for some of what is known of them; for the thread of the upkeep."""
         now, most = self._clock(), QUERIES_AGAIN * CHECKED_AGAIN
         with self._lock:
             index = dict(self._index)
@@ -134,8 +125,6 @@ class PeerTier(Tier):
         known = self._index.get(key)
         return [] if known is None else [peer for peer in known.chunk.peers if peer.is_up]
 
-    # --- direct reads by clients
-
     def reachable(self) -> list[int]:
         """Return the numbers of all peers that clients may read from."""
         return [peer.number for peer in self.peers.known() if peer.is_up]
@@ -153,8 +142,6 @@ class PeerTier(Tier):
         size_bytes = known.chunk.info.size_bytes
         peer = min(usable, key=lambda one: one.load_s(size_bytes))
         return Place(peer.number, Reach.peer, 0, 0, size_bytes, 0)
-
-    # --- reading
 
     @override
     def batch_key(self, key: ChunkKey) -> object:
@@ -211,8 +198,6 @@ class PeerTier(Tier):
         with self._lock:
             return self._index.pop(key, None) is not None
 
-    # --- what a tier has and this one does not
-
     @override
     def allocated_bytes(self, size_bytes: int) -> int:
         return size_bytes
@@ -233,10 +218,6 @@ class PeerTier(Tier):
     @override
     def stats(self) -> TierStats:
         return TierStats(0, 0, len(self._index), 0)
-
-    @override
-    def flush(self) -> None:
-        """Nothing is written."""
 
     @override
     def close(self) -> None:

@@ -35,7 +35,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey, Namespace
 from kvstore.server.cluster.membership import NodeAddress
-from kvstore.server.cluster.peer_connections import Dial, PeerSession, StreamLink
+from kvstore.server.cluster.peer_connections import Dial, StreamLink
 from kvstore.server.settings.values import MAX_QUERIED_PEERS, Limits
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
@@ -55,6 +55,9 @@ _JOIN_S = 3.0
 _PATIENT = 0.25
 """Of a timeout: a request that had less time than this counts nothing against a peer."""
 _EWMA_WEIGHT = 0.2
+_SESSION_ENDED = (
+    LeaseExpiredError, UnauthenticatedError, PermissionDeniedError, ShuttingDownError,
+)  # fmt: skip
 _NO_KEY = ChunkKey(bytes(32))
 """A query for it tells whether a peer answers: nobody has it."""
 
@@ -62,18 +65,16 @@ logger = structlog.get_logger(__name__)
 
 
 class PeerNode:
-    """One other server: its session, connections, speed and faults. Thread-safe.
-
-    ``address`` is where its gRPC service is; *clock* returns monotonic seconds.
-    """
+    """One other server, whose gRPC service is at ``address``. Thread-safe."""
 
     def __init__(
-        self, address: str, breaker: Breaker, clock: Callable[[], float], number: int = 0
+        self, address: str, limits: Limits, clock: Callable[[], float], number: int = 0
     ) -> None:
         self.address = address
         self.number = number
         """What our clients know it by."""
-        self.breaker = breaker
+        failures, retry_ms = limits.breaker_failures, limits.breaker_retry_ms
+        self.breaker = Breaker(f"peer {address}", failures, retry_ms, clock)
         self.first_byte_s = 1e-3
         self.bytes_per_s = 1e9
         """Exponentially weighted means of its answers."""
@@ -81,19 +82,17 @@ class PeerNode:
         """Of the start that the directory named last; 0: it named none."""
         self.is_self = False
         self.answered_at = 0.0
-        self.session: PeerSession | None = None
+        self.session: pb.OpenPeerResponse | None = None
         """What it opened for this server, as far as is known."""
         self._clock = clock
         self._opened_at = 0.0
         self._idle: list[StreamLink] = []
         self._in_use: set[StreamLink] = set()
         self._faults = 0
-        self._failed_reads = 0
-        """In a row, though it answered finds in between."""
+        self._failed_reads = 0  # in a row, though it answered finds in between
         self._has_answered = False
         self._barred_until = 0.0
-        # Guards the eight above.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the eight above
 
     def load_s(self, size_bytes: int) -> float:
         """Return how long a frame of *size_bytes* would take."""
@@ -109,13 +108,12 @@ class PeerNode:
         """Whether it may be used: it opened a session, answers, and is not barred."""
         return self.session is not None and not self.breaker.reason and not self.is_barred
 
-    def open_session(self, session: PeerSession) -> None:
+    def open_session(self, session: pb.OpenPeerResponse) -> None:
         """Use *session* from now on. The streams of an earlier one are closed."""
         self.forget()
         with self._lock:
             self.session = session
-            self._opened_at = self._clock()
-        self.answered_at = self._clock()
+            self._opened_at = self.answered_at = self._clock()
 
     def forget(self) -> None:
         """Its session is over, or it is another server by now. Idempotent."""
@@ -136,8 +134,7 @@ class PeerNode:
     def grant_direct_reads(self, space: Namespace) -> pb.LendPeerResponse | None:
         """Let a client of this server read chunks of *space* there; None unless it is up.
 
-        The client brings the grant to the peer. Time counts from the start of this server's
-        session there, so that the clocks of two hosts need not agree.
+        Time counts from the start of this session, so that clocks of hosts need not agree.
         """
         with self._lock:
             session, opened_at = self.session, self._opened_at
@@ -145,11 +142,11 @@ class PeerNode:
             return None
         until_s = int(self._clock() - opened_at) + GUEST_S
         return pb.LendPeerResponse(
-            bulk_address=session.address,
-            bulk_certificate=session.certificate,
+            bulk_address=session.bulk_address,
+            bulk_certificate=session.bulk_certificate,
             session_id=session.session_id,
             until_s=until_s,
-            token=guest_token(session.token, session.session_id, space, until_s),
+            token=guest_token(session.attach_token, session.session_id, space, until_s),
             valid_ms=1000 * GUEST_S,
         )
 
@@ -201,10 +198,7 @@ class PeerNode:
         """Take note of a failed request; return the counter that it belongs to."""
         if isinstance(error, QuotaExceededError):
             return "peer_refusals"  # it is busy, or we are: a miss
-        if isinstance(
-            error,
-            LeaseExpiredError | UnauthenticatedError | PermissionDeniedError | ShuttingDownError,
-        ):
+        if isinstance(error, _SESSION_ENDED):
             self.forget()
             return "peer_lost_sessions"
         if isinstance(error, InvalidFrameError | InvalidRequestError):
@@ -249,10 +243,9 @@ class _Reads(threading.local):
 
 
 class Peers:
-    """Knows live peers, chooses, queries and fetches. Thread-safe.
+    """Knows live peers, chooses, queries and fetches. Thread-safe. ``step`` is a turn of upkeep.
 
-    Those at *addresses* are always queried. *dial* opens a session at a peer. *clock* returns
-    monotonic seconds. ``start`` begins the upkeep; ``step`` is one turn of it.
+    Those at *addresses* are always queried. *dial* opens a session at a peer.
     """
 
     def __init__(
@@ -278,20 +271,16 @@ class Peers:
         self._numbers = count(1)
         self._static = [self._new(address) for address in addresses[:MAX_QUERIED_PEERS]]
         self._listed: OrderedDict[str, PeerNode] = OrderedDict()
-        # Guards the table of nodes that the directory named.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the table of nodes that the directory named
         self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._upkeep, name="peers", daemon=True)
 
     def _new(self, address: str) -> PeerNode:
-        failures, retry_ms = self._limits.breaker_failures, self._limits.breaker_retry_ms
-        breaker = Breaker(f"peer {address}", failures, retry_ms, self._clock)
-        return PeerNode(address, breaker, self._clock, next(self._numbers))
+        return PeerNode(address, self._limits, self._clock, next(self._numbers))
 
     def start(self, node_id: str, boot_id: int) -> None:
         """Begin to open sessions, as *node_id*, of whose present start *boot_id* is."""
         self._node_id, self._boot_id = node_id, boot_id
-        self._thread = threading.Thread(target=self._upkeep, name="peers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -299,7 +288,7 @@ class Peers:
         self._stopping.set()
         for peer in self.known():
             peer.forget()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(_JOIN_S)
 
     def known(self) -> list[PeerNode]:
@@ -330,27 +319,24 @@ class Peers:
             if peer.breaker.reason or peer.session is None:  # it may have been started again
                 peer.forget()
                 session = self._dial(peer.address, self._node_id, _DIAL_S)
-                peer.is_self = session.boot_id == self._boot_id
+                peer.is_self = session.server.boot_id == self._boot_id
                 if peer.is_self:
                     return
                 peer.open_session(session)
                 if self._stopping.is_set():  # nobody else hangs up on it any more
                     peer.forget()
             self.query({peer: [_NO_KEY]})
-        except InvalidRequestError as error:
+        except (InvalidRequestError, TierUnavailableError) as error:
             peer.breaker.fail(str(error))
-            logger.warning("peer cannot be asked", peer=peer.address, reason=str(error))
-        except TierUnavailableError as error:
-            peer.breaker.fail(str(error))
-            logger.debug("peer is not there", peer=peer.address, reason=str(error))
+            log = logger.warning if isinstance(error, InvalidRequestError) else logger.debug
+            log("peer cannot be used", peer=peer.address, reason=str(error))
 
     # --- finding
 
     def find(self, keys: Sequence[ChunkKey], until: float = math.inf) -> dict[ChunkKey, PeerChunk]:
         """Return which of *keys*, of one namespace, are in the memory of peers that are up.
 
-        Takes two timeouts at most, the directory's and the peers', and ends by *until*. Never
-        raises.
+        Takes a timeout for the directory and one for peers, and ends by *until*. Never raises.
         """
         wanted = self._choose(keys, until)
         if not wanted:
@@ -377,7 +363,7 @@ class Peers:
                 if node.incarnation not in of_nodes:
                     peer = self._peer_of(node)
                     has_room = peer in wanted or len(wanted) < MAX_QUERIED_PEERS
-                    is_used = peer.is_up and has_room
+                    is_used = peer.is_up and has_room and peer not in self._static
                     of_nodes[node.incarnation] = wanted.setdefault(peer, []) if is_used else []
                 of_node = of_nodes[node.incarnation]
                 if of_node[-1:] != [key]:
@@ -407,17 +393,15 @@ class Peers:
     def query(
         self, wanted: Mapping[PeerNode, Sequence[ChunkKey]], until: float = math.inf
     ) -> dict[PeerNode, list[ChunkInfo]]:
-        """Query all at once, and wait for each until one timeout has passed, or until *until*.
+        """Query all at once, for one timeout or until *until*; return what each that answers has.
 
-        Return which of its keys, of one namespace, each peer has that answers. One for which no
-        time is left when its turn comes is left out, which counts nothing against it.
+        One for which no time is left when its turn comes is left out, but not held to have failed.
         """
         started = self._clock()
         deadline = min(started + self._timeout_s, until)
         found: dict[PeerNode, list[ChunkInfo]] = {}
 
         def failed(peer: PeerNode, error: KVStoreError, left_s: float) -> None:
-            """*left_s* seconds were left when its turn came."""
             if not isinstance(error, DeadlineError) or left_s >= _PATIENT * self._timeout_s:
                 self._counters.add(peer.note_failure(error))
 
@@ -483,9 +467,9 @@ class Peers:
     ) -> Generator[tuple[PeerNode, int], None, None]:
         """Fill *out* with a frame from byte *offset*; yield the sender and how much has come.
 
-        The fastest of the chunk's peers that is up and has it sends it; without one nothing is
-        yielded. Raises TierUnavailableError when one fails half way. Nothing is verified. The
-        thread reads *following* next: the same request is for those that the sender has.
+        The fastest of the chunk's peers that is up and has it sends it, unverified; without one
+        nothing is yielded. Raises TierUnavailableError when one fails half way. The thread reads
+        *following* next: the same request is for those that the sender has.
         """
         if self._reads.run is not None and self._reads.run[1].coming != chunk.info.key:
             self._hang_up()  # on a thread's own link, which sends something else

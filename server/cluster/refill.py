@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import takewhile
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkInfo, ChunkKey
@@ -68,11 +69,8 @@ class Refill:
             self._rests_until_s = self._moves.clock() + CHECK_S
             raise
         self._row = row
-        for at, key in enumerate(missing):
-            if at < MAX_COPIES and self._copy(key):
-                continue
-            self._queue({left: due[left] for left in missing[at:]})
-            break
+        copied = sum(1 for _ in takewhile(self._copy, missing[:MAX_COPIES]))
+        self._queue({left: due[left] for left in missing[copied:]})
         if missing:  # whatever took these took others, too
             self._next_s = self._moves.clock()
         return bool(missing)
@@ -84,10 +82,7 @@ class Refill:
                 self._again[key] = was_missing or self._again.get(key, False)
 
     def _missing(self, due: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
-        """Return what the slot has lost of *due*, and this server has elsewhere.
-
-        What never was on the slot is not lost, unless it was missing before.
-        """
+        """Return what of *due* was on the slot, is there no more, and is elsewhere here."""
         moves = self._moves
         here = {slot.name for slot in moves.tiers.sources if not slot.tier.shared}
         holders = {key: set(moves.catalog.holders(key)) for key in due}

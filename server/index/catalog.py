@@ -21,7 +21,7 @@ from kvstore.server.index.hints import NEVER, ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Lease, Leases, LeaseTerms
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.queries import CatalogQueries
-from kvstore.server.telemetry.outcomes import Outcomes
+from kvstore.server.telemetry.events import Outcomes
 
 QUIET_S = 0.004
 """Requests have paused when none came for so long."""

@@ -49,9 +49,8 @@ class Event:
 class AuditLog:
     """Writes events to *path* in a thread of its own. Thread-safe; ``note`` never waits.
 
-    A file that reaches *file_bytes* is set aside, ``KEPT_FILES`` in all are kept. *wall_clock*
-    gives seconds since 1970. Raises InvalidRequestError for a file that cannot be written or whose
-    chain is broken.
+    A file that reaches *file_bytes* is set aside. *wall_clock* gives seconds since 1970. Raises
+    InvalidRequestError for a file that cannot be written or whose chain is broken.
     """
 
     def __init__(self, path: Path, file_bytes: int, wall_clock: Callable[[], float]) -> None:
@@ -106,9 +105,9 @@ class AuditLog:
                 fields[name] = value[:256] if isinstance(value, str) else value
         if lost:
             fields["lost"] = lost
-        line, self.last = chained(self.last, fields)
+        line, digest = chained(self.last, fields)
         self._file.write(line)
-        self._count += 1
+        self.last, self._count = digest, self._count + 1  # once it is in the file's buffer
         if self._events.empty():
             self._file.flush()
 

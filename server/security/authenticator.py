@@ -1,19 +1,23 @@
-"""The Authenticator: from what a call brought along to the Principal behind it."""
+"""The Authenticator: from what a call brought along to the Principal behind it.
+
+Of JSON Web Tokens (RFC 7519) the algorithm, audience and issuer are the operator's, not theirs.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
 
-from kvstore.proto.errors import UnauthenticatedError
+from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError, check_text
 from kvstore.server.security.certificates import (
     Revocations,
     principal_of_certificate,
     proof_of_certificate,
 )
-from kvstore.server.security.jwt_tokens import MAX_LIFE_S, JwtVerifier
-from kvstore.server.security.key_files import ApiKeys
+from kvstore.server.security.key_files import ApiKeys, WatchedFile
 from kvstore.server.security.sessions import ANYBODY, Principal
-from kvstore.server.security.watched_file import WatchedFile
 
 HEADER = "authorization"
 SCHEME = "Bearer "
@@ -22,13 +26,101 @@ CERTIFICATE = "x509_pem_cert"
 Metadata = Iterable[tuple[str, str | bytes]]
 AuthContext = Mapping[str, Iterable[bytes]]
 
+LEEWAY_S = 5
+MIN_HMAC_BYTES = 32
+MAX_TOKEN_CHARS = 8192
+MAX_KEYS = 8
+REMEMBERED = 1024
+"""Tokens whose signature was verified."""
+MAX_LIFE_S = 366 * 86_400
+"""From now on: a token that is good for longer is refused, as it can be taken back with its key
+alone."""
+MAX_SUBJECT_CHARS = 256
+
+_PEM_END = b"-----END PUBLIC KEY-----"
+_REFUSED = "the token is not one of this server's callers"
+
+
+class JwtVerifier:
+    """Verifies tokens under a key; they say ``sub``, ``tenant``, ``roles``, ``exp``, ``aud``.
+
+    There may be several public keys in PEM; without *keys* no token is good, without *issuer* any
+    issuer. Raises InvalidRequestError for a key that does not go with the algorithm.
+    """
+
+    def __init__(self, keys: bytes | None, algorithm: str, audience: str, issuer: str = "") -> None:
+        self._algorithm = algorithm
+        required = ["exp", "aud", "sub", *(["iss"] if issuer else [])]
+        self._options: Any = {"require": required}
+        self._bounds: Any = {"audience": audience, "issuer": issuer or None, "leeway": LEEWAY_S}
+        self.keys: dict[bytes, Any] = {}
+        """By what principals' ``proof`` names them by."""
+        self.principal_of: Callable[[str], Principal] = lru_cache(REMEMBERED)(self._verified)
+        """Returns whose a token is. Raises UnauthenticatedError that does not repeat it."""
+        if keys is None:
+            return
+        pieces = keys.split(_PEM_END)
+        is_pem = not algorithm.startswith("HS") and len(pieces) > 1
+        found = [piece.lstrip() + _PEM_END for piece in pieces[:-1]] if is_pem else [keys]
+        if len(found) > MAX_KEYS or (is_pem and pieces[-1].strip()):
+            fix = f"give at most {MAX_KEYS} public keys in PEM and nothing else"
+            raise InvalidRequestError("jwt_key", len(found), fix)
+        self.keys = {hashlib.sha256(key).digest()[:16]: _prepared(key, algorithm) for key in found}
+
+    def _verified(self, token: str) -> Principal:
+        import jwt
+
+        if len(token) > MAX_TOKEN_CHARS:
+            raise UnauthenticatedError(_REFUSED)
+        for proof, key in self.keys.items():
+            try:
+                claims = jwt.decode(token, key, [self._algorithm], self._options, **self._bounds)
+            except jwt.InvalidSignatureError:
+                continue
+            except jwt.ExpiredSignatureError:
+                raise UnauthenticatedError("the token has expired; get another") from None
+            except (jwt.PyJWTError, ValueError, TypeError, OverflowError):
+                raise UnauthenticatedError(_REFUSED) from None
+            return _principal(claims, proof)
+        raise UnauthenticatedError(_REFUSED)
+
+
+def _prepared(key: bytes, algorithm: str) -> Any:
+    import jwt
+
+    if algorithm.startswith("HS") and len(key) < MIN_HMAC_BYTES:
+        fix = f"put at least {MIN_HMAC_BYTES} random bytes into it"
+        raise InvalidRequestError("jwt_key", len(key), fix)
+    try:
+        prepared = jwt.get_algorithm_by_name(algorithm).prepare_key(key)
+    except (ValueError, TypeError, NotImplementedError, jwt.PyJWTError) as error:
+        fix = f"no key for {algorithm}: {error}"
+        raise InvalidRequestError("jwt_key", algorithm, fix) from None
+    if hasattr(prepared, "private_bytes"):
+        fix = "give the public key alone; the private one signs, and is not for servers"
+        raise InvalidRequestError("jwt_key", algorithm, fix)
+    return prepared
+
+
+def _principal(claims: dict[str, Any], proof: bytes) -> Principal:
+    roles = claims.get("roles")
+    roles = roles.split() if isinstance(roles, str) else roles
+    tenant = claims.get("tenant")
+    if not isinstance(roles, list) or not isinstance(tenant, str):
+        raise UnauthenticatedError("the token does not say tenant and roles")
+    try:
+        subject = check_text("sub", claims["sub"], MAX_SUBJECT_CHARS)
+        until = float(claims["exp"]) + LEEWAY_S
+        return Principal(f"jwt:{subject}", tenant, frozenset(map(str, roles)), until, proof)
+    except (InvalidRequestError, OverflowError) as error:
+        raise UnauthenticatedError(f"the token's claims cannot be: {error}") from None
+
 
 class Authenticator:
     """From proofs to the Principal of a call. Thread-safe. *wall_clock* gives seconds since 1970.
 
     A token decides where there is one, else the certificate. Without any of *keys*, *verifier*
-    and *takes_certificates* every caller is ``ANYBODY``. A certificate that *revocations* name is
-    refused, with a token or without.
+    and *takes_certificates* every caller is ``ANYBODY``. *revocations* are for both.
     """
 
     def __init__(

@@ -10,13 +10,11 @@ from typing import Any
 from kvstore.proto.errors import PermissionDeniedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server.security.audit_log import AuditLog, Event
-from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.security.authenticator import Authenticator, JwtVerifier
 from kvstore.server.security.certificates import Revocations, parse_revocations
-from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
-from kvstore.server.security.key_files import ApiKeys, parse_keys
+from kvstore.server.security.key_files import ApiKeys, WatchedFile, parse_keys
 from kvstore.server.security.rate_limits import Limits, RateLimit, TenantLimits
 from kvstore.server.security.sessions import Principal, Session, SessionTable
-from kvstore.server.security.watched_file import WatchedFile
 from kvstore.server.settings.rules import Pool
 from kvstore.server.settings.settings import Settings
 from kvstore.server.telemetry.metrics import Counters
@@ -26,6 +24,10 @@ OPEN = "open"
 """Needs no role: what a probe of the machine's own wants to know."""
 POOL_PREFIX = "pool:"
 """Of the name that a shared pool has as a tenant; no tenant's own name has a colon."""
+PREFIX_BYTES = 8
+MAX_TENANT_CHARS = 128
+REFUSALS_PER_S = 20
+"""Written to the audit log of callers that nobody knows; more are only counted."""
 
 _BY_ROLE = {
     ANY: "OpenSession Heartbeat CloseSession Status Quota",
@@ -52,10 +54,7 @@ SERVICES: Mapping[str, str] = {
 
 @lru_cache(256)
 def role_for(method: str) -> str:
-    """Return the role that calls of *method*, ``/service/name`` or a name of ours, need.
-
-    Raises PermissionDeniedError for a method that has no row.
-    """
+    """Return the role that *method* needs. Raises PermissionDeniedError for one without a row."""
     service, _, name = method.strip("/").rpartition("/")
     role = SERVICES.get(service) or METHODS.get(name)
     if role is None:
@@ -77,8 +76,7 @@ def access_to(
 ) -> tuple[str, frozenset[str]]:
     """Return the tenant of the session that *principal* opens for *tenant*, and its roles there.
 
-    *tenant* is empty or the caller's own, or one of the shared *pools*: chunks that several tenants
-    may read, kept as those of a tenant of their own. Raises PermissionDeniedError for others.
+    *tenant* is empty, the caller's own or a shared pool's, else PermissionDeniedError is raised.
     """
     if tenant in ("", principal.tenant):
         return principal.tenant, principal.roles
@@ -89,11 +87,6 @@ def access_to(
                 return tenant, roles
     raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {principal.name}'s")
 
-
-PREFIX_BYTES = 8
-MAX_TENANT_CHARS = 128
-REFUSALS_PER_S = 20
-"""Written to the audit log of callers that nobody knows; more are only counted."""
 
 _WIDE = frozenset({"Explain", "Events", "Clear", "Spaces"})
 """Calls whose messages decide whether they are about others."""
@@ -124,8 +117,7 @@ class Authorizer:
     def admit(self, principal: Principal, method: str, request: Any = None) -> Session | None:
         """Return the session that *request* is about, if any; without one check the role alone.
 
-        Raises PermissionDeniedError, LeaseExpiredError for a session of somebody else's, and
-        QuotaExceededError.
+        Raises PermissionDeniedError, QuotaExceededError, LeaseExpiredError for another's session.
         """
         role, name = role_for(method), method.rpartition("/")[2]
         if request is not None and name in _WIDE and _is_of_others(name, request, principal.tenant):
@@ -143,10 +135,7 @@ class Authorizer:
         return session
 
     def admit_on(self, session: Session, method: str, *, is_counted: bool = True) -> None:
-        """Check a call on *session*, which counts for its tenant's rate unless others did.
-
-        Raises PermissionDeniedError or QuotaExceededError.
-        """
+        """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
         role = role_for(method)
         if role != ANY and role not in session.roles:
             raise PermissionDeniedError(f"{method.rpartition('/')[2]}: this session may not {role}")
@@ -168,10 +157,7 @@ class Authorizer:
         request: Any = None,
         peer: Callable[[], str] = str,
     ) -> None:
-        """Record a call; without a *principal* nobody knew who called.
-
-        *request* may be the number of its chunks, too.
-        """
+        """Record a call; None: a stranger's. *request* may be the number of its chunks."""
         if self._audit is None:
             return
         name = method.rpartition("/")[2]
@@ -185,30 +171,21 @@ class Authorizer:
         named = str(getattr(request, "tenant", ""))[:MAX_TENANT_CHARS]
         tenant = session.tenant if session else named or principal.tenant
         prefix = session.namespace[:PREFIX_BYTES].hex() if session else ""
-        chunks = request if isinstance(request, int) else _chunks_in(request)
+        digests = getattr(request, "digests", b"")
+        listed = len(digests) // DIGEST_BYTES if isinstance(digests, bytes) else 0
+        chunks = request if isinstance(request, int) else listed
         self._audit.note(Event(principal.name, tenant, name, outcome, prefix, chunks, peer()))
 
     def note_on(
         self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
     ) -> None:
-        """Record a call over a transport that knows callers by their sessions alone.
-
-        *session* is None for a stranger's; *chunks* is how many it was about.
-        """
+        """Record a call of *chunks* over a transport that knows callers by their sessions alone."""
         owner = session.owner if session else None
         self.note(owner, method, outcome, session, chunks, lambda: peer)
 
 
-def _chunks_in(request: Any) -> int:
-    digests = getattr(request, "digests", b"")
-    return len(digests) // DIGEST_BYTES if isinstance(digests, bytes) else 0
-
-
 class Trust:
-    """What decides about callers, by a server's settings. ``tick`` is called now and then.
-
-    Raises InvalidRequestError for files that cannot be used.
-    """
+    """What decides about callers. Raises InvalidRequestError for files that cannot be used."""
 
     def __init__(
         self, config: Settings, sessions: SessionTable, clock: Callable[[], float]
@@ -217,8 +194,12 @@ class Trust:
         if config.auth_keys is not None:
             keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
         if config.jwt_key is not None:
-            audience, issuer = config.jwt_audience or "", config.jwt_issuer or ""
-            verify = partial(JwtVerifier, terms=JwtTerms(config.jwt_algorithm, audience, issuer))
+            verify = partial(
+                JwtVerifier,
+                algorithm=config.jwt_algorithm,
+                audience=config.jwt_audience or "",
+                issuer=config.jwt_issuer or "",
+            )
             verifier = WatchedFile((config.jwt_key,), verify, partial(verify, None))
         if config.tls_crl is not None and config.tls_client_ca is not None:
             parse: Callable[..., Revocations] = partial(parse_revocations, wall_clock=time.time)
@@ -236,9 +217,8 @@ class Trust:
         }
         self.limits = TenantLimits(limits, clock)
         self.pools = config.shared_pools
-        self.audit = None
-        if config.audit_log is not None:
-            self.audit = AuditLog(config.audit_log, config.limits.audit_bytes, time.time)
+        path, file_bytes = config.audit_log, config.limits.audit_bytes
+        self.audit = AuditLog(path, file_bytes, time.time) if path is not None else None
         self.authorizer = Authorizer(
             sessions, self.limits, self.audit, notes_reads=config.audit_reads, clock=clock
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
+from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.security.sessions import ROLES, Principal
-from kvstore.server.security.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -54,8 +55,8 @@ def parse_revocations(
 ) -> Revocations:
     """Return what the lists of *data* revoke, all in PEM.
 
-    Each has to be signed by one of *authorities* and not to be out of date. Lists of changes or
-    for others' certificates are refused. Raises InvalidRequestError.
+    Raises InvalidRequestError for lists that none of *authorities* signed, that are out of date, of
+    changes alone, or for others' certificates.
     """
     from cryptography import x509
 
@@ -88,8 +89,7 @@ def _check(
 
 
 def _until_s(one: x509.CertificateRevocationList) -> float:
-    until = one.next_update_utc
-    return until.timestamp() if until is not None else float("inf")
+    return one.next_update_utc.timestamp() if one.next_update_utc else math.inf
 
 
 def _refused(value: object, fix: str) -> InvalidRequestError:
@@ -103,8 +103,7 @@ ENGINE_ROLES = frozenset({"read", "write"})
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
     """Return credentials that take what the files hold at each handshake.
 
-    *client_ca* None: callers need no certificate. Raises InvalidRequestError for files that do
-    not go together.
+    *client_ca* None: callers need none. Raises InvalidRequestError for files that do not match.
     """
     paths = (cert, key) if client_ca is None else (cert, key, client_ca)
     files = WatchedFile(paths, checked_pair)

@@ -1,4 +1,5 @@
-"""Files of keys, one JSON object a line: API keys of callers, and keys that tiers encrypt with.
+"""Files that are read again when they change, and those of keys: API keys of callers, and keys
+that tiers encrypt with, one JSON object a line.
 
 An API key is ``kvs_ID_SECRET``: 12 hexadecimal digits that say which it is, and 32 random bytes as
 43 characters of base64url. It names a tenant and its roles; its line has ``id``, ``tenant``,
@@ -17,11 +18,14 @@ import hashlib
 import hmac
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from threading import Lock
+from typing import Annotated, Generic, TypeVar
 
+import structlog
 from pydantic import ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from kvstore.proto.errors import InvalidRequestError
@@ -29,12 +33,16 @@ from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.values import Checked
 
 MAX_KEYS = 65_536
-SECRET_BYTES = 32
-KEY_BYTES = 32
+SECRET_BYTES = KEY_BYTES = 32
 MAX_EPOCHS = 1024
-MAX_EPOCH = (1 << 32) - 1
+MAX_FILE_BYTES = 16 << 20
+_LOOKS = 2
 
 _KEY = re.compile(r"kvs_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+
+T = TypeVar("T")
+
+logger = structlog.get_logger(__name__)
 
 
 class ApiKey(Checked):
@@ -63,7 +71,7 @@ class EncryptionKey(Checked):
 
     model_config = ConfigDict(strict=True, val_json_bytes="hex", ser_json_bytes="hex")
 
-    epoch: Annotated[int, Field(ge=1, le=MAX_EPOCH)]
+    epoch: Annotated[int, Field(ge=1, lt=1 << 32)]
     key: Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES, repr=False)]
     made: int
 
@@ -150,10 +158,7 @@ def next_key(
 
 
 def write_keys(path: Path, rows: Sequence[ApiKey] | Sequence[EncryptionKey]) -> None:
-    """Put *rows* in the place of the file at *path*, all or nothing, for this user's eyes only.
-
-    Raises InvalidRequestError.
-    """
+    """Replace the file at *path* by *rows*, for this user alone. Raises InvalidRequestError."""
     data = "".join(row.model_dump_json() + "\n" for row in rows).encode()
     is_encrypting = any(isinstance(row, EncryptionKey) for row in rows)
     (parse_encryption_keys if is_encrypting else parse_keys)(data)
@@ -170,3 +175,79 @@ def write_keys(path: Path, rows: Sequence[ApiKey] | Sequence[EncryptionKey]) -> 
             raise
     except OSError as error:
         raise InvalidRequestError("file", str(path), f"{error.strerror}; name another") from None
+
+
+class WatchedFile(Generic[T]):
+    """What *parse* makes of some files, read again once one of them has changed. Thread-safe.
+
+    *parse* raises InvalidRequestError for bytes that will not do: the constructor raises it too,
+    later the last value is kept, and the error logged. Where *gone* is given, ``value`` is what it
+    returns once a file was missing twice in a row: to delete a file of keys revokes them.
+    """
+
+    def __init__(
+        self,
+        paths: tuple[Path, ...],
+        parse: Callable[..., T],
+        gone: Callable[[], T] | None = None,
+    ) -> None:
+        self._paths = paths
+        self._parse = parse
+        self._gone = gone
+        self._misses = 0
+        self._lock = Lock()  # whoever looks while another reads waits, and has the value, too
+        self._seen = list(map(_look, self._paths))
+        self.value = parse(*map(read_guarded, paths))
+
+    def refresh(self) -> bool:
+        """Read again what has changed. Return whether ``value`` is another now."""
+        seen = list(map(_look, self._paths))
+        with self._lock:
+            if self._gone is not None and None in seen:
+                self._misses += 1
+                if self._misses != _LOOKS:  # an editor may be about to put another in its place
+                    return False
+                self._seen = [None]  # whatever comes back is read
+                self.value = self._gone()
+                what = "a file of keys was deleted: all of its keys are revoked"
+                logger.error(what, files=self._paths)
+                return True
+            self._misses = 0
+            if seen == self._seen:
+                return False
+            self._seen = seen
+            try:
+                self.value = self._parse(*map(read_guarded, self._paths))
+            except InvalidRequestError as error:
+                logger.error("kept what was there before", reason=str(error))
+                return False
+            return True
+
+
+def _look(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file; None for one that is not there."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def read_guarded(path: Path) -> bytes:
+    """Return a file's bytes. Raises InvalidRequestError where others than root could change it."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (
+                stat.S_IWGRP | stat.S_IWOTH
+            ):
+                fix = "others could change it; chown it to this user or root, chmod go-w"
+                raise InvalidRequestError("file", str(path), fix)
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequestError("file", str(path), f"{error.strerror}; name another") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidRequestError("file", str(path), f"has over {MAX_FILE_BYTES} bytes")
+    return data

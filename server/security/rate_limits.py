@@ -24,8 +24,7 @@ REFUSED = "refused"
 class RateLimit:
     """A token bucket that a second fills: *per_s* at once, and so many a second in the long run.
 
-    Thread-safe; *clock* returns monotonic seconds. ``left_out`` counts what was refused since
-    something was taken.
+    Thread-safe. ``left_out`` counts what was refused since something was taken.
     """
 
     def __init__(self, per_s: int, clock: Callable[[], float]) -> None:
@@ -50,10 +49,7 @@ class RateLimit:
 
 
 class LogLimit:
-    """A processor for structlog: keeps callers from filling the log.
-
-    Of lines with one event so many a second are kept, of refusals for each class of error.
-    """
+    """A processor for structlog: LINES_PER_S of each event, of refusals by class of error."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._limits = defaultdict[tuple[str, str], RateLimit](
@@ -92,10 +88,7 @@ NO_LIMITS = Limits()
 
 
 class TenantLimits:
-    """The limits of every tenant, and the rates they are held to. Thread-safe.
-
-    *clock* returns monotonic seconds.
-    """
+    """The limits of every tenant, and the rates they are held to. Thread-safe."""
 
     def __init__(self, limits: Mapping[str, Limits], clock: Callable[[], float]) -> None:
         self.by_tenant = dict(limits)

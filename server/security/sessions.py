@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from kvstore.proto.errors import (
     InvalidRequestError,
@@ -38,9 +39,8 @@ peer: another server, which reads chunks of any tenant whose keys it can name.""
 class Principal:
     """Proven by a key, a token or a certificate. ``expires_at`` is in seconds of the wall clock.
 
-    ``name`` says by what: ``key:ID``, ``jwt:SUBJECT``, ``cert:NAME``; ``proof`` names the JWT's
-    signing key or the certificate, either of which may be taken back. Raises InvalidRequestError
-    for a tenant or role that there cannot be.
+    ``name`` is ``key:ID``, ``jwt:SUBJECT`` or ``cert:NAME``; ``proof`` names the JWT's signing key
+    or the certificate, which may be revoked. Raises InvalidRequestError for bad tenants or roles.
     """
 
     name: str
@@ -52,9 +52,8 @@ class Principal:
     def __post_init__(self) -> None:
         check_tenant(self.tenant)
         if not self.roles or not self.roles <= ROLES:
-            raise InvalidRequestError(
-                "roles", sorted(self.roles), "name some of read, write, admin, peer"
-            )
+            fix = "name some of read, write, admin, peer"
+            raise InvalidRequestError("roles", sorted(self.roles), fix)
 
     def is_admin(self) -> bool:
         """Whether it may see and change what is no tenant's."""
@@ -133,9 +132,8 @@ class Challenge:
 class SessionTable:
     """Live sessions by id.
 
-    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_open`` callbacks run
-    for each session that was opened, ``on_close`` for each that ends, however it ends, outside
-    the lock.
+    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_open`` and ``on_close``
+    are called for each session that was opened or ended, outside the lock.
     """
 
     def __init__(
@@ -157,8 +155,7 @@ class SessionTable:
         """Whether new sessions are refused."""
         self.on_open: list[Callable[[Session], None]] = []
         self.on_close: list[Callable[[Session], None]] = []
-        # Guards the table; held for dictionary operations only.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards the table; held for dictionary operations only
 
     def open(
         self,
@@ -170,19 +167,22 @@ class SessionTable:
         process: int = 0,
     ) -> Session:
         """Open a session. Raises QuotaExceededError or ShuttingDownError."""
-        session = self._make(client, tenant, owner, roles, representation)
-        session.process = process
-        self._admit(session)
+        session = self._admit(
+            tenant=tenant,
+            client=client,
+            representation=representation,
+            namespace=namespace(self._tenant_salt(tenant), representation),
+            representation_digest=representation_digest(representation),
+            owner=owner,
+            roles=roles,
+            process=process,
+        )
         for callback in self.on_open:
             callback(session)
         return session
 
     def open_peer(self, node_id: str, owner: Principal) -> Session:
-        """Open a session of another server; an earlier one of the same ends.
-
-        Raises QuotaExceededError or ShuttingDownError.
-        """
-        session = self._make(node_id, owner.tenant, owner, frozenset({"peer"}))
+        """Open another server's session; its earlier one ends. Raises as ``open``."""
         with self._lock:
             others = [one for one in self.by_id.values() if one.is_peer]
         for one in others:
@@ -190,34 +190,21 @@ class SessionTable:
                 self.close(one.session_id)
         if len(others) >= MAX_PEER_SESSIONS:
             raise QuotaExceededError("peer_sessions", MAX_PEER_SESSIONS, "this server")
-        self._admit(session)
-        return session
-
-    def _make(
-        self,
-        client: str,
-        tenant: str,
-        owner: Principal,
-        roles: frozenset[str],
-        model: Representation | None = None,
-    ) -> Session:
-        """Return a session that is not admitted yet; without a *model* another server's."""
-        space = namespace(self._tenant_salt(tenant), model) if model else _NO_SPACE
-        return Session(
-            int.from_bytes(self._random_bytes(8), "little") or 1,
-            tenant,
-            client,
-            model or _NO_MODEL,
-            space,
-            representation_digest(model) if model else b"",
-            self._random_bytes(TOKEN_BYTES),
-            self._clock(),
-            owner,
-            roles,
-            is_peer=model is None,
+        return self._admit(
+            tenant=owner.tenant,
+            client=node_id,
+            representation=_NO_MODEL,
+            namespace=_NO_SPACE,
+            representation_digest=b"",
+            owner=owner,
+            roles=frozenset({"peer"}),
+            is_peer=True,
         )
 
-    def _admit(self, session: Session) -> None:
+    def _admit(self, **terms: Any) -> Session:
+        session_id = int.from_bytes(self._random_bytes(8), "little") or 1
+        token, now = self._random_bytes(TOKEN_BYTES), self._clock()
+        session = Session(session_id, attach_token=token, heard_at=now, opened_at=now, **terms)
         with self._lock:
             if self.is_draining:
                 raise ShuttingDownError("the server drains; no new sessions")
@@ -226,8 +213,8 @@ class SessionTable:
             spared = self._limit // SPARED_SHARE
             if spared and len(self.by_id) >= self._limit - spared:
                 self._check_share(session, spared)
-            session.opened_at = self._clock()
-            self.by_id[session.session_id] = session
+            self.by_id[session_id] = session
+        return session
 
     def _check_share(self, session: Session, spared: int) -> None:
         """Raise QuotaExceededError where tenant or process have *spared* sessions already."""

@@ -16,7 +16,7 @@ from kvstore.server.index.known_models import FieldDifference, ModelNamespace, n
 from kvstore.server.index.queries import ChunkStatus
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.store import Store
-from kvstore.server.telemetry.outcomes import Fate, Outcome
+from kvstore.server.telemetry.events import Fate, Outcome
 from kvstore.server.tiering.admission import remember
 
 MAX_SIMILAR = 3

@@ -6,10 +6,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,28 +35,18 @@ from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket, Work
 
 
-@dataclass(frozen=True, slots=True)
-class ReadResult:
-    """A chunk in reach of its reader: its ``frame``, or the ``place`` where the reader finds it.
-
-    ``tier`` is where it was before. A frame that ``is_own`` is in memory of this get alone.
-    """
-
-    index: int
-    tier: str
-    frame: Bytes
-    place: Place | None = None
-    is_own: bool = False
-
-
 class LayerPart(NamedTuple):
-    """A piece of a frame, from ``offset`` on. ``chunk`` is its number in the request."""
+    """A piece of a frame, from ``offset`` on, or the ``place`` where its reader finds all of it.
+
+    ``chunk`` is its number in the request, ``tier`` where it was before.
+    """
 
     chunk: int
     tier: str
     frame_bytes: int
     offset: int
     data: Bytes
+    place: Place | None = None
 
 
 READ_AHEAD_CHUNKS = 8
@@ -101,6 +91,8 @@ class Loads:
     moves: Moves
     terms: ReadTerms
     claims: list[Ticket] = field(default_factory=list)
+    own_bytes: int = 0
+    """Of the frame that is delivered, where it is in memory of this get alone."""
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
         """Begin to copy a chunk to CPU memory; None when the queue of *source* is full."""
@@ -158,7 +150,7 @@ class Reads:
         self._lock = threading.Lock()  # guards the three above
         self._ahead = [slot for slot in tiers.slots.values() if slot.tier.reads_ahead]
 
-    def get(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[ReadResult]:
+    def get(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart]:
         """Yield leased chunks in order, up to the first that is lost or late.
 
         The caller holds the lease until it is done with what it got.
@@ -178,20 +170,20 @@ class Reads:
                 result = result or self._read(index, key, loads)
                 if result is None:
                     break
-                place = result.place
                 delivered += 1
-                size_bytes += len(result.frame) if place is None else place.size_bytes
+                size_bytes += result.frame_bytes
                 if key in self._prefetch.awaited:
                     self._prefetch.was_read(key)
                 if result.tier != cpu or self._tiers.gpu is not None:
                     self._promote_if_due(terms.session.tenant, key, result.tier)
                 if origin not in ("", result.tier):
-                    result = replace(result, tier=origin)
+                    result = result._replace(tier=origin)
                 try:
                     yield result
                 finally:
-                    if result.is_own:
-                        self.release_bypass(len(result.frame))
+                    if loads.own_bytes:
+                        self.release_bypass(loads.own_bytes)
+                        loads.own_bytes = 0
         finally:
             if loads.claims:
                 loads.close()
@@ -367,7 +359,7 @@ class Reads:
         nearest = next(iter(self.moves.nearest(key, holders)), None)
         return ("", None) if nearest is None else (nearest.name, loads.load(key, nearest))
 
-    def _read(self, index: int, key: ChunkKey, loads: Loads) -> ReadResult | None:
+    def _read(self, index: int, key: ChunkKey, loads: Loads) -> LayerPart | None:
         cpu, holders_of = self._tiers.cpu.name, self._catalog.holders
         # Each failed attempt removes or bars a copy, so this ends.
         for _ in range(2 * len(self._tiers.slots)):
@@ -390,34 +382,37 @@ class Reads:
                 continue
         return None
 
-    def _found(self, index: int, key: ChunkKey, terms: ReadTerms) -> ReadResult | None:
+    def _found(self, index: int, key: ChunkKey, terms: ReadTerms) -> LayerPart | None:
         """Return a chunk that needs no load: its bytes in CPU memory, or its place."""
         if not terms.reach:
-            frame = self._tiers.cpu_tier.peek(key)
-            return None if frame is None else ReadResult(index, self._tiers.cpu.name, frame)
+            name, frame = self._tiers.cpu.name, self._tiers.cpu_tier.peek(key)
+            return None if frame is None else LayerPart(index, name, len(frame), 0, frame)
         found = self._place(key, self._catalog.holders(key, terms.least), terms)
         if found is None:
             return None
-        self._counters.add("peer_lent_chunks", found[0] is self._tiers.remote)
-        return ReadResult(index, found[0].name, _NOT_HERE, found[1])
+        slot, place = found
+        self._counters.add("peer_lent_chunks", slot is self._tiers.remote)
+        return LayerPart(index, slot.name, place.size_bytes, 0, _NOT_HERE, place)
 
-    def _read_bypass(self, index: int, key: ChunkKey, name: str, loads: Loads) -> ReadResult | None:
+    def _read_bypass(self, index: int, key: ChunkKey, name: str, loads: Loads) -> LayerPart | None:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
         slot = self._tiers.slots[name]
         info = self._catalog.copies(key).get(name)
         if info is None or not self.reserve_bypass(info.size_bytes):
             return None
         work = partial(self.moves.read_bypass, info, slot)
-        frame = None
+        frame: Bytes | None = None
         try:
-            frame = loads.result(loads.submit(slot, b"bypass" + key, work))
+            ticket = loads.submit(slot, b"bypass" + key, work)
+            frame = cast("Bytes | None", loads.result(ticket))
         finally:
             if frame is None:
                 self.release_bypass(info.size_bytes)
         if frame is None:
             return None
         self._counters.add("read_throughs")
-        return ReadResult(index, name, frame, is_own=True)  # type: ignore[arg-type]
+        loads.own_bytes = info.size_bytes
+        return LayerPart(index, name, info.size_bytes, 0, frame)
 
     def reserve_bypass(self, size_bytes: int) -> bool:
         """Account for memory of a reader's own; False when there is too much of it already."""

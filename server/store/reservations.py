@@ -15,7 +15,7 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
 from kvstore.server.index.hints import PutInfo
 from kvstore.server.security.sessions import Session
-from kvstore.server.telemetry.outcomes import Fate
+from kvstore.server.telemetry.events import Fate
 from kvstore.server.tiering.admission import StateAdmission, Trigger
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot

@@ -29,7 +29,7 @@ from kvstore.server.store.plans import BatchPlan, plan_batch
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
 from kvstore.server.store.writes import Writes
-from kvstore.server.telemetry.outcomes import Fate
+from kvstore.server.telemetry.events import Fate
 from kvstore.server.tiering.admission import WRITE_BACK, WRITE_THROUGH, StateAdmission
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch

@@ -1,15 +1,18 @@
-"""Events: which chunks the tiers of this node alone gain and lose, for readers that follow.
+"""Events: which chunks the tiers of this node alone gain and lose, for readers that follow; and
+outcomes: what last became of a chunk, for Explain.
 
-After the KV events of vLLM (vllm/distributed/kv_events.py): numbered, kept for a while for readers
-that missed some, and hints only: acting on one that is wrong ends in a miss.
+Events are as vLLM's (vllm/distributed/kv_events.py): numbered, kept for a while for readers that
+missed some, and hints only: acting on one that is wrong ends in a miss.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 from struct import Struct
 from threading import Event as Flag
+from threading import Lock
 from time import sleep
 from typing import NamedTuple
 
@@ -50,6 +53,9 @@ class Event(NamedTuple):
         return self.key[:DIGEST_BYTES]
 
 
+MAX_OUTCOMES = 16_384
+"""Chunks whose last outcome is remembered; the oldest is forgotten first. About 6 MB."""
+MAX_DETAIL_CHARS = 200
 PAGE_EVENTS = 512
 MAX_SPACES = 4096
 """Namespaces whose events have numbers of their own. One that is pushed out goes on from the number
@@ -71,17 +77,12 @@ class Page(NamedTuple):
 
 
 class EventLog:
-    """The latest *size* events of *tiers*, each in the place of its number, until as many others
-    came.
+    """The latest *size* events of *tiers*, each in the place of its number.
 
     One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: a
-    row is written and read in one call of ``struct`` each, between which the interpreter does not
-    change threads, and it has its number, so a reader that is late sees that another is in its
-    place. Writers never wait for readers. *held* lists what is there now; *on_restart* is called
-    when a reader fell behind what the log keeps.
-
-    As objects 65,536 events take 21 MB, and a server grows by that while it fills them; as bytes
-    they take 4.6 MB, all of it at the start.
+    row is written and read in one call of ``struct`` each, and has its number, so a reader that is
+    late sees that another is in its place. *held* lists what is there now; *on_restart* is called
+    when a reader fell behind. 65,536 events take 4.6 MB, from the start; as objects 21 MB.
     """
 
     def __init__(
@@ -100,8 +101,7 @@ class EventLog:
         # Multiplied, not made empty: then the pages are there now, rather than one by one.
         self._rows = bytearray(b"\0") * (size * _ROW.size)
         self._counts: OrderedDict[bytes, int] = OrderedDict()
-        self._least = 1
-        """What a namespace that is not in *_counts* counts from."""
+        self._least = 1  # what a namespace that is not in *_counts* counts from
         self.last = 1
         """The number of the latest event; there was none before 2, as no cursor is 0."""
         self.ended = Flag()
@@ -139,21 +139,6 @@ class EventLog:
         if found != number or not found:  # a row that was never written has number 0
             return None
         return Event(key, self._names[tier], tokens, parent, _FIDELITIES[fidelity], number, own)
-
-    def reader(self, space: Namespace | None = None) -> EventReader:
-        """Return a reader of the events of *space*, or of all."""
-        return EventReader(self, space)
-
-    def since(self, number: int) -> list[Event] | None:
-        """Return the events behind *number*, PAGE_EVENTS at most; None if some are overwritten."""
-        stop = min(self.last, number + PAGE_EVENTS) + 1
-        page = []
-        for at in range(number + 1, stop):
-            event = self.get(at)
-            if event is None:
-                return None
-            page.append(event)
-        return page
 
     def count(self, space: Namespace | None) -> int:
         """Return the own number of the latest event of *space*; of all without one."""
@@ -222,15 +207,64 @@ class EventReader:
         return Page(events, 0 if row else self.cursor, cleared)
 
     def _news(self, at: int) -> Page | None:
-        while page := self._log.since(at):
-            self._at = at = page[-1].number
-            mine = [one for one in page if self._space is None or one.space == self._space]
+        log, space = self._log, self._space
+        while at < log.last:
+            stop = min(log.last, at + PAGE_EVENTS)
+            page = [event for event in map(log.get, range(at + 1, stop + 1)) if event is not None]
+            if len(page) < stop - at:  # some are overwritten
+                self._at = None
+                log.on_restart()
+                return self.poll()
+            self._at = at = stop
+            mine = [one for one in page if space is None or one.space == space]
             if mine:
-                last = mine[-1]
-                self.cursor = last.number if self._space is None else last.own
+                self.cursor = mine[-1].number if space is None else mine[-1].own
                 return Page(mine, self.cursor)
-        if page is None:
-            self._at = None
-            self._log.on_restart()
-            return self.poll()
         return None
+
+
+class Fate(Enum):
+    """What can become of a chunk; the value is Explain's word."""
+
+    refused = "refused"
+    invalid = "invalid"
+    evicted = "evicted"
+    corrupt = "corrupt"
+    unreadable = "unreadable"
+    codec_removed = "codec_removed"
+    lost = "lost"
+    deleted = "deleted"
+    expired = "expired"
+
+
+class Outcome(NamedTuple):
+    """*tier* is empty where none was concerned, *at_s* a time on the table's clock."""
+
+    fate: Fate
+    tier: str
+    detail: str
+    at_s: float
+
+
+class Outcomes:
+    """The last outcome of each of the latest chunks. Thread-safe; *clock* returns seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # Ordered: a plain dictionary looks for its first entry among those that were deleted.
+        self._by_key: OrderedDict[ChunkKey, Outcome] = OrderedDict()
+        self._lock = Lock()  # guards the dictionary
+
+    def note(self, key: ChunkKey, fate: Fate, tier: str = "", detail: str = "") -> None:
+        """Keep what became of a chunk in place of what was known of it."""
+        outcome = Outcome(fate, tier, detail[:MAX_DETAIL_CHARS], self._clock())
+        with self._lock:
+            self._by_key[key] = outcome
+            self._by_key.move_to_end(key)
+            if len(self._by_key) > MAX_OUTCOMES:
+                self._by_key.popitem(last=False)
+
+    def of(self, key: ChunkKey) -> Outcome | None:
+        """Return what last became of a chunk; None when that is not known."""
+        with self._lock:
+            return self._by_key.get(key)

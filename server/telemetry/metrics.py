@@ -51,10 +51,9 @@ class Times:
         return Times(tuple(counts), self.total_s - before.total_s)
 
     def quantile_s(self, share: float) -> float | None:
-        """Return the time that *share* of the calls took at most, about; None without calls.
+        """Return about the time that *share* of the calls took at most; None without calls.
 
-        Within a count times are taken to be spread evenly; what is over the last bound counts as
-        it.
+        Times of one count are taken to be spread evenly, longer ones to be the last bound.
         """
         left, below = share * self.calls, 0.0
         if not self.calls:
@@ -163,10 +162,7 @@ COUNTERS: Mapping[str, str] = {
 
 
 class Counters:
-    """Named integers, and counts with labels. Counting an unknown name is a KeyError.
-
-    Thread-safe; each of what it returns is of one instant.
-    """
+    """Named and labelled counts. Thread-safe; each of what it returns is of one instant."""
 
     def __init__(self) -> None:
         self._values = dict.fromkeys(COUNTERS, 0)

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -51,50 +52,52 @@ class LogPage(NamedTuple):
     lost: int
 
 
+@dataclass(slots=True, eq=False)
+class _Recording:
+    began_s: float
+    read_s: float
+    number: int = field(default_factory=lambda: secrets.randbits(64) | 1)
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(_KEY_BYTES))
+    lookups: deque[LoggedLookup] = field(default_factory=deque)
+    names_bytes: int = 0
+    last: int = 0
+    """The number of the latest lookup; the first is 1."""
+
+
 class RequestLog:
     """A bounded log that is off until somebody reads it, and off again when nobody does.
 
-    Chunks get 8 bytes of a keyed hash under a key of *draw*, new for each recording and secret:
+    Chunks get 8 bytes of a keyed hash, under a key that is new for each recording and secret:
     equal chunks have equal names, and no name can be tried against a prompt. *clock* is in seconds
-    and does not jump back; *draw* returns so many random bytes.
+    and does not jump back.
     """
 
-    def __init__(
-        self, clock: Callable[[], float], draw: Callable[[int], bytes] = secrets.token_bytes
-    ) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._draw = draw
-        self._recording = 0
-        self._key = b""
-        self._began_s = self._read_s = 0.0
-        self._lookups: deque[LoggedLookup] = deque()
-        self._names_bytes = 0
-        self._last = 0
-        """The number of the latest lookup; the first of a recording is 1."""
-        # Guards all of the above; held for appends and copies of lists only.
-        self._lock = threading.Lock()
+        self._recording: _Recording | None = None
+        self._lock = threading.Lock()  # guards it; held for appends and copies of lists only
 
     def note(self, keys: Sequence[ChunkKey], ready: int, tokens: int) -> None:
         """A prompt was looked up. Costs nothing while nobody reads."""
-        if not self._recording:
+        recording = self._recording
+        if recording is None:
             return
         now_s = self._clock()
+        names = b"".join(blake3(one, key=recording.key).digest(NAME_BYTES) for one in keys)
         with self._lock:
-            recording, key = self._recording, self._key
-            if not recording:
+            if self._live(now_s) is not recording:
                 return
-        names = b"".join(blake3(one, key=key).digest(NAME_BYTES) for one in keys)
-        with self._lock:
-            if recording != self._recording:
-                return
-            if now_s - self._read_s > IDLE_S:
-                self._stop()
-                return
-            self._last += 1
-            self._lookups.append(LoggedLookup(now_s - self._began_s, names, ready, tokens))
-            self._names_bytes += len(names)
-            while len(self._lookups) > LOG_LOOKUPS or self._names_bytes > LOG_CHUNKS * NAME_BYTES:
-                self._names_bytes -= len(self._lookups.popleft().names)
+            recording.last += 1
+            lookups = recording.lookups
+            lookups.append(LoggedLookup(now_s - recording.began_s, names, ready, tokens))
+            recording.names_bytes += len(names)
+            while len(lookups) > LOG_LOOKUPS or recording.names_bytes > LOG_CHUNKS * NAME_BYTES:
+                recording.names_bytes -= len(lookups.popleft().names)
+
+    def _live(self, now_s: float) -> _Recording | None:
+        if self._recording is not None and now_s - self._recording.read_s > IDLE_S:
+            self._recording = None
+        return self._recording
 
     def read(self, recording: int, after: int) -> LogPage:
         """Return what came after lookup *after* of a recording; 0 joins one, or begins it.
@@ -103,36 +106,26 @@ class RequestLog:
         """
         now_s = self._clock()
         with self._lock:
-            if self._recording and now_s - self._read_s > IDLE_S:
-                self._stop()
-            if not recording and not self._recording:
-                self._recording = int.from_bytes(self._draw(8), "little") | 1
-                self._key = self._draw(_KEY_BYTES)
-                self._began_s = now_s
-            if recording not in (0, self._recording):
+            live = self._live(now_s)
+            if live is None and not recording:
+                live = self._recording = _Recording(now_s, now_s)
+            if live is None or recording not in (0, live.number):
                 fix = f"nobody read it for {IDLE_S:g} s, or the server started anew: begin another"
                 raise InvalidRequestError("recording", recording, fix)
-            self._read_s = now_s
+            live.read_s = now_s
             if not recording:
-                return LogPage(self._recording, [], self._last, 0)
-            first = self._last - len(self._lookups) + 1
-            skipped = max(0, min(after, self._last) + 1 - first)
+                return LogPage(live.number, [], live.last, 0)
+            first = live.last - len(live.lookups) + 1
+            skipped = max(0, min(after, live.last) + 1 - first)
             page: list[LoggedLookup] = []
             size = 0
-            for one in islice(self._lookups, skipped, None):
+            for one in islice(live.lookups, skipped, None):
                 size += len(one.names)
                 if page and (size > PAGE_CHUNKS * NAME_BYTES or len(page) == PAGE_LOOKUPS):
                     break
                 page.append(one)
             last, lost = first + skipped + len(page) - 1, max(0, first - after - 1)
             return LogPage(recording, page, last, lost)
-
-    def _stop(self) -> None:
-        self._recording = 0
-        self._key = b""
-        self._lookups.clear()
-        self._names_bytes = 0
-        self._last = 0
 
 
 def check_local(peer: str, what: str = "Trace") -> None:

@@ -1,15 +1,19 @@
-"""Tracing: spans of calls and of their use of tiers, by OpenTelemetry, the extra ``tracing``.
+"""Tracing: request ids, and spans of calls and of their use of tiers.
 
-Nothing here is loaded unless ``--tracing-endpoint`` is set. Spans have names,
-sizes and outcomes; no key, token, tenant or text of a caller is in them but its request id.
+All log lines of one call have its request id, in whatever thread they are written. Spans go to
+OpenTelemetry, the extra ``tracing``, which is loaded only for ``--tracing-endpoint``; they have
+names, sizes and outcomes, and no key, token, tenant or text of a caller but its request id.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 import structlog
@@ -18,19 +22,54 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.messages import ERROR_NAME
 from kvstore.proto.types import DIGEST_BYTES
-from kvstore.server.telemetry.request_ids import CURRENT
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Span
 
+HEADER = "x-request-id"
+"""Of a caller that gives its call an id; else one is made up once something is logged."""
+MAX_ID_CHARS = 128
+"""Longer ones, and what is not printable ASCII, are not taken."""
+
+NUMBERS = count(int.from_bytes(os.urandom(8), "big") >> 1)
+"""Of ids that are made up: from a start that no other server has."""
+
 QUEUE_SPANS = 2048
 """Waiting to be sent; more are dropped."""
 EXPORT_TIMEOUT_S = 2
 """What a collector that does not answer may take; at the end twice that."""
-_CARRIED = ("traceparent", "tracestate")  # W3C Trace Context
 
 logger = structlog.get_logger(__name__)
+
+
+class RequestId(NamedTuple):
+    """The id of a call; its *metadata* are read only when something is logged."""
+
+    number: int
+    metadata: Callable[[], Any] = tuple
+
+    @override
+    def __str__(self) -> str:
+        sent = (value for name, value in self.metadata() or () if name == HEADER)
+        texts = (one for one in sent if isinstance(one, str) and len(one) <= MAX_ID_CHARS)
+        given = next(texts, "")
+        is_fit = given.isascii() and given.isprintable()
+        return (is_fit and given) or f"{self.number:016x}"
+
+
+CURRENT: ContextVar[RequestId | None] = ContextVar("request_id", default=None)
+"""Of the call at work, and of the moves that it begins."""
+
+
+def add_request_id(
+    logger: object, name: str, fields: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    """Add the id of the call at work to a log line's *fields*; for structlog."""
+    current = CURRENT.get()
+    if current is not None:
+        fields["request_id"] = str(current)
+    return fields
 
 
 class Tracing:
@@ -77,7 +116,9 @@ class Tracing:
 
         @contextmanager
         def scope(request: Any, context: grpc.ServicerContext) -> Iterator[None]:
-            carried = self._carrier.extract(_carried(context))
+            metadata: Any = context.invocation_metadata() or ()
+            texts = {name: value for name, value in metadata if isinstance(value, str)}
+            carried = self._carrier.extract(texts)
             kind = self._api.SpanKind.SERVER
             spanning = self._span(f"{service}/{name}", attributes, kind=kind, context=carried)
             request_id = CURRENT.get()
@@ -120,21 +161,14 @@ class Tracing:
 
     def on_tier(self, tier: str, what: str, work: Callable[[], bool]) -> bool:
         """Return what *work* returns, run in a span of the call that began it, if it is traced."""
-        asking = self._api.get_current_span().get_span_context()
-        if not (asking.is_valid and asking.trace_flags.sampled):  # the call itself may have ended
+        parent = self._api.get_current_span().get_span_context()
+        if not (parent.is_valid and parent.trace_flags.sampled):  # the call itself may have ended
             return work()
         with self._span(f"{tier} {what}", {"kvstore.tier": tier}) as span:
-            done = False
-            try:
-                done = work()
-                return done
-            finally:
-                span.set_attribute("kvstore.done", bool(done))
-
-
-def _carried(context: grpc.ServicerContext) -> dict[str, str]:
-    metadata: Sequence[tuple[str, Any]] = context.invocation_metadata() or ()
-    return {name: value for name, value in metadata if name in _CARRIED and isinstance(value, str)}
+            span.set_attribute("kvstore.done", False)
+            done = work()
+            span.set_attribute("kvstore.done", bool(done))
+            return done
 
 
 class _ToLog(logging.Handler):
@@ -145,14 +179,8 @@ class _ToLog(logging.Handler):
         logger.log(record.levelno, "tracing", reason=record.getMessage())
 
 
-_TO_LOG = _ToLog()
-
-
 def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
-    """Return the tracing to *endpoint*; None without one.
-
-    Raises InvalidRequestError when OpenTelemetry is not installed.
-    """
+    """Return the tracing to *endpoint*. Raises InvalidRequestError without OpenTelemetry."""
     if endpoint is None:
         return None
     try:
@@ -162,7 +190,7 @@ def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
         fix = f"needs OpenTelemetry ({error}): install kvstore-server[tracing]"
         raise InvalidRequestError("tracing_endpoint", endpoint, fix) from None
     library_log = logging.getLogger("opentelemetry")
-    library_log.addHandler(_TO_LOG)
+    library_log.handlers = [_ToLog()]
     library_log.propagate = False
     exporter = OTLPSpanExporter(
         endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_TIMEOUT_S

@@ -19,7 +19,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
 from kvstore.server.index.eviction_state import EVERYBODY, Wanted
-from kvstore.server.telemetry.outcomes import Fate
+from kvstore.server.telemetry.events import Fate
 from kvstore.server.tiering.admission import Trigger
 from kvstore.server.tiering.placement import Placement
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot

@@ -31,8 +31,8 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.index.catalog import Catalog
+from kvstore.server.telemetry.events import Fate
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.telemetry.outcomes import Fate
 from kvstore.server.tiering.admission import PromoteOnSecondHit
 from kvstore.server.tiering.eviction import Eviction
 from kvstore.server.tiering.placement import Placement
@@ -220,7 +220,7 @@ class Moves:
 
         def work() -> bool:
             nonlocal sealing
-            target.tier.write(reservation, 0, frame)
+            target.tier.write(reservation, frame)
             sealing = True
             return target.tier.seal(reservation)
 

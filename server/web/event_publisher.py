@@ -28,9 +28,9 @@ import zmq
 
 from kvstore.proto.types import ROOT, Fidelity
 from kvstore.server.api.event_calls import POLL_S
-from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.settings import Settings
-from kvstore.server.telemetry.events import EventLog, Page
+from kvstore.server.telemetry.events import EventLog, EventReader, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.event_sockets import EventSockets, load_key, parse_readers
 
@@ -159,7 +159,7 @@ class EventPublisher:
         self._sockets = sockets
         self.addresses = sockets.addresses
         self._log = log
-        self._reader = log.reader()
+        self._reader = EventReader(log)
         self.topic = b"kvstore@%016x" % boot_id
         self._counters = counters
         self._wall_clock = wall_clock
@@ -255,7 +255,7 @@ class EventPublisher:
         What is here now, and then what is kept of the past in its order, come to what is here: the
         latest word on a chunk is the last.
         """
-        reader = self._log.reader()
+        reader = EventReader(self._log)
         while (page := reader.poll()) is not None:
             blocks = block_events(page)
             if blocks:

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.values import parse_endpoint
 
 Socket: TypeAlias = "zmq.Socket[bytes]"

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.security.certificates import checked_pair
-from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.security.key_files import WatchedFile
 
 MAX_CONNECTIONS = 64
 """Connections at once; as many more are answered 503, and those beyond hung up on."""

@@ -17,6 +17,7 @@ import pytest
 import stream_messages as messages
 from contracts.bad_puts import changed
 from contracts.bulk_channel import BULK, ServerMaker
+from fake_peer import peer_session
 from local_server import DEADLINE_MS, LocalServer, eventually
 from prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
 from stream_messages import Sent
@@ -44,7 +45,7 @@ from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk.service import BulkService
-from kvstore.server.cluster.peer_connections import PeerSession, StreamLink
+from kvstore.server.cluster.peer_connections import StreamLink
 from kvstore.server.store.writes import Writes
 
 SOON_S = 20.0
@@ -546,7 +547,7 @@ def late_tls() -> Iterator[Entrance]:
 def test_to_connect_to_shake_hands_and_to_attach_share_their_time(
     late_tls: Entrance, whose: str
 ) -> None:
-    terms = PeerSession(late_tls.where, late_tls.certificate, 7, bytes(16), 60_000, 1, 1)
+    terms = peer_session(late_tls.where, late_tls.certificate)
     link = StreamLink(terms, time.monotonic)
     reach = link.connect if whose == "server" else partial(FrameStream, late_tls, lambda: False)
     began = time.monotonic()

@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
 
 import numpy as np
 from contracts.chunks import make_info, payload
@@ -33,17 +32,10 @@ def open_files() -> int:
     return count
 
 
-def fill(tier: Tier, reservation: Reservation, data: Bytes, pieces: int = 1) -> None:
-    """Write *data* into a reservation in *pieces*, the last one first."""
-    bounds = [len(data) * at // pieces for at in range(pieces + 1)]
-    for start, stop in reversed(list(pairwise(bounds))):
-        tier.write(reservation, start, data[start:stop])
-
-
 def put(tier: Tier, info: ChunkInfo, data: Bytes, *, durable: bool = False) -> bool:
     """Reserve, write and seal one chunk."""
     reservation = tier.reserve(info)
-    fill(tier, reservation, data, pieces=2)
+    tier.write(reservation, data)
     return tier.seal(reservation, durable=durable)
 
 
@@ -132,7 +124,7 @@ class Schedule:
             assert self.sealed or self.open
             return
         data = payload(self.draw.getrandbits(32), info.size_bytes)
-        fill(self.tier, reservation, data, pieces=self.draw.randrange(1, 4))
+        self.tier.write(reservation, data)
         self.open.append((reservation, data))
 
     def _pick(self) -> tuple[Reservation, Bytes] | None:

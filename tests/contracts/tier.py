@@ -27,7 +27,6 @@ from contracts.shelf import (
     assert_holds,
     assert_holds_only,
     bytes_of,
-    fill,
     fill_up,
     get,
     put,
@@ -87,13 +86,17 @@ class TierContract(TierReads, ABC):
         assert list(tier.scan()) == []
         assert_counts(tier, [], [])
 
-    @pytest.mark.parametrize("pieces", [1, 2, 7])
-    def test_reads_back_what_was_written_in_pieces(self, tier: Tier, pieces: int) -> None:
-        info, data = make_info(1, _SOME_BYTES), payload(1, _SOME_BYTES)
+    @pytest.mark.parametrize("size", [0, _SOME_BYTES - 1, _SOME_BYTES + 1])
+    def test_a_frame_of_another_size_is_refused(self, tier: Tier, size: int) -> None:
+        neighbour, info = make_info(1, _SOME_BYTES), make_info(2, _SOME_BYTES)
+        put(tier, neighbour, payload(1, _SOME_BYTES))
         reservation = tier.reserve(info)
-        fill(tier, reservation, data, pieces)
+        with pytest.raises(InvalidRequestError, match="frame"):
+            tier.write(reservation, payload(2, size))
+        assert_holds(tier, neighbour, payload(1, _SOME_BYTES))
+        tier.write(reservation, payload(2, _SOME_BYTES))
         assert tier.seal(reservation) is True
-        assert_holds(tier, info, data)
+        assert_holds(tier, info, payload(2, _SOME_BYTES))
 
     @pytest.mark.parametrize("tokens", [16, 17, 256])
     def test_real_frames_come_back_valid(self, tier: Tier, tokens: int) -> None:
@@ -134,7 +137,7 @@ class TierContract(TierReads, ABC):
         reservation = tier.reserve(info)
         assert (reservation.info, reservation.tenant) == (info, "default")
         assert reservation.reserved_bytes == tier.allocated_bytes(_SOME_BYTES) >= _SOME_BYTES
-        tier.write(reservation, 0, payload(1, _SOME_BYTES))
+        tier.write(reservation, payload(1, _SOME_BYTES))
         assert_absent(tier, info)
         assert tier.delete(info.key) is False
         assert_counts(tier, [], [reservation])
@@ -143,7 +146,7 @@ class TierContract(TierReads, ABC):
     def test_aborted_chunk_stays_invisible_and_gives_its_bytes_back(self, tier: Tier) -> None:
         info = make_info(1, _SOME_BYTES)
         reservation = tier.reserve(info)
-        tier.write(reservation, 0, payload(1, _SOME_BYTES))
+        tier.write(reservation, payload(1, _SOME_BYTES))
         tier.abort(reservation)
         assert_absent(tier, info)
         assert_counts(tier, [], [])
@@ -154,8 +157,8 @@ class TierContract(TierReads, ABC):
         first, second = make_info(1, _SOME_BYTES), make_info(1, 2 * _SOME_BYTES)
         data = payload(1, _SOME_BYTES)
         early, late = tier.reserve(first), tier.reserve(second)
-        fill(tier, late, payload(2, 2 * _SOME_BYTES))
-        fill(tier, early, data)
+        tier.write(late, payload(2, 2 * _SOME_BYTES))
+        tier.write(early, data)
         assert tier.seal(early) is True
         assert tier.seal(late) is False
         assert_holds(tier, first, data)
@@ -195,7 +198,7 @@ class TierContract(TierReads, ABC):
         infos = shuffled_by_key(6)
         reservations = [tier.reserve(info) for info in reversed(infos)]
         for reservation in reversed(reservations[1:]):
-            fill(tier, reservation, payload(1, reservation.info.size_bytes))
+            tier.write(reservation, payload(1, reservation.info.size_bytes))
             assert tier.seal(reservation)
         assert list(tier.scan()) == infos[:-1]
         tier.delete(infos[2].key)
@@ -299,7 +302,7 @@ class TierContract(TierReads, ABC):
         self, lasting: Tier, tmp_path: Path
     ) -> None:
         info = make_info(1, _SOME_BYTES)
-        fill(lasting, lasting.reserve(info), payload(1, _SOME_BYTES))
+        lasting.write(lasting.reserve(info), payload(1, _SOME_BYTES))
         with closing(self.reopen(lasting, tmp_path)) as again:
             assert_absent(again, info)
             assert_counts(again, [], [])
@@ -350,6 +353,7 @@ class TierContract(TierReads, ABC):
             for info in infos:
                 aborted, sealed = tier.reserve(info), tier.reserve(info)
                 tier.abort(aborted)
+                tier.write(sealed, payload(thread, 1))
                 assert tier.seal(sealed)
                 assert tier.delete(info.key)
 
@@ -366,7 +370,7 @@ class TierContract(TierReads, ABC):
 
         def work(seed: int) -> bool:
             reservation = tier.reserve(info)
-            fill(tier, reservation, payload(seed, info.size_bytes), pieces=5)
+            tier.write(reservation, payload(seed, info.size_bytes))
             barrier.wait()
             return tier.seal(reservation)
 
@@ -396,7 +400,7 @@ class TierContract(TierReads, ABC):
         assert 12 <= len(taken) <= 24
         assert_counts(tier, [], taken)
         for reservation in taken:
-            fill(tier, reservation, bytes_of(reservation.info))
+            tier.write(reservation, bytes_of(reservation.info))
             assert tier.seal(reservation)
         for reservation in taken:
             assert_holds(tier, reservation.info, bytes_of(reservation.info))

@@ -123,7 +123,7 @@ class TierReads:
         info = make_info(1, _BYTES)
         assert tier.file_place(info.key) is None
         reservation = tier.reserve(info, "a tenant")
-        tier.write(reservation, 0, bytes_of(info))
+        tier.write(reservation, bytes_of(info))
         tier.seal(reservation)
         place = tier.file_place(info.key)
         if place is None:

@@ -154,7 +154,7 @@ class Core:
         """Return the frames that a get under a lease of its own delivers."""
         lease_id, known = self.store.open_get(session, keys, 0)
         results = self.store.reads.get(keys[:known], ReadTerms(session, self.later(seconds)))
-        frames = [result.frame.tobytes() for result in results]
+        frames = [result.data.tobytes() for result in results]
         assert self.store.release(session, lease_id)
         return frames
 

@@ -11,7 +11,7 @@ from simulation.world import World
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import ReadResult
+from kvstore.server.store.reads import LayerPart
 from kvstore.server.store.reservations import PutTicket
 
 
@@ -74,8 +74,8 @@ class Oracle:
             f"wrong bytes for {key.hex()}: no put offered them since it was last absent"
         )
 
-    def check_unchanged(self, result: ReadResult, seen: bytes) -> None:
-        assert result.frame.tobytes() == seen, "a leased frame changed under its reader"
+    def check_unchanged(self, result: LayerPart, seen: bytes) -> None:
+        assert result.data.tobytes() == seen, "a leased frame changed under its reader"
 
     # --- what must hold between operations
 

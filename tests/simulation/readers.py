@@ -13,7 +13,7 @@ from simulation.world import LEASE_TTL_S, World
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import ReadResult, ReadTerms
+from kvstore.server.store.reads import LayerPart, ReadTerms
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class Reader:
     lease_id: int
     keys: list[ChunkKey]
     deadline: float
-    results: Iterator[ReadResult]
+    results: Iterator[LayerPart]
     delivered: int = 0
-    last: tuple[ReadResult, bytes] | None = None
+    last: tuple[LayerPart, bytes] | None = None
 
 
 class Readers:
@@ -143,11 +143,11 @@ class Readers:
         if result is None:
             self.end(reader)
             return False
-        assert result.index == reader.delivered
-        key = reader.keys[result.index]
-        self.oracle.check_frame(key, result.frame)
+        assert result.chunk == reader.delivered
+        key = reader.keys[result.chunk]
+        self.oracle.check_frame(key, result.data)
         reader.delivered += 1
-        reader.last = result, result.frame.tobytes()
+        reader.last = result, result.data.tobytes()
         return True
 
     def check_last(self, reader: Reader) -> None:
@@ -198,7 +198,7 @@ class Readers:
         arrived = 0
         with bounded(self.world, deadline):
             for result in self.world.store.reads.get([key][:known], ReadTerms(session, deadline)):
-                self.oracle.check_frame(key, result.frame)
+                self.oracle.check_frame(key, result.data)
                 arrived += 1
         if self.world.plan.is_quiet and deadline > self.world.clock():
             assert arrived == known, "a leased chunk did not arrive"

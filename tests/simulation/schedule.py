@@ -220,7 +220,7 @@ class Schedule:
             assert count == 1
             results = list(world.store.reads.get([key], ReadTerms(session, world.clock() + 1)))
             assert len(results) == 1, "a sound chunk that the catalog names did not arrive"
-            self.oracle.check_frame(key, results[0].frame)
+            self.oracle.check_frame(key, results[0].data)
             assert world.store.release(session, lease_id)
             assert world.sessions.close(session.session_id)
 

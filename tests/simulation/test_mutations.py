@@ -68,7 +68,7 @@ def what_is_aborted_keeps_its_room(patch: pytest.MonkeyPatch) -> None:
 def failed_writes_keep_their_room(patch: pytest.MonkeyPatch) -> None:
     def write(_: Moves, target: TierSlot, reservation: object, frame: Bytes) -> bool:
         def work() -> bool:
-            target.tier.write(reservation, 0, frame)  # type: ignore[arg-type]
+            target.tier.write(reservation, frame)  # type: ignore[arg-type]
             return target.tier.seal(reservation)  # type: ignore[arg-type]
 
         return target.guarded(work)

@@ -90,7 +90,7 @@ def test_failing_verbs_leave_no_reservation_and_every_verb_can_fail() -> None:
     reservation = disk.reserve(info)
     faults.fail = 1.0
     with pytest.raises(TierUnavailableError):
-        disk.write(reservation, 0, payload(1, 100))
+        disk.write(reservation, payload(1, 100))
     with pytest.raises(TierUnavailableError):
         disk.seal(reservation)
     assert_counts(disk, [], [])

@@ -16,7 +16,14 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats
+from kvstore.tiers.base import (
+    DEFAULT_TENANT,
+    Reservation,
+    Tier,
+    TierStats,
+    check_size,
+    spent,
+)
 
 GRANULE_BYTES = 64
 
@@ -118,12 +125,13 @@ class DictTier(Tier):
         return Reservation(info, tenant, need_bytes, place)
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
         self._try("write")
-        frame = self._open.get(reservation.place)
-        if frame is None or not 0 <= offset <= len(frame) - len(data):
-            raise InvalidRequestError("reservation", offset, "spent, or too small")
-        frame[offset : offset + len(data)] = data
+        room = self._open.get(reservation.place)
+        if room is None:
+            raise spent(reservation)
+        check_size(reservation, frame)
+        room[:] = frame
 
     def _close_reservation(self, reservation: Reservation) -> Bytes:
         frame = self._open.pop(reservation.place, None)
@@ -301,9 +309,9 @@ class GatedDisk(SimDisk):
         self.reached.clear()
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
         self._pass()
-        super().write(reservation, offset, data)
+        super().write(reservation, frame)
 
     @override
     def read(

@@ -172,14 +172,6 @@ def test_a_restart_rebuilds_the_same_allocator_in_any_order() -> None:
         assert after.largest_free_bytes == before.largest_free_bytes
 
 
-@pytest.mark.parametrize(
-    ("capacity", "granule"), [(0, 64), (-64, 64), (100, 64), (64, 0), (64, -1)]
-)
-def test_sizes_that_do_not_fit_each_other_are_refused(capacity: int, granule: int) -> None:
-    with pytest.raises(InvalidRequestError):
-        FreeList(capacity, granule)
-
-
 @pytest.mark.parametrize("size_bytes", [0, -1])
 def test_empty_allocations_are_refused(size_bytes: int) -> None:
     with pytest.raises(InvalidRequestError):

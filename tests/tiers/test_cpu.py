@@ -47,7 +47,7 @@ def tier() -> Iterator[CpuTier]:
 
 def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> Place:
     reservation = tier.reserve(info, tenant)
-    tier.write(reservation, 0, bytes_of(info))
+    tier.write(reservation, bytes_of(info))
     assert tier.seal(reservation)
     place = tier.locate(info.key)
     assert place is not None
@@ -128,17 +128,6 @@ def test_view_and_peek_share_the_slab_without_a_copy(tier: CpuTier) -> None:
         peeked[0] = 1
 
 
-@pytest.mark.parametrize(("offset", "size"), [(-1, 1), (0, 101), (100, 1), (101, 0), (1 << 62, 1)])
-def test_writes_outside_the_reservation_are_refused(tier: CpuTier, offset: int, size: int) -> None:
-    neighbour, info = make_info(1, 100), make_info(2, 100)
-    _put(tier, neighbour)
-    reservation = tier.reserve(info)
-    with pytest.raises(InvalidRequestError):
-        tier.write(reservation, offset, payload(1, size))
-    assert_holds(tier, neighbour, bytes_of(neighbour))
-    tier.abort(reservation)
-
-
 def _end_by_sealing(tier: CpuTier, reservation: Reservation) -> None:
     tier.seal(reservation)
 
@@ -151,13 +140,13 @@ def _end_by_aborting(tier: CpuTier, reservation: Reservation) -> None:
 def test_spent_reservation_changes_nothing_any_more(tier: CpuTier, end: object) -> None:
     assert callable(end)
     spent = tier.reserve(make_info(1, 1000))
-    tier.write(spent, 0, payload(1, 1000))
+    tier.write(spent, payload(1, 1000))
     end(tier, spent)
     tier.delete(make_info(1, 1000).key)
     info = make_info(2, 1000)
     _put(tier, info)
     with pytest.raises(InvalidRequestError, match="spent"):
-        tier.write(spent, 0, payload(3, 1000))
+        tier.write(spent, payload(3, 1000))
     with pytest.raises(InvalidRequestError, match="spent"):
         tier.seal(spent)
     with pytest.raises(InvalidRequestError, match="spent"):
@@ -202,7 +191,7 @@ def test_closed_tier_takes_nothing_and_has_nothing(tier: CpuTier) -> None:
     with pytest.raises(TierUnavailableError):
         tier.reserve(info)
     with pytest.raises(InvalidRequestError):
-        tier.write(reservation, 0, payload(1, 100))
+        tier.write(reservation, payload(1, 100))
     tier.abort(reservation)
     assert get(tier, info) is None
     assert_counts(tier, [], [])

@@ -42,7 +42,7 @@ def tier() -> Iterator[CpuTier]:
 
 def _put(tier: CpuTier, info: ChunkInfo, tenant: str = "default") -> Place:
     reservation = tier.reserve(info, tenant)
-    tier.write(reservation, 0, bytes_of(info))
+    tier.write(reservation, bytes_of(info))
     assert tier.seal(reservation)
     place = tier.locate(info.key)
     assert place is not None

@@ -13,7 +13,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_info, payload
-from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, fill, put
+from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, put
 from disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
 
 from kvstore.proto.buffers import Bytes
@@ -203,7 +203,7 @@ def test_bytes_written_before_a_failed_sync_are_never_called_durable(
     tier = open_disk(tmp_path / "disk")
     info = make_info(7, 9_000)
     early = tier.reserve(info)
-    fill(tier, early, payload(7, 9_000))
+    tier.write(early, payload(7, 9_000))
     FailingSync(monkeypatch)
     put(tier, make_info(1, 5_000), payload(1, 5_000))
     with pytest.raises(TierUnavailableError, match="Input/output error"):

@@ -8,12 +8,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from contracts.chunks import make_info
-from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, fill
+from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of
 from disk_process import EXTENT_BYTES, INDEX_BYTES, open_disk
 
 from kvstore.proto.errors import (
@@ -41,7 +42,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 def put_for(tier: DiskTier, tenant: str, seed: int, size_bytes: int = FRAME_BYTES) -> ChunkInfo:
     info = make_info(seed, size_bytes)
     reservation = tier.reserve(info, tenant)
-    fill(tier, reservation, bytes_of(info))
+    tier.write(reservation, bytes_of(info))
     assert tier.seal(reservation)
     return info
 
@@ -214,7 +215,7 @@ def test_an_empty_extent_keeps_its_owner_over_a_restart(tier: DiskTier, tmp_path
 def without_owners(path: Path) -> None:
     """Make the index one of before extents had owners."""
     index = DiskIndex(path / "index", INDEX_BYTES)
-    index.open(lambda row: True)
+    index.open(lambda row: True, ExitStack())
     index.commit([owner_key(extent) for extent in index.owners], [])
     index.close()
 

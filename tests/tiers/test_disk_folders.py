@@ -247,7 +247,7 @@ def test_a_disk_that_dies_takes_its_chunks_and_no_others(
     clock.now_s += FOLDER_RETRY_S
     attempt = tier.reserve(make_info(50, 64 << 10))
     with pytest.raises(TierUnavailableError):
-        tier.write(attempt, 0, bytes_of(attempt.info))
+        tier.write(attempt, bytes_of(attempt.info))
     tier.abort(attempt)
     folder.is_dead = False
     for info in [*lost[1:], *more]:
@@ -313,7 +313,7 @@ def test_full_disks_beside_a_dead_one_are_full(
         except TierFullError:
             break
         try:
-            tier.write(reservation, 0, bytes_of(info))
+            tier.write(reservation, bytes_of(info))
         except TierUnavailableError:
             tier.abort(reservation)
             continue

@@ -10,6 +10,7 @@ import errno
 import os
 import struct
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from subprocess import run
 from typing import Any
@@ -36,7 +37,7 @@ def row_of(seed: int, sequence: int = 0, offset: int = 0) -> IndexRow:
 def store(path: Path, packed: list[PackedRow]) -> None:
     """Write rows to the index at *path*, whatever they say."""
     index = DiskIndex(path, INDEX_BYTES)
-    index.open(lambda row: True)
+    index.open(lambda row: True, ExitStack())
     assert index.commit([], packed) == len(packed)
     index.close()
 
@@ -77,7 +78,7 @@ def test_row_of_a_future_version_is_dropped_and_counted(tmp_path: Path) -> None:
     store(tmp_path, [(future.info.key, signed), (present.info.key, pack_row(present))])
     for dropped in (1, 0):
         index = DiskIndex(tmp_path, INDEX_BYTES)
-        assert index.open(lambda row: True) == [present]
+        assert index.open(lambda row: True, ExitStack()) == [present]
         assert index.dropped == dropped
         index.close()
 
@@ -95,7 +96,7 @@ def test_rows_come_back_in_order_of_sealing_and_the_newest_claims_first(tmp_path
         return is_free
 
     index = DiskIndex(tmp_path, INDEX_BYTES)
-    kept = index.open(claim)
+    kept = index.open(claim, ExitStack())
     index.close()
     assert [row.sequence for row in asked] == list(range(9, -1, -1))
     newest = {row.offset: row for row in sorted(rows, key=lambda row: row.sequence)}
@@ -105,7 +106,7 @@ def test_rows_come_back_in_order_of_sealing_and_the_newest_claims_first(tmp_path
 
 def test_full_index_takes_what_fits_and_can_always_delete(tmp_path: Path) -> None:
     index = DiskIndex(tmp_path, INDEX_BYTES)
-    index.open(lambda row: True)
+    index.open(lambda row: True, ExitStack())
     held: list[IndexRow] = []
     for cycle in range(3):
         fresh = [row_of(10_000 * cycle + seed, sequence=len(held)) for seed in range(6_000)]
@@ -118,7 +119,8 @@ def test_full_index_takes_what_fits_and_can_always_delete(tmp_path: Path) -> Non
         held = [row for row in held if row not in gone]
     index.close()
     index = DiskIndex(tmp_path, INDEX_BYTES)
-    assert {row.info.key for row in index.open(lambda row: True)} == {r.info.key for r in held}
+    kept = index.open(lambda row: True, ExitStack())
+    assert {row.info.key for row in kept} == {row.info.key for row in held}
     assert index.dropped == 0
     index.close()
 
@@ -127,10 +129,10 @@ def test_deletes_come_before_rows_of_the_same_key(tmp_path: Path) -> None:
     old, new = row_of(1, sequence=1), row_of(1, sequence=2)
     store(tmp_path, [(old.info.key, pack_row(old))])
     index = DiskIndex(tmp_path, INDEX_BYTES)
-    index.open(lambda row: True)
+    index.open(lambda row: True, ExitStack())
     index.commit([old.info.key], [(new.info.key, pack_row(new))])
     index.close()
-    assert index.open(lambda row: True) == [new]
+    assert index.open(lambda row: True, ExitStack()) == [new]
     index.close()
 
 
@@ -142,7 +144,7 @@ def test_file_of_a_future_lmdb_is_refused_and_left_alone(tmp_path: Path) -> None
         data[page + 20] = 2
     file.write_bytes(data)
     with pytest.raises(TierUnavailableError, match="nothing was changed"):
-        DiskIndex(tmp_path, INDEX_BYTES).open(lambda row: True)
+        DiskIndex(tmp_path, INDEX_BYTES).open(lambda row: True, ExitStack())
     assert file.read_bytes() == data
 
 
@@ -152,10 +154,10 @@ def test_rewritten_index_survives_a_leftover_of_a_broken_off_rewrite(tmp_path: P
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "data.mdb").write_bytes(b"half")
     index = DiskIndex(tmp_path, INDEX_BYTES)
-    assert index.open(lambda row: row == kept) == [kept]
+    assert index.open(lambda row: row == kept, ExitStack()) == [kept]
     index.close()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["data.mdb"]
-    assert index.open(lambda row: True) == [kept]
+    assert index.open(lambda row: True, ExitStack()) == [kept]
     index.close()
 
 
@@ -184,14 +186,14 @@ def test_index_is_read_again_where_it_cannot_be_written_anew(
     monkeypatch.setattr(lmdb, "open", full)
     index = DiskIndex(tmp_path, INDEX_BYTES)
     data = (tmp_path / "data.mdb").read_bytes()
-    assert index.open(lambda row: True) == rows
+    assert index.open(lambda row: True, ExitStack()) == rows
     assert index.dropped == 0
     assert (tmp_path / "data.mdb").read_bytes() == data, "a sound index stays"
     index.close()
-    assert index.open(lambda row: row != rows[7]) == [row for row in rows if row != rows[7]]
+    assert index.open(lambda row: row != rows[7], ExitStack()) == rows[:7] + rows[8:]
     assert index.dropped == 1
     index.close()
-    assert len(index.open(lambda row: True)) == len(rows) - 1
+    assert len(index.open(lambda row: True, ExitStack())) == len(rows) - 1
     index.close()
 
 
@@ -226,7 +228,7 @@ def test_something_else_in_place_of_the_rewrite_costs_no_row(tmp_path: Path, kin
         case _:
             (path / "draft").symlink_to(other)
     index = DiskIndex(path, INDEX_BYTES)
-    assert index.open(lambda row: True) == [row]
+    assert index.open(lambda row: True, ExitStack()) == [row]
     index.close()
     assert (other / "kept").read_bytes() == b"kept"
 
@@ -234,9 +236,9 @@ def test_something_else_in_place_of_the_rewrite_costs_no_row(tmp_path: Path, kin
 def test_index_that_cannot_be_created_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(TierUnavailableError, match="cannot be opened"):
-        DiskIndex(tmp_path / "file" / "index", INDEX_BYTES).open(lambda row: True)
-    with pytest.raises(TierUnavailableError, match="cannot be opened"):
-        DiskIndex(tmp_path / "index", 1 << 62).open(lambda row: True)
+        DiskIndex(tmp_path / "file" / "index", INDEX_BYTES).open(lambda row: True, ExitStack())
+    with pytest.raises(TierUnavailableError, match="cannot be opened"), ExitStack() as undo:
+        DiskIndex(tmp_path / "index", 1 << 62).open(lambda row: True, undo)
     assert not (tmp_path / "index").exists()
 
 
@@ -248,7 +250,7 @@ def main() -> None:
     number = (path / "data.mdb").stat().st_ino
     (folder / "filler").write_bytes(bytes(free_bytes(folder) - (64 << 10)))
     index = DiskIndex(path, INDEX_BYTES)
-    print(len(index.open(lambda row: True)))
+    print(len(index.open(lambda row: True, ExitStack())))
     assert index.commit([row_of(1).info.key], []) == 0
     assert (path / "data.mdb").stat().st_ino == number
     index.close()

@@ -263,7 +263,7 @@ def test_a_new_epoch_is_written_with_and_the_old_is_read_until_it_is_retired(
     third = make_info(3, SIZE)
     reservation = medium.tier.reserve(third)
     with pytest.raises(TierUnavailableError):
-        medium.tier.write(reservation, 0, payload(3, SIZE))
+        medium.tier.write(reservation, payload(3, SIZE))
     medium.tier.abort(reservation)
     medium.tier.close()
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.buffers import checksum
-from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
+from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import MAX_COMPONENTS, MAX_FRAME_BYTES
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkInfo, ChunkKey, KVLayout
 from kvstore.tiers.redis_chunks import (
@@ -146,9 +146,3 @@ def test_names_of_a_chunk_share_one_hash_tag_and_lead_back_to_its_key() -> None:
 def test_foreign_names_are_no_keys(name: bytes) -> None:
     assert KeyNames("kvs:1:").key_of(name) is None
     assert KeyNames("kvs:1:").key_of(b"kvs:1:{" + name + b"}:m") is None
-
-
-@pytest.mark.parametrize("prefix", ["", "a*", "{a}", "a b", "x" * 65, "a\n"])
-def test_prefix_that_would_change_the_meaning_of_names_is_refused(prefix: str) -> None:
-    with pytest.raises(InvalidRequestError):
-        KeyNames(prefix)

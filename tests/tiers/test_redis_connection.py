@@ -40,7 +40,7 @@ from kvstore.tiers.redis_connection import (
     WrongTypeError,
     pack,
 )
-from kvstore.tiers.redis_servers import FAR_S, FAR_WINDOW, Server, converse
+from kvstore.tiers.redis_servers import FAR_S, FAR_WINDOW, Batch, Server
 from kvstore.tiers.redis_url import MAX_HOSTS, Login, parse_redis_url, tls_context
 
 _REPLIES = st.recursive(
@@ -261,12 +261,19 @@ def test_a_server_that_is_far_has_more_on_its_way_and_one_that_proves_near_has_n
         return seconds
 
     with closing(Server(("127.0.0.1", redis.port), ConnectionOptions(1.0, 4), clock)) as server:
-        converse(server, (b"PING",), 1.0)
+
+        def ping() -> None:
+            batch = Batch(server, [(b"PING",)])
+            batch.send(1.0)
+            batch.receive(99)
+            batch.close()
+
+        ping()
         assert server.window == FAR_WINDOW
         wait_s = 0.0
-        converse(server, (b"PING",), 1.0)
+        ping()
         wait_s = 2 * FAR_S  # it waited for a processor
-        converse(server, (b"PING",), 1.0)
+        ping()
         assert server.window == WINDOW
 
 

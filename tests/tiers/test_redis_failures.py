@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contracts.chunks import make_info, payload
-from contracts.shelf import assert_absent, assert_counts, assert_holds, fill, get, put
+from contracts.shelf import assert_absent, assert_counts, assert_holds, get, put
 from redis_process import RedisProcess
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -94,7 +94,7 @@ def test_frames_sealed_while_the_server_is_frozen_give_their_room_back(
 ) -> None:
     tier = open_redis_tier(redis.url, timeout_ms=200)
     reservation = tier.reserve(INFO)
-    fill(tier, reservation, DATA)
+    tier.write(reservation, DATA)
     with redis.frozen(), pytest.raises(TierUnavailableError):
         tier.seal(reservation)
     assert_counts(tier, [], [])
@@ -127,7 +127,7 @@ def test_flushed_server_has_forgotten_between_reserve_and_seal(
     tier = open_redis_tier(redis.url)
     put(tier, INFO, DATA)
     reservation = tier.reserve(INFO)
-    fill(tier, reservation, payload(2, 10_000))
+    tier.write(reservation, payload(2, 10_000))
     redis.client.flushall()
     assert tier.seal(reservation) is True
     assert_holds(tier, INFO, payload(2, 10_000))
@@ -311,6 +311,7 @@ def test_closed_tier_is_unavailable_and_leaves_its_data(
     tier = open_redis_tier(redis.url)
     put(tier, INFO, DATA)
     reservation = tier.reserve(make_info(2, 10))
+    tier.write(reservation, payload(2, 10))
     tier.close()
     with pytest.raises(TierUnavailableError, match="closed"):
         tier.find([INFO.key])

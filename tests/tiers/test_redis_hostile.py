@@ -90,7 +90,7 @@ def test_frame_that_the_server_does_not_take_is_given_up_in_time(
     tier = open_redis_tier(redis.url, timeout_ms=300, part_bytes=2 << 20)
     info = make_info(3, 40 << 20)
     reservation = tier.reserve(info)
-    tier.write(reservation, 0, payload(3, info.size_bytes))
+    tier.write(reservation, payload(3, info.size_bytes))
     with redis.frozen():
         started = time.monotonic()
         with pytest.raises(TierUnavailableError, match="no answer in time"):

@@ -21,7 +21,6 @@ from kvstore.server.cluster.directory import (
     MAX_PENDING,
     Announcements,
     Directory,
-    UnknownMembers,
 )
 from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress
 from kvstore.server.settings.values import Limits
@@ -338,7 +337,7 @@ def test_entries_hold_only_the_newest_word_and_stay_bounded() -> None:
     assert entries.take(10) == [(key(0), True), (key(2), False)]
     assert entries.put_back([key(0), key(1), key(2)]) == 0
     assert entries.take(10) == [(key(0), True), (key(1), True), (key(2), False)], "what is true now"
-    assert len(entries) == 2
+    assert len(entries.held) == 2
     entries = Announcements(2 * MAX_PENDING, lambda: now[0])
     assert entries.announce([key(n) for n in range(MAX_PENDING + 1)]) == 1
     assert entries.withdraw([key(0), key(MAX_PENDING)]) == 0
@@ -353,7 +352,7 @@ def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten() -> No
     entries.announce([key(2)])
     entries.take(10)
     entries.repeat(9)
-    assert entries.waiting == 0
+    assert not entries.pending
     now[0] = 1900.0
     entries.repeat(9)
     assert entries.take(10) == [(key(1), True)]
@@ -365,22 +364,6 @@ def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten() -> No
     entries.repeat(9)
     entries.repeat(9)
     assert sorted(entries.take(10)) == [(key(1), True), (key(2), True)]
-
-
-def test_strangers_are_dead_only_after_a_while_unknown() -> None:
-    now = [0.0]
-    strangers = UnknownMembers(10.0, lambda: now[0])
-    strangers.note(key(1), b"5")
-    strangers.note(key(1), b"6")
-    now[0] = 9.0
-    assert strangers.take_stale({b"6"}, 10) == []
-    now[0] = 10.0
-    strangers.note(key(2), b"5")
-    strangers.note(key(2), b"6")
-    assert strangers.take_stale((), 10) == [(key(1), b"5")]
-    assert strangers.take_stale((), 10) == []
-    now[0] = 20.0
-    assert strangers.take_stale({b"5"}, 1) == [(key(2), b"6")], "5 is back: its entries stay"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from fake_peer import other
 from local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from prompts import MEDIUM, store
 from stream_messages import attach, get, part, put, ready
@@ -23,6 +24,7 @@ from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
 from kvstore.proto import bulk
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     DeadlineError,
@@ -39,7 +41,7 @@ from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.peer_server import PeerServer
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import ATTACH_BYTES, MAX_STRANGERS, STREAMS_PER_SESSION
-from kvstore.server.cluster.peer_connections import PeerSession, StreamLink, dial_peer
+from kvstore.server.cluster.peer_connections import StreamLink, dial_peer
 from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import PeerChunk, Peers
 from kvstore.server.security.audit_log import audit_files, read_chain
@@ -72,17 +74,17 @@ def infos(server: LocalServer) -> list[ChunkInfo]:
 
 
 @pytest.fixture
-def terms(server: LocalServer) -> PeerSession:
+def terms(server: LocalServer) -> pb.OpenPeerResponse:
     return dial_peer(Settings(), server.address, "other", SILENCE_S)
 
 
 @pytest.fixture
-def link(terms: PeerSession) -> Iterator[StreamLink]:
+def link(terms: pb.OpenPeerResponse) -> Iterator[StreamLink]:
     with closing(reached(terms)) as one:
         yield one
 
 
-def reached(terms: PeerSession) -> StreamLink:
+def reached(terms: pb.OpenPeerResponse) -> StreamLink:
     link = StreamLink(terms, time.monotonic)
     link.connect(SILENCE_S)
     return link
@@ -161,7 +163,7 @@ def test_what_is_not_in_memory_is_nothing(infos: list[ChunkInfo], link: StreamLi
 
 
 def test_who_stops_reading_hangs_up_and_the_peer_holds_nothing(
-    infos: list[ChunkInfo], link: StreamLink, terms: PeerSession, server: LocalServer
+    infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
     out = np.zeros(infos[0].size_bytes, np.uint8)
     with closing(link.read(infos[0], out, 0, SILENCE_S)) as steps:
@@ -242,16 +244,16 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
         assert len(read(link, info)) == info.size_bytes
 
 
-def test_who_shows_another_token_is_not_let_in(terms: PeerSession) -> None:
+def test_who_shows_another_token_is_not_let_in(terms: pb.OpenPeerResponse) -> None:
     with pytest.raises(UnauthenticatedError):
-        reached(replace(terms, token=bytes(16)))
+        reached(other(terms, attach_token=bytes(16)))
 
 
 def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
-    infos: list[ChunkInfo], server: LocalServer, terms: PeerSession
+    infos: list[ChunkInfo], server: LocalServer, terms: pb.OpenPeerResponse
 ) -> None:
     reply = open_session(server.dial(), MEDIUM)
-    theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
+    theirs = other(terms, session_id=reply.session_id, attach_token=reply.attach_token)
     with closing(reached(theirs)) as link, pytest.raises(LeaseExpiredError):
         list(link.read(infos[0], np.zeros(10, np.uint8), 0, SILENCE_S))
     with closing(reached(theirs)) as link, pytest.raises(LeaseExpiredError):
@@ -261,11 +263,11 @@ def test_a_client_that_asks_as_a_server_does_is_hung_up_on(
 
 
 def test_clients_have_so_many_streams_and_servers_find_room_beside_them(
-    server: LocalServer, terms: PeerSession, monkeypatch: pytest.MonkeyPatch
+    server: LocalServer, terms: pb.OpenPeerResponse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 1)
     reply = open_session(server.dial(), MEDIUM)
-    theirs = replace(terms, session_id=reply.session_id, token=reply.attach_token)
+    theirs = other(terms, session_id=reply.session_id, attach_token=reply.attach_token)
     with closing(reached(theirs)):
         with pytest.raises(QuotaExceededError, match="client_streams=1"):
             reached(theirs)
@@ -297,7 +299,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
             wire_of(link).receive()
     assert eventually(lambda: came(rpc="Put", outcome="PermissionDeniedError"))
     with pytest.raises(UnauthenticatedError):
-        reached(replace(terms, token=bytes(16)))
+        reached(other(terms, attach_token=bytes(16)))
     assert eventually(lambda: came(rpc="Attach", outcome="UnauthenticatedError"))
 
 
@@ -305,7 +307,7 @@ def test_reads_and_who_is_not_let_in_are_written_down(
 def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
     server: LocalServer,
     infos: list[ChunkInfo],
-    terms: PeerSession,
+    terms: pb.OpenPeerResponse,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:
@@ -333,7 +335,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
         read(link, infos[0])
 
 
-def test_a_session_has_so_many_streams_and_no_more(terms: PeerSession) -> None:
+def test_a_session_has_so_many_streams_and_no_more(terms: pb.OpenPeerResponse) -> None:
     links = [reached(terms) for _ in range(STREAMS_PER_SESSION)]
     try:
         with pytest.raises(QuotaExceededError, match="streams_per_session=16"):
@@ -344,7 +346,7 @@ def test_a_session_has_so_many_streams_and_no_more(terms: PeerSession) -> None:
     assert eventually(lambda: _is_let_in(terms))
 
 
-def _is_let_in(terms: PeerSession) -> bool:
+def _is_let_in(terms: pb.OpenPeerResponse) -> bool:
     try:
         reached(terms).close()
     except QuotaExceededError:
@@ -353,7 +355,7 @@ def _is_let_in(terms: PeerSession) -> bool:
 
 
 def test_a_session_that_ends_ends_its_streams(
-    infos: list[ChunkInfo], link: StreamLink, terms: PeerSession, server: LocalServer
+    infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
     server.node.sessions.close(terms.session_id)
     with pytest.raises(LeaseExpiredError):
@@ -364,7 +366,7 @@ def test_a_session_that_ends_ends_its_streams(
 
 
 def test_what_is_no_get_of_a_peer_is_hung_up_on(
-    infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
+    infos: list[ChunkInfo], terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
     session_id = terms.session_id
     for message in (get(1, session_id, infos[0].key[16:]), put(1, session_id)):
@@ -387,7 +389,7 @@ def test_what_is_no_get_of_a_peer_is_hung_up_on(
     ],
 )
 def test_strangers_who_say_anything_else_are_hung_up_on(
-    said: bytes, infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
+    said: bytes, infos: list[ChunkInfo], terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
     with connected(terms) as stranger:
         stranger.sendall(said)
@@ -397,7 +399,7 @@ def test_strangers_who_say_anything_else_are_hung_up_on(
 
 
 def test_strangers_who_say_nothing_keep_nobody_out(
-    infos: list[ChunkInfo], link: StreamLink, terms: PeerSession, server: LocalServer
+    infos: list[ChunkInfo], link: StreamLink, terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
     silent = [connected(terms) for _ in range(MAX_STRANGERS + 8)]
     try:
@@ -411,9 +413,9 @@ def test_strangers_who_say_nothing_keep_nobody_out(
 
 
 def test_strangers_who_only_begin_keep_nobody_out(
-    infos: list[ChunkInfo], terms: PeerSession, server: LocalServer
+    infos: list[ChunkInfo], terms: pb.OpenPeerResponse, server: LocalServer
 ) -> None:
-    begun = b"\x16\x03\x01" if terms.certificate else bulk.MAGIC
+    begun = b"\x16\x03\x01" if terms.bulk_certificate else bulk.MAGIC
     for _ in range(3):
         strangers = [connected(terms) for _ in range(MAX_STRANGERS)]
         try:
@@ -431,10 +433,10 @@ def test_strangers_who_only_begin_keep_nobody_out(
                 one.close()
 
 
-def test_a_first_word_may_come_in_pieces(terms: PeerSession, server: LocalServer) -> None:
-    if terms.certificate:
+def test_a_first_word_may_come_in_pieces(terms: pb.OpenPeerResponse, server: LocalServer) -> None:
+    if terms.bulk_certificate:
         pytest.skip("TLS cuts it as it likes")
-    first = attach(terms.session_id, terms.token)
+    first = attach(terms.session_id, terms.attach_token)
     first.request = 1
     message = bulk.pack(first)
     with connected(terms) as link:
@@ -445,8 +447,8 @@ def test_a_first_word_may_come_in_pieces(terms: PeerSession, server: LocalServer
     assert attached == (ready(1), 0)
 
 
-def connected(terms: PeerSession) -> socket.socket:
-    where = urlsplit(terms.address)
+def connected(terms: pb.OpenPeerResponse) -> socket.socket:
+    where = urlsplit(terms.bulk_address)
     return socket.create_connection((where.hostname or "", where.port or 0), SILENCE_S)
 
 
@@ -465,9 +467,9 @@ def test_a_server_with_another_certificate_is_not_believed(make_server: ServerMa
     terms = dial_peer(Settings(), server.address, "other", SILENCE_S)
     for certificate in (make_tls().certificate, b"no certificate"):
         with pytest.raises(TierUnavailableError):
-            reached(replace(terms, certificate=certificate))
+            reached(other(terms, bulk_certificate=certificate))
     with pytest.raises(KVStoreError):
-        reached(replace(terms, certificate=b""))  # in plain text
+        reached(other(terms, bulk_certificate=b""))  # in plain text
     with closing(reached(terms)) as link:
         cipher = wire_of(link)._link.version()  # type: ignore[attr-defined]
         assert cipher == "TLSv1.3"
@@ -494,10 +496,10 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
     keys = store(server.connect("grpc", MEDIUM, options), 1, 2)
     is_reached = False
 
-    def dial(address: str, node_id: str, within_s: float) -> PeerSession:
+    def dial(address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
         told = dial_peer(Settings(), address, node_id, SILENCE_S)
-        where = told.address if is_reached else NOWHERE
-        return replace(told, address=where)
+        where = told.bulk_address if is_reached else NOWHERE
+        return other(told, bulk_address=where)
 
     waits = {"peer_timeout_ms": int(1000 * SILENCE_S), "breaker_failures": 1, "breaker_retry_ms": 1}
     terms = (server.address,), Limits(**waits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -36,7 +37,6 @@ from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import Limits
 from kvstore.server.store.lookup import MAX_PEER_QUERIES
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.breaker import Breaker
 
 ServerMaker = Callable[..., LocalServer]
 CHUNK_TOKENS = 64
@@ -171,7 +171,7 @@ def test_who_is_in_its_own_list_does_not_ask_itself(
 
 
 def boot_id_of(server: LocalServer) -> int:
-    return dial_peer(Settings(), server.address, "me", 20.0).boot_id
+    return dial_peer(Settings(), server.address, "me", 20.0).server.boot_id
 
 
 class OneNode:
@@ -490,7 +490,7 @@ def test_lookups_with_a_silent_peer_cost_its_timeout_a_few_times_and_then_nothin
 
 def test_a_peer_that_lies_is_left_alone_for_a_while() -> None:
     now = [100.0]
-    peer = PeerNode("127.0.0.1:1", Breaker("peer", 3, 1000, lambda: now[0]), lambda: now[0])
+    peer = PeerNode("127.0.0.1:1", Limits(), lambda: now[0])
     peer.session = object()  # type: ignore[assignment]
     for _ in range(MAX_FAULTS):
         assert peer.is_up
@@ -522,6 +522,18 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
             assert {who for who, _ in peers.read(offer, out, 0)} == {other}
             assert bytes(out) == bytes(frame)
             assert counters["peer_refusals"] == 1
+
+
+def test_a_listed_peer_that_the_directory_names_too_is_asked_for_each_chunk_once() -> None:
+    keys = [ChunkKey(bytes(31) + bytes([number])) for number in range(3)]
+    address = NodeAddress("n", 1, "", "127.0.0.1:1")
+    with closing(FakePeer({})) as fake:
+        terms = (address.grpc_address,), Limits(peer_timeout_ms=20_000)
+        peers = Peers(*terms, fake.dial, Counters(), time.monotonic)
+        peers.holders = lambda keys, _: dict.fromkeys(keys, (address,))
+        with closing(peers):
+            peers.step()
+            assert list(peers._choose(keys, math.inf).values()) == [keys]
 
 
 def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:

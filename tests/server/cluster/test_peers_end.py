@@ -7,10 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
-from fake_peer import FakePeer, Message
+from fake_peer import FakePeer, Message, other
 from local_server import eventually
 from prompts import MEDIUM, frame_of
 
@@ -83,7 +82,6 @@ def test_upkeep_that_waits_for_an_answer_ends_with_the_peers(fake: FakePeer, pee
     peers.start("me", 5)
     assert eventually(lambda: fake.dials == 1)
     peers.close()
-    assert peers._thread is not None
     peers._thread.join(PATIENCE_S)
     assert not peers._thread.is_alive()
     assert not any(peer.session for peer in peers.known())
@@ -104,7 +102,7 @@ def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too()
             let_in = [one.dial("", "", 1.0) for one in (second, third)]
             where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             for peer, said in zip(
-                peers.known(), [replace(let_in[0], address=where), *let_in], strict=True
+                peers.known(), [other(let_in[0], bulk_address=where), *let_in], strict=True
             ):
                 peer.open_session(said)
             assert set(peers.find([KEY])[KEY].peers) == set(others)

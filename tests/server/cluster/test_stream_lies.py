@@ -15,23 +15,25 @@ import numpy as np
 import pytest
 import stream_messages as messages
 from contracts.bad_puts import changed
+from fake_peer import other, peer_session
 from local_server import DEADLINE_MS, LocalServer
 from prompts import MEDIUM, store
 from stream_messages import Sent, ready, send
 
 from kvstore.client import ClientOptions
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
 from kvstore.server.bulk.tcp_server import BulkServer, listen
-from kvstore.server.cluster.peer_connections import PeerSession, StreamLink, dial_peer
+from kvstore.server.cluster.peer_connections import StreamLink, dial_peer
 from kvstore.server.settings.settings import Settings
 
 ServerMaker = Callable[..., LocalServer]
 SILENCE_S = 20.0
 
 
-def reached(terms: PeerSession) -> StreamLink:
+def reached(terms: pb.OpenPeerResponse) -> StreamLink:
     link = StreamLink(terms, time.monotonic)
     link.connect(SILENCE_S)
     return link
@@ -45,7 +47,7 @@ class Liar:
         self._hangs_up = hangs_up
         self._listener = socket.create_server(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.terms = PeerSession(address, b"", 7, bytes(16), 60_000, 1 << 28, 4096)
+        self.terms = peer_session(address)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -157,6 +159,6 @@ def test_without_a_descriptor_it_listens_again_a_little_later(make_server: Serve
     with closing(
         BulkServer(cast("socket.socket", listener), listener.address, None, service, limits)
     ) as streams:
-        reached(replace(told, address=listener.address)).close()
+        reached(other(told, bulk_address=listener.address)).close()
         assert listener.accepts == 2
         assert streams.is_alive()

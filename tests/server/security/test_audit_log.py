@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 from local_server import eventually
@@ -124,3 +126,26 @@ def test_a_slow_disk_holds_nobody_up_and_what_is_dropped_is_counted(
     log.close()
     assert sum(int(json.loads(line).get("lost", 0)) for line in lines(path)) == 7
     assert len(chain(path)) == audit_log.QUEUE_EVENTS + 1
+
+
+class FullDisk:
+    """A file that takes nothing."""
+
+    def tell(self) -> int:
+        return 0
+
+    def write(self, line: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+
+def test_what_a_full_disk_did_not_take_is_counted_and_the_chain_goes_on(path: Path) -> None:
+    log = AuditLog(path, 1 << 20, lambda: 1.5)
+    kept, log._file = log._file, cast("BinaryIO", FullDisk())
+    log.note(EVENT)
+    assert eventually(lambda: log._lost == 1)
+    log._file = kept
+    log.note(EVENT)
+    log.note(EVENT)
+    log.close()
+    assert [json.loads(line).get("lost") for line in lines(path)] == [1, None]
+    assert len(chain(path)) == 2

@@ -19,16 +19,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
-from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.security.authenticator import Authenticator, JwtVerifier
 from kvstore.server.security.certificates import principal_of_certificate, server_credentials
-from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
-from kvstore.server.security.key_files import ApiKeys, parse_keys
+from kvstore.server.security.key_files import ApiKeys, WatchedFile, parse_keys
 from kvstore.server.security.sessions import ANYBODY, Principal
-from kvstore.server.security.watched_file import WatchedFile
 
 KEY = ed25519.Ed25519PrivateKey.generate()
 PEM = KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-TERMS = JwtTerms("EdDSA", "kvstore", "https://issuer")
+TERMS: dict[str, Any] = {"algorithm": "EdDSA", "audience": "kvstore", "issuer": "https://issuer"}
 YEAR_S = 365 * 86_400
 ENGINE = frozenset({"read", "write"})
 
@@ -137,9 +135,9 @@ def test_a_file_of_keys_that_is_deleted_revokes_them_all_and_says_so(
 
 
 def test_without_a_key_no_token_is_good() -> None:
-    none = JwtVerifier(None, TERMS)
+    none = JwtVerifier(None, **TERMS)
     token = jwt.encode(claims(), KEY, "EdDSA")
-    known = JwtVerifier(PEM, TERMS).principal_of(token)
+    known = JwtVerifier(PEM, **TERMS).principal_of(token)
     assert known.proof not in none.keys
     with pytest.raises(UnauthenticatedError):
         none.principal_of(token)
@@ -201,7 +199,7 @@ def test_without_any_way_to_tell_whoever_calls_is_anybody() -> None:
 
 def test_a_token_says_who_it_is_for_as_long_as_it_lasts() -> None:
     token = jwt.encode(claims(), KEY, "EdDSA")
-    found = JwtVerifier(PEM, TERMS).principal_of(token)
+    found = JwtVerifier(PEM, **TERMS).principal_of(token)
     assert (found.name, found.tenant, found.roles) == ("jwt:engine-7", "acme", ENGINE)
     assert found.expires_at >= time.time() + 50
 
@@ -248,7 +246,7 @@ BAD_TOKENS = {
 @pytest.mark.parametrize("what", BAD_TOKENS)
 def test_a_token_that_is_not_exactly_what_is_asked_for_is_refused(what: str) -> None:
     with pytest.raises(UnauthenticatedError) as caught:
-        JwtVerifier(PEM, TERMS).principal_of(BAD_TOKENS[what])
+        JwtVerifier(PEM, **TERMS).principal_of(BAD_TOKENS[what])
     assert BAD_TOKENS[what] not in str(caught.value)
 
 
@@ -258,7 +256,7 @@ def test_a_token_that_is_not_exactly_what_is_asked_for_is_refused(what: str) -> 
 def test_a_token_for_a_century_is_refused(end: float, tmp_path: Path) -> None:
     path = tmp_path / "jwt.pem"
     path.write_bytes(PEM)
-    verifier = WatchedFile((path,), partial(JwtVerifier, terms=TERMS))
+    verifier = WatchedFile((path,), partial(JwtVerifier, **TERMS))
     asked = Authenticator(None, verifier, takes_certificates=False, wall_clock=time.time)
     near = jwt.encode(claims(exp=int(time.time()) + YEAR_S), KEY, "EdDSA")
     assert asked.principal_of(bearer(near), {}).tenant == "acme"
@@ -274,7 +272,7 @@ def test_a_token_that_was_verified_ends_all_the_same(tmp_path: Path) -> None:
     clock = [now]
     asked = Authenticator(
         None,
-        WatchedFile((path,), partial(JwtVerifier, terms=TERMS)),
+        WatchedFile((path,), partial(JwtVerifier, **TERMS)),
         takes_certificates=False,
         wall_clock=lambda: clock[0],
     )
@@ -292,7 +290,7 @@ def test_a_key_that_does_not_go_with_the_algorithm_is_refused() -> None:
     other = private.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     for key, algorithm in ((b"short", "HS256"), (b"no PEM", "EdDSA"), (other, "ES256")):
         with pytest.raises(InvalidRequestError, match="jwt_key"):
-            JwtVerifier(key, JwtTerms(algorithm, "kvstore"))
+            JwtVerifier(key, algorithm, "kvstore")
 
 
 # --- certificates
@@ -317,7 +315,7 @@ def test_a_certificate_that_is_known_is_no_token(tmp_path: Path) -> None:
     path.write_bytes(PEM)
     asked = Authenticator(
         None,
-        WatchedFile((path,), partial(JwtVerifier, terms=TERMS)),
+        WatchedFile((path,), partial(JwtVerifier, **TERMS)),
         takes_certificates=True,
         wall_clock=time.time,
     )
@@ -345,12 +343,12 @@ def test_nobody_is_without_a_role_that_there_is(roles: frozenset[str]) -> None:
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.server.security.jwt_tokens.REMEMBERED", 3)
+    monkeypatch.setattr("kvstore.server.security.authenticator.REMEMBERED", 3)
     path = tmp_path / "secret"
     secret = os.urandom(32)
     path.write_bytes(secret)
-    terms = JwtTerms("HS256", "kvstore", "https://issuer")
-    file = WatchedFile((path,), partial(JwtVerifier, terms=terms))
+    terms = TERMS | {"algorithm": "HS256"}
+    file = WatchedFile((path,), partial(JwtVerifier, **terms))
     asked = Authenticator(None, file, takes_certificates=False, wall_clock=time.time)
     for number in range(8):
         asked.principal_of(bearer(jwt.encode(claims(sub=str(number)), secret, "HS256")), {})

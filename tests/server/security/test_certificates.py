@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jwt
 import pytest
@@ -14,18 +15,17 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from kvstore.cli.doctor_checks import check_revocations
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError
-from kvstore.server.security.authenticator import Authenticator
+from kvstore.server.security.authenticator import Authenticator, JwtVerifier
 from kvstore.server.security.certificates import (
     Revocations,
     parse_revocations,
     principal_of_certificate,
     proof_of_certificate,
 )
-from kvstore.server.security.jwt_tokens import JwtTerms, JwtVerifier
-from kvstore.server.security.watched_file import WatchedFile
+from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.settings import load_config
 
-TERMS = JwtTerms("EdDSA", "kvstore")
+TERMS: dict[str, Any] = {"algorithm": "EdDSA", "audience": "kvstore"}
 
 
 def parsed(data: bytes, ca: Authority) -> Revocations:
@@ -108,7 +108,7 @@ def test_a_signing_key_that_is_taken_out_ends_what_it_signed_and_the_next_one_go
     path.write_bytes(b"\n".join(pems))
     asked = Authenticator(
         None,
-        WatchedFile((path,), partial(JwtVerifier, terms=TERMS)),
+        WatchedFile((path,), partial(JwtVerifier, **TERMS)),
         takes_certificates=False,
         wall_clock=time.time,
     )
@@ -128,7 +128,7 @@ def test_a_signing_key_that_is_taken_out_ends_what_it_signed_and_the_next_one_go
     with pytest.raises(UnauthenticatedError):
         asked.principal_of(metadata[0], {})
     with pytest.raises(InvalidRequestError, match="at most"):
-        JwtVerifier(pems[0] * 9, TERMS)
+        JwtVerifier(pems[0] * 9, **TERMS)
 
 
 def test_the_doctor_says_when_a_list_cannot_be_used_and_when_it_soon_cannot(

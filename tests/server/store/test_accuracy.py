@@ -78,7 +78,7 @@ def read(core: Core, session: Session, versions: list[Version], least: Fidelity)
     results = core.store.reads.get(
         keys_of(versions)[:known], ReadTerms(session, core.later(), least)
     )
-    frames = [result.frame.copy() for result in results]
+    frames = [result.data.copy() for result in results]
     assert core.store.release(session, lease_id)
     return frames
 

@@ -54,10 +54,10 @@ def test_chunks_arrive_in_order_and_whole(core: Core, session: Session) -> None:
     results = list(
         core.store.reads.get(keys_of(versions)[:known], ReadTerms(session, core.later()))
     )
-    assert [result.index for result in results] == [0, 1, 2, 3, 4]
-    assert [result.frame.tobytes() for result in results] == frames_of(versions)
+    assert [result.chunk for result in results] == [0, 1, 2, 3, 4]
+    assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert {result.tier for result in results} == {"cpu"}
-    assert not any(result.frame.flags.writeable for result in results)
+    assert not any(result.data.flags.writeable for result in results)
     placed = core.store.reads.get(
         keys_of(versions), ReadTerms(session, core.later(), reach=IN_MEMORY)
     )
@@ -75,7 +75,7 @@ def test_a_hit_below_is_promoted_and_says_where_it_came_from(core: Core, session
     for origin in ("disk", "cpu"):
         results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
         assert [result.tier for result in results] == [origin] * 4
-        assert [result.frame.tobytes() for result in results] == frames_of(versions)
+        assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert core.counters["promoted_chunks"] == 4
     core.store.release(session, lease_id)
 
@@ -89,7 +89,7 @@ def test_loads_run_ahead_of_the_reader_but_not_without_bound() -> None:
         results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
         depths = []
         for index in range(LOADS_AHEAD_CHUNKS):
-            assert next(results).index == index
+            assert next(results).chunk == index
             depths.append(core.work_queue.depth()["load-disk"])
         assert max(depths) == LOADS_AHEAD_CHUNKS
         assert min(depths) >= LOADS_AHEAD_CHUNKS // 2
@@ -165,7 +165,7 @@ def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
     leases = fill_with_leases(core, session)
     lease_id, _ = core.store.open_get(session, keys_of(versions), 0)
     results = list(core.store.reads.get(keys_of(versions), ReadTerms(session, core.later())))
-    assert [result.frame.tobytes() for result in results] == frames_of(versions)
+    assert [result.data.tobytes() for result in results] == frames_of(versions)
     assert [result.place for result in results] == [None] * 3
     assert core.counters["read_throughs"] == 3
     assert core.cpu.stats().chunks == 12
@@ -310,7 +310,7 @@ def test_a_copy_that_is_found_damaged_in_the_midst_of_a_get_is_given_to_nobody(
     results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later(), reach=reach))
     assert next(results).tier == "disk"
     core.moves.eviction.drop_corrupt(disk, versions[3].info.key)
-    assert [result.index for result in results] == [1, 2]
+    assert [result.chunk for result in results] == [1, 2]
     core.store.release(session, lease_id)
 
 

@@ -19,7 +19,7 @@ from kvstore.proto.device import HostDevice
 from kvstore.proto.types import PutOutcome
 from kvstore.proto.unix_socket import Reach, unpack_places
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reads import ReadResult, ReadTerms
+from kvstore.server.store.reads import LayerPart, ReadTerms
 from kvstore.tiers.gpu import GpuTier
 
 DISK_BYTES = 1 << 20
@@ -76,7 +76,7 @@ def drop_from_cpu(core: Core, versions: list[Version]) -> None:
         core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
 
 
-def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[ReadResult]:
+def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[LayerPart]:
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
     results = core.store.reads.get(
         keys_of(versions)[:known],
@@ -331,6 +331,6 @@ def check_in_place(core: Core, gpu: GpuTier, session: Session, versions: list[Ve
             on_device = frame_on_device(gpu, version.info.key)
             assert np.array_equal(on_device.numpy(), version.frame)
         else:
-            frame = core.cpu.peek(version.info.key) if result.place else result.frame
+            frame = core.cpu.peek(version.info.key) if result.place else result.data
             assert frame is not None
             assert np.array_equal(frame, version.frame)

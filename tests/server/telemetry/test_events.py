@@ -18,7 +18,7 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.queries import HELD_ROWS
 from kvstore.server.telemetry import events as module
-from kvstore.server.telemetry.events import Event, EventLog, Page
+from kvstore.server.telemetry.events import Event, EventLog, EventReader, Page
 
 TIERS = ("cpu", "disk", "redis")
 LOCAL = TIERS[:2]
@@ -51,7 +51,7 @@ class Follower:
         self.known: set[tuple[ChunkKey, str]] = set()
         self.pages: list[Page] = []
         self._catalog, self._log, self._space = catalog, log, space
-        self.reader = log.reader(space)
+        self.reader = EventReader(log, space)
         self._cursor = 0
 
     def read(self, pages: int = 1_000) -> None:
@@ -70,7 +70,7 @@ class Follower:
 
     def connect_again(self) -> None:
         """Begin another call behind the last page."""
-        self.reader = self._log.reader(self._space)
+        self.reader = EventReader(self._log, self._space)
         self.reader.go_on(self._cursor)
 
     def truth(self) -> set[tuple[ChunkKey, str]]:
@@ -192,7 +192,7 @@ def test_a_cursor_that_nobody_was_given_begins_anew() -> None:
     catalog, log = world()
     catalog.note_sealed("cpu", chunk(0))
     for space in (None, space_of(0)):
-        reader = log.reader(space)
+        reader = EventReader(log, space)
         reader.go_on(1 << 40)
         page = reader.poll()
         assert page is not None

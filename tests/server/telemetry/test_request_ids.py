@@ -15,7 +15,7 @@ from conftest import ProcessMaker
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
-from kvstore.server.telemetry.request_ids import (
+from kvstore.server.telemetry.tracing import (
     CURRENT,
     HEADER,
     MAX_ID_CHARS,

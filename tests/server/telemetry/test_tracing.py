@@ -32,8 +32,7 @@ from kvstore.proto.types import DIGEST_BYTES
 from kvstore.server import node
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import tracing as module
-from kvstore.server.telemetry.request_ids import HEADER
-from kvstore.server.telemetry.tracing import Tracing, open_tracing
+from kvstore.server.telemetry.tracing import HEADER, Tracing, open_tracing
 from kvstore.server.tiering.tier_slot import TierSlot
 
 Spans = Callable[..., list[ReadableSpan]]

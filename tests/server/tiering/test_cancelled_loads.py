@@ -165,7 +165,7 @@ def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDis
     tier.gate.hold_after = PARTS  # the first comes, the second stops at its first part
     lease_id, known = core.store.open_get(session, keys_of(versions), 0)
     results = core.store.reads.get(keys_of(versions)[:known], ReadTerms(session, core.later()))
-    assert next(results).frame.tobytes() == versions[0].frame.tobytes()
+    assert next(results).data.tobytes() == versions[0].frame.tobytes()
     assert tier.gate.begun.wait(20.0)
     results.close()  # type: ignore[attr-defined]
     assert core.store.release(session, lease_id)

@@ -42,7 +42,7 @@ def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
     """Lay a frame on a medium past the store, as a fault or another node would."""
     disk.delete(info.key)
     reservation = disk.reserve(info)
-    disk.write(reservation, 0, frame)
+    disk.write(reservation, frame)
     assert disk.seal(reservation)
 
 

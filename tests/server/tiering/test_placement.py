@@ -38,9 +38,9 @@ class SlowDisk(SimDisk):
         self._write_s = write_s
 
     @override
-    def write(self, reservation: Reservation, offset: int, data: Bytes) -> None:
+    def write(self, reservation: Reservation, frame: Bytes) -> None:
         self._clock.advance(self._write_s)
-        super().write(reservation, offset, data)
+        super().write(reservation, frame)
 
 
 def make_core(
@@ -220,7 +220,7 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
         ask(core, session, prompt(12, seed=9))
         match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
-        assert [a.frame.tobytes() for a in results] == frames_of(versions)
+        assert [a.data.tobytes() for a in results] == frames_of(versions)
         core.store.tick()
         assert on_disk(core, versions) == 3, "it may be read where it is"
         core.store.release(session, match.lease_id)
