@@ -254,7 +254,11 @@ class ChunkIndex:
 
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
         """Note copies on *tier* of one chunk, or of a new chain of one layout; return the rows."""
-        rows = [self._row_for(info.key) for info in infos]
+        rows: list[int] = []
+        for info in infos:  # written out: a put waits for it
+            rows.append(self._table.add(info.key))
+            if rows[-1] == len(self._holders):
+                self._extend()
         if not self._holders[rows[0]]:
             self._describe(rows, infos)
         bit = 1 << self.tiers.index(tier)
