@@ -16,10 +16,10 @@ from kvstore.client import Client
 from kvstore.client.blend.adapter import EngineAdapter
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.plan import Segment
+from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.resolving import ResolveTerms
-from kvstore.proto.blend import SegmentRange
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
 
 if TYPE_CHECKING:

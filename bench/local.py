@@ -41,7 +41,6 @@ from kvstore.client.session import Session
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.keys import join_digests
 from kvstore.proto.types import (
     ChunkKey,
     KVLayout,
@@ -270,7 +269,7 @@ def bench_lookup(address: str, report: Report) -> None:
         session = Session(connection, TINY, client.options)
         request = pb.LookupRequest(
             session_id=session.terms.session_id,
-            digests=join_digests(key[16:] for key in keys),
+            digests=b"".join(key[16:] for key in keys),
             lease=True,
         )
         times_us = []

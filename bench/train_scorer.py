@@ -9,6 +9,7 @@ The same traces give the same weights, bit for bit.
 from __future__ import annotations
 
 import argparse
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,15 @@ from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import BlockTrace, make_blocks
 from kvstore.cli.trace_files import read_trace
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.learned import FEATURES, Features, LearnedEviction, Stump, StumpScorer
+from kvstore.server.eviction.learned import (
+    FEATURES,
+    VERSION,
+    Features,
+    LearnedEviction,
+    Stump,
+    StumpScorer,
+    weights_checksum,
+)
 from kvstore.server.eviction.policy import Rows
 
 SHARES = (0.02, 0.05, 0.1, 0.25)
@@ -179,6 +188,13 @@ def train(traces: Sequence[Path], block_tokens: int) -> StumpScorer:
     return fit((np.concatenate(features), np.concatenate(labels)))
 
 
+def to_json(scorer: StumpScorer) -> str:
+    """Return the weights as text, with their version and a checksum."""
+    body = {"version": VERSION, "features": list(FEATURES), "stumps": list(scorer.stumps)}
+    text = json.dumps({"sha256": weights_checksum(body), **body})
+    return text.replace("], [", "],\n[").replace(', "', ',\n"')
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the command line, train, and write the weights as JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.train_scorer", description=__doc__)
@@ -187,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--block-tokens", type=int, default=256)
     options = parser.parse_args(argv)
     scorer = train(options.trace, options.block_tokens)
-    options.out.write_text(scorer.to_json() + "\n")
+    options.out.write_text(to_json(scorer) + "\n")
 
 
 if __name__ == "__main__":

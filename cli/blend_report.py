@@ -8,12 +8,12 @@ from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView
 from kvstore.proto.errors import printable
-from kvstore.proto.messages import gate_from_message
+from kvstore.proto.messages import as_value
 
 
 def gates_as_json(reply: pb.StatusResponse) -> str:
     """Return the gates and the counters of blending as JSON."""
-    shown = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
+    shown = [gate_as_dict(as_value(GateView, one)) for one in reply.gates]
     return json.dumps({"gates": shown, "counters": _counters(reply)}, indent=2)
 
 
@@ -49,7 +49,7 @@ def print_gates(reply: pb.StatusResponse) -> None:
     """Print the gates and the counters of blending as tables."""
     console = open_console()
     table = Grid("model", "tag", "gate", "ratio", "agreement", "KL a token", "speedup", "why")
-    for one in map(gate_from_message, reply.gates):
+    for one in (as_value(GateView, one) for one in reply.gates):
         table.add_row(
             one.model,
             one.tag or "-",

@@ -201,7 +201,7 @@ def _read_tensors(data: bytes) -> ChunkFile:
     representation_from_message(representation)
     message = pb.Layout()
     json_format.Parse(said["layout"], message)
-    layout = layout_from_message(message)
+    layout, _ = layout_from_message(message)
     if layout.raw_bytes != len(body):
         raise ValueError(f"its layout has {layout.raw_bytes} bytes, and the file {len(body)}")
     tensors = empty_tensors(layout)

@@ -18,14 +18,15 @@ from kvstore.cli.tables import Grid, open_console
 from kvstore.client.batches import digest_batches
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.blend import GateView
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
     KVStoreError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import chain_digests, join_digests
-from kvstore.proto.messages import MAX_EXPLAINED, REFUSED, gate_from_message
+from kvstore.proto.keys import chain_digests
+from kvstore.proto.messages import MAX_EXPLAINED, REFUSED, as_value
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES
 
 DEADLINE_MS = 10_000
@@ -116,7 +117,7 @@ def _request(
     if not question.names_chunks:
         return request, None
     space, digests = _digests(address, question)
-    request.digests = join_digests(digests)
+    request.digests = b"".join(digests)
     if question.representation is not None:
         return request, read_representation(question.representation)
     if not space:
@@ -211,7 +212,7 @@ def explain_as_json(address: str, reply: pb.ExplainResponse) -> str:
             | {"refused": _reasons(one), "counts": dict(_counts(one))}
             for one in reply.engines
         ]
-        parts["gates"] = [gate_as_dict(gate_from_message(one)) for one in reply.gates]
+        parts["gates"] = [gate_as_dict(as_value(GateView, one)) for one in reply.gates]
         parts["spaces"] = [_space(one) for one in reply.spaces]
     return json.dumps(parts | {"left_out": reply.left_out}, indent=2)
 
@@ -256,7 +257,7 @@ def print_explain(reply: pb.ExplainResponse) -> None:
     if reply.gates:
         console.print("blending:")
         for one in reply.gates:
-            line = f"  {gate_line(gate_from_message(one))}"
+            line = f"  {gate_line(as_value(GateView, one))}"
             console.print(line)
     if reply.spaces:
         _print_spaces(console, reply.spaces)

@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kvstore.client.blend.segments import NamedSegment, SegmentRange
 from kvstore.client.chunk import Chunk, PlannedChunk
 from kvstore.client.client import Client
 from kvstore.client.engine_calls import LAYERED_PUT_MS, check_out
@@ -35,7 +36,7 @@ from kvstore.client.transport import Put
 from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.block_part import BlockPart
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import GateView, NamedSegment, SegmentRange
+from kvstore.proto.blend import GateView
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.plans import NO_HINTS, Hints, PlannedBatch, PrefillModel

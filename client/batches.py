@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
+from kvstore.client.blend.segments import NamedSegment
 from kvstore.client.layer_feed import LayerFeed, Opened, Range
 from kvstore.client.layer_sink import ABANDON_S, LayerSink
 from kvstore.client.prefill import chunks_worth_loading
@@ -19,7 +20,7 @@ from kvstore.client.reader import Room
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.transport import Put
 from kvstore.codecs.base import AnyPart
-from kvstore.proto.blend import NamedSegment, Resolution
+from kvstore.proto.blend import Resolution
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.plans import LoadPlan, PlannedBatch, PlanRange, PrefillModel

@@ -42,7 +42,7 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import cut_keys, join_digests, split_digests
+from kvstore.proto.keys import cut_keys, split_digests
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
@@ -267,7 +267,7 @@ class Caller:
     def _digests(self, keys: Sequence[ChunkKey]) -> bytes:
         digests = cut_keys(keys, self.namespace)
         # The slow way says which key it is.
-        return join_digests(map(self._digest, keys)) if digests is None else digests
+        return b"".join(map(self._digest, keys)) if digests is None else digests
 
     def _cut_digests(self, keys: Sequence[ChunkKey]) -> list[ChainDigest]:
         return split_digests(self._digests(keys), len(keys))

@@ -158,7 +158,7 @@ def _put_batch(
 ) -> list[Put]:
     session = transport.session
     headers = ring.headers(session.representation_digest, chunks, written)
-    event = ring.stream.record_shared()  # kept until the server has answered
+    event = ring.stream.record(shared=True)  # kept until the server has answered
     request = pb.PutDeviceRequest(
         session_id=session.terms.session_id,
         headers=[pack_header(header) for header in headers],

@@ -52,7 +52,6 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import header_bytes
-from kvstore.proto.keys import join_digests
 from kvstore.proto.messages import fidelity_number
 from kvstore.proto.types import DIGEST_BYTES, ChainDigest, ChunkKey, Fidelity, KVLayout, Stated
 
@@ -248,7 +247,7 @@ class LevelledGet:
             try:
                 request = pb.LookupRequest(
                     session_id=self._transport.session.terms.session_id,
-                    digests=join_digests(some),
+                    digests=b"".join(some),
                     lease=True,
                     ranges=True,
                     min_fidelity=fidelity_number(terms.least),

@@ -25,7 +25,6 @@ from kvstore.client.transport import Arrived, Direct
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError, TierUnavailableError
-from kvstore.proto.keys import join_digests
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
 TIER = "peer"
@@ -173,7 +172,7 @@ class PeerReads:
         get = pb.GetRequest(
             session_id=session_id,
             key_namespace=lent.keys[0][:DIGEST_BYTES],
-            digests=join_digests(key[DIGEST_BYTES:] for key in lent.keys),
+            digests=b"".join(key[DIGEST_BYTES:] for key in lent.keys),
             deadline_ms=left_ms,
         )
         stream.send(pb.StreamMessage(request=stream.next_request(), get=get), deadline)

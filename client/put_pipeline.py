@@ -20,9 +20,8 @@ from kvstore.proto.errors import (
     LeaseExpiredError,
     TierUnavailableError,
 )
-from kvstore.proto.keys import join_digests
-from kvstore.proto.messages import hints_to_message, layout_to_message, shard_to_message
-from kvstore.proto.types import DIGEST_BYTES, PutOutcome, Shard
+from kvstore.proto.messages import hints_to_message, layout_to_message
+from kvstore.proto.types import DIGEST_BYTES, PutOutcome
 
 _GROUPS_PER_RESERVE = 4
 _UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)
@@ -200,14 +199,11 @@ def _reserve_request(
     layouts = list(dict.fromkeys(chunk.extent for chunk in group))
     return pb.ReserveRequest(
         session_id=session_id,
-        digests=join_digests(chunk.template.key[DIGEST_BYTES:] for chunk in group),
-        parents=join_digests(chunk.template.parent for chunk in group),
+        digests=b"".join(chunk.template.key[DIGEST_BYTES:] for chunk in group),
+        parents=b"".join(chunk.template.parent for chunk in group),
         frame_bytes=[chunk.frame_bytes for chunk in group],
         layout=[layouts.index(chunk.extent) for chunk in group],
-        layouts=[
-            shard_to_message(one) if isinstance(one, Shard) else layout_to_message(one)
-            for one in layouts
-        ],
+        layouts=list(map(layout_to_message, layouts)),
         durable=terms.durable,
         deadline_ms=terms.within_ms,
         hints=hints_to_message(terms.hints),

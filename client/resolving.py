@@ -9,6 +9,14 @@ from functools import partial
 from types import TracebackType
 
 from kvstore.client.batches import batches, joined_resolutions, segment_batches
+from kvstore.client.blend.segments import (
+    NamedChunk,
+    NamedSegment,
+    SegmentRange,
+    name_segments,
+    resolution_from_message,
+    segments_to_messages,
+)
 from kvstore.client.caller import Asked, Caller
 from kvstore.client.forks import FORKS
 from kvstore.client.layers import Layer, LayerReader
@@ -21,14 +29,10 @@ from kvstore.proto import messages
 from kvstore.proto.blend import (
     MAX_ASKED_CHUNKS,
     GateView,
-    NamedChunk,
-    NamedSegment,
     Resolution,
     ResolvedSegment,
-    SegmentRange,
     Variant,
     check_tag,
-    name_segments,
 )
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.frame import FrameHeader
@@ -194,9 +198,9 @@ class Resolving(Caller):
             try:
                 for some in groups:
                     del request.segments[:]
-                    request.segments.extend(messages.segments_to_messages(some))
+                    request.segments.extend(segments_to_messages(some))
                     reply = transport.calls.call("Resolve", request, left_ms(), pb.ResolveResponse)
-                    found.append(messages.resolution_from_message(reply, some))
+                    found.append(resolution_from_message(reply, some))
             except BaseException:
                 self._release([one.lease_id for one in found if one.lease_id])
                 raise
@@ -221,7 +225,7 @@ class Resolving(Caller):
             for part in _parts(report, _most(transport)):
                 part.session_id = transport.session.terms.session_id
                 reply = transport.calls.call("ReportReuse", part, left_ms(), pb.ReportReuseResponse)
-            return messages.gate_from_message(reply.gate)
+            return messages.as_value(GateView, reply.gate)
 
         return self._with_session(work)
 

@@ -10,7 +10,6 @@ from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError
 from kvstore.proto.frame import FrameHeader, check_frame, parse_header
-from kvstore.proto.frame_verifier import check_prefix
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 MAX_LEVELS = 4
@@ -75,7 +74,7 @@ class StoredFrame:
         level = self._levels[reached]
         codec = codec_by_id(self.header.codec_id)
         if isinstance(codec, LossyCodec):
-            header = check_prefix(prefix, level, self.key)
+            header = check_frame(prefix, self.key, level)
             codec.decode_prefix(header, prefix, level, out)
         else:
             codec.decode_into(check_frame(prefix, self.key), prefix, out)

@@ -25,7 +25,6 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, stated_of
-from kvstore.proto.keys import join_digests
 from kvstore.proto.messages import fidelity_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
@@ -180,7 +179,7 @@ class Transport(ABC):
         """Return the request that both ways of getting begin with."""
         return pb.GetRequest(
             session_id=self.session.terms.session_id,
-            digests=join_digests(digests),
+            digests=b"".join(digests),
             lease_id=lease_id,
             deadline_ms=deadline_ms,
             via=via,

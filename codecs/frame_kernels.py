@@ -26,7 +26,7 @@ from kvstore.codecs.paged import (
     Sums,
     frame_starts,
 )
-from kvstore.proto.cuda import import_cupy
+from kvstore.proto.device import import_cupy
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.types import Component, KVLayout, Shard
@@ -367,7 +367,7 @@ def cuda_launcher(
 
     cupy keeps what it compiled in a folder of the user's, so only the first start waits.
     """
-    cupy = import_cupy("gpu")
+    cupy = import_cupy()
     text = "".join(source.read_text() for source in sources)
     module = cupy.RawModule(code=text, options=COMPILER_FLAGS)
     try:

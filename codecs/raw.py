@@ -369,9 +369,9 @@ def raw_header(template: FrameTemplate, checksums: Sequence[int] | None = None) 
         rows.flags.writeable = False
     t = template
     return FrameHeader(
-        t.key, t.parent, t.representation, t.content, t.layout, RawCodec.codec_id,
-        RawCodec.revision, RawCodec.fidelity, t.position, t.prefill_flops, 0.0, t.flags,
-        raw_frame_bytes(t.layout), rows,
+        t.key, t.parent, t.representation, t.content, t.layout, t.position, t.prefill_flops,
+        t.flags, codec_id=RawCodec.codec_id, codec_revision=RawCodec.revision,
+        fidelity=RawCodec.fidelity, frame_bytes=raw_frame_bytes(t.layout), segments=rows,
     )  # fmt: skip
 
 

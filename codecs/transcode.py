@@ -47,7 +47,7 @@ def transcode(
         raise ChunkCorruptError(header.key, f"{len(frame)} bytes of {header.frame_bytes}")
     source = codec_by_id(header.codec_id)
     source.check_header(header)
-    template = FrameTemplate.of(header)
+    template: FrameTemplate = header
     if source.codec_id == codec.codec_id:
         writer = FrameWriter(template, out, header.levels)
         _copy(header, frame, codec, writer)

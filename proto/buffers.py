@@ -90,17 +90,9 @@ def copy_many(pieces: Pieces) -> None:
 
 def _is_for_loop(groups: Sequence[Sequence[tuple[Bytes, object]]], least_bytes: int) -> bool:
     """Whether all pieces are of whole units, and of *least_bytes* together."""
-    total = 0
-    for pieces in groups:
-        size = 0
-        for out, _ in pieces:
-            if not len(out) or len(out) % LOOP_UNIT_BYTES:
-                return False
-            size += len(out)
-        if not size:
-            return False
-        total += size
-    return total >= least_bytes
+    sizes = [len(out) for pieces in groups for out, _ in pieces]
+    is_whole = all(groups) and not any(not size or size % LOOP_UNIT_BYTES for size in sizes)
+    return is_whole and sum(sizes) >= least_bytes
 
 
 def _copy_blocks(pieces: Pieces) -> int:

@@ -1,7 +1,8 @@
 """A device: memory, streams, events. One class for CUDA, one for the CPU.
 
-The two differ here and nowhere else. torch is imported here, so only who uses a device imports
-this file.
+The two differ here and nowhere else. CUDA: torch for streams, events and copies, cupy for the
+arena, its handle and the runtime. torch is imported here, so only who uses a device imports this
+file; cupy once it is used.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import ctypes
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Lock
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -24,11 +26,18 @@ from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 
+HANDLE_BYTES = 64
+"""Of a cudaIpcMemHandle_t (CUDA runtime API, "Memory Management")."""
+HOST_REGISTER_PORTABLE = 1
+HOST_REGISTER_READ_ONLY = 8
+ARENA_GRANULE_BYTES = 2 << 20
+"""A handle lets others at all of the block that CUDA cut the memory from; one of these is ours."""
+
 logger = structlog.get_logger(__name__)
 
 
 class Event(Protocol):
-    """A point in a stream's work. torch.cuda.Event is one."""
+    """A point in a stream's work."""
 
     def query(self) -> bool:
         """Whether the work before it is done."""
@@ -36,12 +45,8 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block until it is."""
 
-
-class SharedEvent(Event, Protocol):
-    """An event that another process can wait for, while this one keeps it."""
-
     def handle(self) -> bytes:
-        """Return what ``Device.import_event`` of the other process takes."""
+        """Return what ``Device.import_event`` of another process takes, of a shared event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,55 +64,63 @@ class Imported:
 class Stream(ABC):
     """Work that a device does in order, while the host goes on. Thread-safe.
 
+    What is queued reads and writes memory that stays alive and unchanged until it is done.
     Raises TierUnavailableError when the device fails.
     """
 
     @abstractmethod
-    def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
-        """Queue a copy of *data* to *out*: uint8, one-dimensional, of one length.
+    def launch(self, work: Callable[[], object]) -> None:
+        """Queue what *work* launches on torch's current stream."""
 
-        Either may be host memory; both stay alive and unchanged until it is done.
+    @abstractmethod
+    def record(self, *, shared: bool = False) -> Event:
+        """Return an event behind everything queued so far.
+
+        *shared*: another process can wait for it, while this one keeps it.
         """
-
-    @abstractmethod
-    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
-        """Queue copies of host bytes to *out*, uint8: each from the byte on that stands before it.
-
-        They stay alive and unchanged until it is done.
-        """
-
-    @abstractmethod
-    def fill(self, out: torch.Tensor, value: int) -> None:
-        """Queue writing *value* to all of *out*, a device tensor of any integer type."""
-
-    @abstractmethod
-    def record(self) -> Event:
-        """Return an event behind everything queued so far."""
-
-    @abstractmethod
-    def record_shared(self) -> SharedEvent:
-        """Return the same for another process."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
         """Have what is queued from now on wait for *event*; the host does not."""
 
-    @abstractmethod
-    def launch(self, work: Callable[[], object]) -> None:
-        """Queue what *work* launches on torch's current stream.
+    def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
+        """Queue a copy of *data* to *out*: uint8, one-dimensional, of one length.
 
-        What the launches read and write stays alive and unchanged until they are done.
+        Either may be host memory.
         """
+        self.launch(lambda: out.copy_(data, non_blocking=True))
+
+    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        """Queue copies of host bytes to *out*, uint8: each from the byte on that is before it."""
+        for start, data in pieces:
+            self.copy(out[start : start + len(data)], tensor_over(data))
+
+    def fill(self, out: torch.Tensor, value: int) -> None:
+        """Queue writing *value* to all of *out*, a device tensor of any integer type."""
+
+        def work() -> None:
+            # A copy, where fill_ would be a kernel: that waits until the engine's have a pause.
+            values = torch.full(out.shape, value, dtype=out.dtype, pin_memory=out.is_cuda)
+            out.copy_(values, non_blocking=True)
+
+        self.launch(work)
 
 
 class Device(ABC):
-    """Where an arena lies. ``identity`` names the physical device in every process alike."""
+    """Where an arena lies. ``identity`` names the physical device in every process alike.
+
+    All methods raise TierUnavailableError when the device fails.
+    """
 
     identity: str
 
+    def __init__(self) -> None:
+        self._registered: dict[int, int] = {}
+        """Where each piece of registered memory starts and stops."""
+
     @abstractmethod
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Return device memory (uint8), not cleared. Raises TierUnavailableError."""
+        """Return device memory (uint8), not cleared."""
 
     @abstractmethod
     def release(self, arena: torch.Tensor) -> None:
@@ -115,10 +128,7 @@ class Device(ABC):
 
     @abstractmethod
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """Return host memory (uint8) that copies to and from run through at full speed.
-
-        Raises TierUnavailableError.
-        """
+        """Return host memory (uint8) that copies to and from run through at full speed."""
 
     @abstractmethod
     def stream(self) -> Stream:
@@ -133,21 +143,16 @@ class Device(ABC):
         """Return a descriptor of a memfd that lets another process map *arena*.
 
         It is the caller's to close. docs/format.md says what it holds.
-        Raises TierUnavailableError.
         """
 
     @abstractmethod
     def import_memory(self, exported: Bytes, size_bytes: int) -> Imported:
-        """Map *size_bytes* that another process exported; *exported* is the mapped memfd.
-
-        Raises TierUnavailableError.
-        """
+        """Map *size_bytes* that another process exported; *exported* is the mapped memfd."""
 
     @abstractmethod
     def import_event(self, handle: bytes) -> Event:
-        """Return the event of another process that *handle* is of. Raises TierUnavailableError."""
+        """Return the event of another process that *handle* is of."""
 
-    @abstractmethod
     def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
         """Have copies go straight to and from *memory*; return how to end that.
 
@@ -155,10 +160,27 @@ class Device(ABC):
 
         None, after a warning, where the device cannot: copies are then staged.
         """
+        end = self._register(memory, read_only=read_only)
+        if end is None:
+            return None
+        start = memory.ctypes.data
+        self._registered[start] = start + len(memory)
 
-    @abstractmethod
+        def unregister() -> None:
+            self._registered.pop(start, None)
+            end()
+
+        return unregister
+
+    def _register(self, memory: Bytes, *, read_only: bool) -> Callable[[], None] | None:
+        """Have the driver know *memory*; return how to end that."""
+        return lambda: None
+
     def is_registered(self, memory: Bytes) -> bool:
         """Whether all of *memory* lies in one registered piece."""
+        first = memory.ctypes.data
+        ranges = self._registered.copy().items()  # other threads register
+        return any(start <= first and first + len(memory) <= stop for start, stop in ranges)
 
 
 def tensor_over(memory: Bytes) -> torch.Tensor:
@@ -169,44 +191,17 @@ def tensor_over(memory: Bytes) -> torch.Tensor:
     return torch.frombuffer(pointer, dtype=torch.uint8)
 
 
-class RegisteredRanges:
-    """Address ranges that a device knows. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._stops: dict[int, int] = {}
-        self._lock = Lock()
-
-    def add(self, memory: Bytes) -> Callable[[], None]:
-        """Take note of *memory*; return how to forget it."""
-        start = memory.ctypes.data
-        with self._lock:
-            self._stops[start] = start + len(memory)
-
-        def forget() -> None:
-            with self._lock:
-                self._stops.pop(start, None)
-
-        return forget
-
-    def has(self, memory: Bytes) -> bool:
-        """Whether all of *memory* lies in one range."""
-        first = memory.ctypes.data
-        with self._lock:
-            ranges = list(self._stops.items())
-        return any(start <= first and first + len(memory) <= stop for start, stop in ranges)
-
-
 class HostDevice(Device):
     """The CPU as a device: every copy is done when it is queued, every event is over.
 
-    For tests on machines without a GPU. Its arena is a memfd, so that another process can map
+    For models on the CPU, and for tests. Its arena is a memfd, so that another process can map
     it as it would a CUDA arena.
     """
 
     identity = "cpu"
 
     def __init__(self) -> None:
-        self._ranges = RegisteredRanges()
+        super().__init__()
         self._files: dict[int, int] = {}
 
     @override
@@ -228,11 +223,11 @@ class HostDevice(Device):
 
     @override
     def stream(self) -> Stream:
-        return _HostStream()
+        return HostStream()
 
     @override
     def current_stream(self) -> Stream:
-        return _HostStream()
+        return HostStream()
 
     @override
     def export(self, arena: torch.Tensor) -> int:
@@ -249,14 +244,6 @@ class HostDevice(Device):
     def import_event(self, handle: bytes) -> Event:
         return _Over()
 
-    @override
-    def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
-        return self._ranges.add(memory)
-
-    @override
-    def is_registered(self, memory: Bytes) -> bool:
-        return self._ranges.has(memory)
-
 
 class _Over:
     """An event of work that is done."""
@@ -271,41 +258,249 @@ class _Over:
         return b""
 
 
-class _HostStream(Stream):
-    @override
-    def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
-        out.copy_(data)
+class HostStream(Stream):
+    """Does everything at once."""
 
     @override
-    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
-        for start, data in pieces:
-            out.numpy()[start : start + len(data)] = data
+    def launch(self, work: Callable[[], object]) -> None:
+        work()
 
     @override
-    def fill(self, out: torch.Tensor, value: int) -> None:
-        out.fill_(value)
-
-    @override
-    def record(self) -> Event:
-        return _Over()
-
-    @override
-    def record_shared(self) -> SharedEvent:
+    def record(self, *, shared: bool = False) -> Event:
         return _Over()
 
     @override
     def wait(self, event: Event) -> None:
         event.synchronize()
 
+
+class CudaDevice(Device):
+    """The CUDA device number *index* of this process.
+
+    Raises TierUnavailableError when there is none, or a package for it is missing.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise TierUnavailableError(
+                "gpu", f"torch {torch.__version__} sees {count} CUDA devices, not number {index};"
+                " install a CUDA build of torch, name another device, or start without gpu",
+            )  # fmt: skip
+        self._device = torch.device("cuda", index)
+        with _device_errors():
+            self.identity = f"cuda:{torch.cuda.get_device_properties(index).uuid}"
+
+    @cached_property
+    def _cupy(self) -> Any:
+        """Needed for an arena and for registering; the rest is torch's."""
+        return import_cupy()
+
+    @contextmanager
+    def _runtime(self) -> Iterator[Any]:
+        """Yield CUDA's runtime, as cupy has it, for calls to this device."""
+        with _device_errors(), self._cupy.cuda.Device(self._index):
+            yield self._cupy.cuda.runtime
+
+    @override
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return memory of its own cudaMalloc: only such a one has an IPC handle of its own."""
+        granules = -(-size_bytes // ARENA_GRANULE_BYTES)
+        with self._runtime() as runtime:
+            free_bytes, _ = runtime.memGetInfo()
+            try:
+                pointer = runtime.malloc(granules * ARENA_GRANULE_BYTES)
+            except runtime.CUDARuntimeError as error:
+                raise TierUnavailableError(
+                    "gpu", f"cannot allocate {size_bytes} bytes on {self._device}, where"
+                    f" {free_bytes} are free: {error}; give a smaller --gpu or another device",
+                ) from None  # fmt: skip
+            return self._tensor(pointer, size_bytes)
+
+    def _tensor(self, pointer: int, size_bytes: int) -> torch.Tensor:
+        owned = self._cupy.cuda.UnownedMemory(pointer, size_bytes, self, self._index)
+        memory = self._cupy.cuda.MemoryPointer(owned, 0)
+        array = self._cupy.ndarray((size_bytes,), self._cupy.uint8, memory)
+        return torch.as_tensor(array, device=self._device)
+
+    @override
+    def release(self, arena: torch.Tensor) -> None:
+        with self._runtime() as runtime:
+            runtime.free(arena.data_ptr())
+
+    @override
+    def staging(self, size_bytes: int) -> torch.Tensor:
+        with _device_errors():
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    @override
+    def stream(self) -> Stream:
+        with _device_errors():
+            return CudaStream(torch.cuda.Stream(self._device))
+
+    @override
+    def current_stream(self) -> Stream:
+        with _device_errors():
+            return CudaStream(torch.cuda.current_stream(self._device))
+
+    @override
+    def export(self, arena: torch.Tensor) -> int:
+        with self._runtime() as runtime:
+            handle: bytes = runtime.ipcGetMemHandle(arena.data_ptr())
+        descriptor = unix_socket.create_memfd("kvstore-arena", HANDLE_BYTES)
+        os.pwrite(descriptor, handle, 0)
+        unix_socket.add_seals(descriptor, unix_socket.SIZE_SEALS | unix_socket.SEAL_FUTURE_WRITE)
+        return descriptor
+
+    @override
+    def import_memory(self, exported: Bytes, size_bytes: int) -> Imported:
+        if len(exported) != HANDLE_BYTES:
+            reason = f"a handle has {HANDLE_BYTES} bytes, not {len(exported)}"
+            raise TierUnavailableError("gpu", reason)
+        with self._runtime() as runtime:
+            pointer = runtime.ipcOpenMemHandle(bytes(exported))
+
+        def close() -> None:
+            with suppress(TierUnavailableError), self._runtime() as runtime:
+                runtime.ipcCloseMemHandle(pointer)
+
+        try:
+            # A kernel that reads past the end takes the whole process's context with it.
+            found = allocated_bytes(pointer)
+            if not 0 < size_bytes <= found:
+                raise TierUnavailableError("gpu", f"it has {found} bytes, not {size_bytes}")
+            with self._runtime():
+                return Imported(self._tensor(pointer, size_bytes), close)
+        except TierUnavailableError:
+            close()
+            raise
+
+    @override
+    def import_event(self, handle: bytes) -> Event:
+        with _device_errors():
+            return _CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
+
+    @override
+    def _register(self, memory: Bytes, *, read_only: bool) -> Callable[[], None] | None:
+        # Not by way of torch: that leaves a refusal behind as the last error of its runtime, and
+        # the next kernel of anybody on the thread seems to fail.
+        flags = HOST_REGISTER_READ_ONLY if read_only else HOST_REGISTER_PORTABLE
+        start = memory.ctypes.data
+        try:
+            with self._runtime() as runtime:
+                runtime.hostRegister(start, len(memory), flags)
+        except TierUnavailableError as error:
+            logger.warning("cudaHostRegister refused; copies are slower", error=str(error))
+            return None
+
+        def unregister(kept: Bytes = memory) -> None:
+            with suppress(TierUnavailableError), self._runtime() as runtime:
+                runtime.hostUnregister(kept.ctypes.data)
+
+        return unregister
+
+
+class CudaStream(Stream):
+    """One torch.cuda.Stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
     @override
     def launch(self, work: Callable[[], object]) -> None:
-        work()
+        with _device_errors(), torch.cuda.stream(self._stream):
+            work()
+
+    @override
+    def record(self, *, shared: bool = False) -> Event:
+        with _device_errors():
+            event = torch.cuda.Event(blocking=True, interprocess=shared)
+            event.record(self._stream)
+            return _CudaEvent(event)
+
+    @override
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        with _device_errors():
+            self._stream.wait_event(event.event)
+
+    @override
+    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        # A call of torch's takes longer than the copy of a small chunk.
+        with _device_errors():
+            runtime = import_cupy().cuda.runtime
+            first, pointer = out.data_ptr(), self._stream.cuda_stream
+            for start, data in pieces:
+                if start < 0 or start + len(data) > len(out):
+                    raise TierUnavailableError("gpu", f"{start} + {len(data)} > {len(out)} bytes")
+                runtime.memcpyAsync(
+                    first + start, data.ctypes.data, len(data), runtime.memcpyHostToDevice, pointer
+                )
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def query(self) -> bool:
+        with _device_errors():
+            is_done: bool = self.event.query()
+            return is_done
+
+    def synchronize(self) -> None:
+        with _device_errors():
+            self.event.synchronize()
+
+    def handle(self) -> bytes:
+        with _device_errors():
+            handle: bytes = self.event.ipc_handle()
+            return handle
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    """Say what torch and cupy raise (both derive from RuntimeError) in the store's words."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise TierUnavailableError("gpu", f"{type(error).__name__}: {reason}") from error
+
+
+def import_cupy() -> Any:
+    """Return cupy. Raises TierUnavailableError without it."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise TierUnavailableError(
+            "gpu",
+            f"needs cupy ({error}): install kvstore-server[gpu] or kvstore-server[gpu-cuda12]",
+        ) from None
+    except OSError as error:  # it makes the folder of what it compiled as soon as it is loaded
+        raise TierUnavailableError(
+            "gpu", f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
+        ) from None
+    return cupy
+
+
+def allocated_bytes(pointer: int) -> int:
+    """Return how many bytes are allocated from *pointer* on, by what CUDA's driver knows.
+
+    Raises TierUnavailableError.
+    """
+    start, size_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+    try:
+        query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
+        found = query(ctypes.byref(start), ctypes.byref(size_bytes), ctypes.c_uint64(pointer))
+    except (OSError, AttributeError) as error:
+        raise TierUnavailableError("gpu", f"CUDA's driver cannot be asked: {error}") from None
+    if found:
+        raise TierUnavailableError("gpu", f"cuMemGetAddressRange: error {found}")
+    return start.value + size_bytes.value - pointer
 
 
 def open_device(device: torch.device) -> Device:
     """Return the device called *device*. Raises TierUnavailableError with the fix."""
-    if device.type == "cpu":
-        return HostDevice()
-    from kvstore.proto.cuda import CudaDevice
-
-    return CudaDevice(device.index or 0)
+    return HostDevice() if device.type == "cpu" else CudaDevice(device.index or 0)

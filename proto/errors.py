@@ -13,7 +13,6 @@ class KVStoreError(Exception):
     """Root of the tree. Catch this at an engine boundary and count a miss."""
 
     status: ClassVar[str] = "INTERNAL"
-    retryable: ClassVar[bool] = False
 
 
 class _FieldError(KVStoreError, ValueError):
@@ -69,7 +68,6 @@ class TierFullError(KVStoreError):
     """Every byte that could be freed is leased, reserved or kept for loads."""
 
     status = "RESOURCE_EXHAUSTED"
-    retryable = True
 
     def __init__(self, tier: str, need_bytes: int, free_bytes: int) -> None:
         super().__init__(f"tier {tier!r} needs {need_bytes} bytes, can free {free_bytes}")
@@ -102,7 +100,6 @@ class TierUnavailableError(KVStoreError):
     """The medium does not answer or cannot be used; ``is_partial``: at the chunk's place alone."""
 
     status = "UNAVAILABLE"
-    retryable = True
     is_partial: bool = False
 
     def __init__(self, tier: str, reason: str, *, is_partial: bool = False) -> None:
@@ -115,14 +112,12 @@ class DeadlineError(KVStoreError, TimeoutError):
     """The deadline passed before the work was done. A get counts it as a miss."""
 
     status = "DEADLINE_EXCEEDED"
-    retryable = True
 
 
 class ShuttingDownError(KVStoreError):
     """The server drains; go on without it."""
 
     status = "UNAVAILABLE"
-    retryable = True
 
 
 class UnauthenticatedError(KVStoreError):

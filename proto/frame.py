@@ -13,7 +13,7 @@ import math
 import struct
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,26 +50,10 @@ def pack_components(layout: KVLayout, shard: Shard | None = None) -> bytes:
     return b"".join(
         COMPONENT.pack(
             c.kind, c.dtype, c.parts, c.layers, c.kv_heads, c.head_dim, c.tokens,
-            *(_NOTHING if extent is None else _numbers(extent)), c.chunk_tokens,
+            *(extent or _NOTHING), c.chunk_tokens,
         )
         for c, extent in zip(whole.components, extents, strict=True)
     )  # fmt: skip
-
-
-def _numbers(extent: Extent) -> tuple[int, int, int, int]:
-    return extent.first_layer, extent.layer_stop, extent.first_head, extent.head_stop
-
-
-@lru_cache(maxsize=1024)
-def unpack_components(table: bytes) -> KVLayout:
-    """Parse the component table of a whole chunk; equal tables share one layout.
-
-    Raises InvalidFrameError, also for a rectangle of one.
-    """
-    layout, shard = unpack_table(table)
-    if shard is not None:
-        raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
-    return layout
 
 
 @lru_cache(maxsize=1024)
@@ -93,7 +77,7 @@ def unpack_table(table: bytes) -> tuple[KVLayout, Shard | None]:
         if parts != component.parts:
             raise InvalidFrameError("parts", parts, f"{component.kind.name} has {component.parts}")
         components.append(component)
-        extents.append(None if tuple(rectangle) == _NOTHING else Extent(*rectangle))
+        extents.append(None if (*rectangle,) == _NOTHING else Extent(*rectangle))
     whole = KVLayout(tuple(components))
     try:
         shard = Shard(whole, tuple(extents))
@@ -124,49 +108,40 @@ assert SEGMENT_DTYPE.itemsize == 32
 @lru_cache(maxsize=64)
 def empty_rows(layout: KVLayout, levels: int, shard: Shard | None = None) -> NDArray[Any]:
     """Return the segment table of *layout* with everything but the names still zero."""
-    rows = np.zeros(layout.segment_count * (1 + levels), dtype=SEGMENT_DTYPE)
-    layers = [component.layers for component in layout.components]
-    spans = [(number, 0) for number in range(len(layers))]
+    spans = [(number, 0) for number in range(len(layout.components))]
     if shard is not None:
         spans = [(number, extent.first_layer) for number, extent in shard.numbered]
-    rows["section"] = np.repeat(np.arange(1 + levels), layout.segment_count)
-    rows["component"] = np.tile(np.repeat([number for number, _ in spans], layers), 1 + levels)
-    numbers = [np.arange(at, at + n) for (_, at), n in zip(spans, layers, strict=True)]
-    rows["layer"] = np.tile(np.concatenate(numbers), 1 + levels)
+    rows = np.array(
+        [
+            (number, level, first + layer, 0, 0, 0)
+            for level in range(1 + levels)
+            for (number, first), component in zip(spans, layout.components, strict=True)
+            for layer in range(component.layers)
+        ],
+        SEGMENT_DTYPE,
+    )
     rows.flags.writeable = False
     return rows
 
 
-class Sizes(NamedTuple):
-    """What a frame's header says of its own length, the frame's, and the chunk's."""
-
-    header_bytes: int
-    frame_bytes: int
-    raw_bytes: int
-    tokens: int
-
-
-def shape_of(segments: NDArray[Any]) -> bytes:
-    """Return the rows without their checksums: frames of one layout have the same, if not coded."""
-    return segments.view("<u8").reshape(-1, 4)[:, :3].tobytes()
-
-
 @lru_cache(maxsize=32)
-def check_shape(table: bytes, shape: bytes, levels: int, sizes: Sizes) -> None:
-    """Raise InvalidFrameError unless *shape*, of ``shape_of``, is one of the component *table*.
+def _check_shape(
+    table: bytes, segments: bytes, levels: int, sizes: tuple[int, int, int, int]
+) -> None:
+    """Raise InvalidFrameError unless *segments*, without checksums, are of the component *table*.
 
-    Its rows have the names of the layout's and follow each other. Frames of one shape are
-    looked at once: it takes as long as the checksum of a mebibyte.
+    They have the names of the layout's and follow each other. *sizes* are those that the header
+    states: its own, the frame's, the chunk's, and tokens. Frames of one layout are alike, if not
+    coded, and looked at once: it takes as long as the checksum of a mebibyte.
     """
     layout, shard = unpack_table(table)
-    rows = np.frombuffer(shape, "<u8").reshape(-1, 3)
-    if (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens) != (
-        len(rows), sizes.raw_bytes, sizes.tokens,
-    ):  # fmt: skip
-        found = (len(rows), sizes.raw_bytes, sizes.tokens)
+    size, frame_bytes, *of_chunk = sizes
+    rows = np.frombuffer(segments, "<u8").reshape(-1, 3)
+    found = (len(rows), *of_chunk)
+    if found != (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens):
         raise InvalidFrameError("layout", found, "contradicts itself")
-    if sizes.frame_bytes > MAX_FRAME_BYTES:
-        raise InvalidFrameError("frame_bytes", sizes.frame_bytes, f"at most {MAX_FRAME_BYTES}")
+    if frame_bytes > MAX_FRAME_BYTES:
+        raise InvalidFrameError("frame_bytes", frame_bytes, f"at most {MAX_FRAME_BYTES}")
     names, offset, stored = rows.T
     # The first eight bytes of a row: component, section, layer.
     if not np.array_equal(names, empty_rows(layout, levels, shard).view("<u8")[::4]):
@@ -174,11 +149,9 @@ def check_shape(table: bytes, shape: bytes, levels: int, sizes: Sizes) -> None:
     if (offset > MAX_FRAME_BYTES).any() or (stored > MAX_FRAME_BYTES).any():
         raise InvalidFrameError("segments", int(stored.max()), f"at most {MAX_FRAME_BYTES} bytes")
     stop = offset + stored
-    starts = np.concatenate([[sizes.header_bytes], -(-stop[:-1] // ALIGN_BYTES) * ALIGN_BYTES])
-    if not np.array_equal(offset, starts.astype("<u8")) or int(stop[-1]) != sizes.frame_bytes:
-        raise InvalidFrameError(
-            "segments", sizes.frame_bytes, "must follow each other, 64-byte aligned"
-        )
+    starts = np.concatenate([[size], -(-stop[:-1] // ALIGN_BYTES) * ALIGN_BYTES])
+    if not np.array_equal(offset, starts.astype("<u8")) or int(stop[-1]) != frame_bytes:
+        raise InvalidFrameError("segments", frame_bytes, "must follow each other, 64-byte aligned")
 
 
 MAGIC = b"KVFR"
@@ -196,7 +169,7 @@ _KNOWN_FLAGS = FLAG_RESTORED
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16sH22xQ")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
 _HEADER_BYTES_OFFSET, FIDELITY_OFFSET, KEY_OFFSET = 8, 18, 48
-_POSITION, _KEYS, _CONTENT, _FLOPS = slice(44, 48), slice(48, 96), slice(112, 128), slice(128, 136)
+_OWN = (slice(44, 48), slice(48, 96), slice(112, 128), slice(128, 136))
 """What is a frame's own: its first token, key and parent, content, and cost."""
 assert _FIXED.size == FIXED_BYTES
 
@@ -226,14 +199,11 @@ def raw_frame_bytes(layout: KVLayout) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class FrameHeader:
-    """Everything before the payload. ``segments`` is a read-only array of SEGMENT_DTYPE.
+class FrameTemplate:
+    """What a writer knows of a frame before its payload is encoded.
 
-    ``position`` is the token index of the chunk's first token in its chain;
-    ``error_bound`` is meaningful when ``fidelity`` is ``bounded``. ``levels`` counts the
-    refinements behind the base; ``asset`` names the tables that the codec needs. ``origin``: of a
-    frame that was restored, the codec of the lossy copy; else 0. With a ``shard``, ``layout`` is
-    of what it covers, and segments bear the numbers of the whole.
+    ``position`` is the token index of the chunk's first token in its chain. ``origin``: of a
+    frame that was restored, the codec of the lossy copy; else 0.
     """
 
     key: ChunkKey
@@ -241,19 +211,31 @@ class FrameHeader:
     representation: bytes
     content: bytes
     layout: KVLayout
+    position: int = 0
+    prefill_flops: float = 0.0
+    flags: int = 0
+    origin: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameHeader(FrameTemplate):
+    """Everything before the payload; the template, too, that encoding it anew starts from.
+
+    ``segments`` is a read-only array of SEGMENT_DTYPE. ``error_bound`` is meaningful when
+    ``fidelity`` is ``bounded``. ``levels`` counts the refinements behind the base; ``asset`` names
+    the tables that the codec needs. With a ``shard``, ``layout`` is of what it covers, and
+    segments bear the numbers of the whole.
+    """
+
     codec_id: int
     codec_revision: int
     fidelity: Fidelity
-    position: int
-    prefill_flops: float
-    error_bound: float
-    flags: int
     frame_bytes: int
     segments: NDArray[Any]
+    error_bound: float = 0.0
     levels: int = 0
     asset: bytes = NO_ASSET
     shard: Shard | None = None
-    origin: int = 0
 
     @property
     def header_bytes(self) -> int:
@@ -282,29 +264,6 @@ class FrameHeader:
         row = self.segments[index]
         offset = int(row["offset"])
         return frame[offset : offset + int(row["stored_bytes"])]
-
-
-@dataclass(frozen=True, slots=True)
-class FrameTemplate:
-    """What a writer knows of a frame before its payload is encoded."""
-
-    key: ChunkKey
-    parent: ChainDigest
-    representation: bytes
-    content: bytes
-    layout: KVLayout
-    position: int = 0
-    prefill_flops: float = 0.0
-    flags: int = 0
-    origin: int = 0
-
-    @classmethod
-    def of(cls, header: FrameHeader) -> FrameTemplate:
-        """Return the template that re-encoding the frame of *header* starts from."""
-        return cls(
-            header.key, header.parent, header.representation, header.content, header.layout,
-            header.position, header.prefill_flops, header.flags, header.origin,
-        )  # fmt: skip
 
 
 class FrameWriter:
@@ -361,9 +320,10 @@ class FrameWriter:
         t = self._template
         self._segments.flags.writeable = False
         header = FrameHeader(
-            t.key, t.parent, t.representation, t.content, t.layout, codec_id, revision,
-            fidelity, t.position, t.prefill_flops, error_bound, t.flags, self._end,
-            self._segments, self._levels, asset, origin=t.origin,
+            t.key, t.parent, t.representation, t.content, t.layout, t.position,
+            t.prefill_flops, t.flags, t.origin, codec_id=codec_id, codec_revision=revision,
+            fidelity=fidelity, frame_bytes=self._end, segments=self._segments,
+            error_bound=error_bound, levels=self._levels, asset=asset,
         )  # fmt: skip
         packed = pack_header(header)
         self._out[: len(packed)] = as_bytes(packed)
@@ -427,27 +387,14 @@ def parse_header(
     layout, shard = unpack_table(table)
     if shard is not None and not takes_shards:
         raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
-    sizes = Sizes(size, frame_bytes, raw_bytes, tokens)
-    check_shape(table, shape_of(segments), levels, sizes)
+    shape = segments.view("<u8").reshape(-1, 4)[:, :3].tobytes()
+    _check_shape(table, shape, levels, (size, frame_bytes, raw_bytes, tokens))
     return FrameHeader(
-        ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, codec_id,
-        revision, Fidelity(fidelity), position, fixed[18], fixed[19], flags, frame_bytes, segments,
-        levels, fixed[20], shard, fixed[21],
+        ChunkKey(fixed[14]), ChainDigest(fixed[15]), fixed[16], fixed[17], layout, position,
+        fixed[18], flags, fixed[21], codec_id=codec_id, codec_revision=revision,
+        fidelity=Fidelity(fidelity), frame_bytes=frame_bytes, segments=segments,
+        error_bound=fixed[19], levels=levels, asset=fixed[20], shard=shard,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def _own_bytes(component_count: int, segment_count: int) -> NDArray[np.bool_]:
-    """Return which bytes of a header may differ between frames of one shape."""
-    start = FIXED_BYTES + COMPONENT.size * component_count
-    own = np.zeros(_aligned(start + SEGMENT_DTYPE.itemsize * segment_count), np.bool_)
-    for part in (_POSITION, _KEYS, _CONTENT, _FLOPS, slice(_CHECKSUM_OFFSET, FIXED_BYTES)):
-        own[part] = True
-    offset = SEGMENT_DTYPE.fields["checksum"][1] if SEGMENT_DTYPE.fields else 0
-    for at in range(start + offset, start + SEGMENT_DTYPE.itemsize * segment_count, 32):
-        own[at : at + 8] = True
-    own.flags.writeable = False
-    return own
 
 
 def like_header(
@@ -459,19 +406,21 @@ def like_header(
     Those alike differ in their names, place, costs and checksums alone. Rows are as long as
     *head* or longer. For many frames of one shape: a seventh of the time of parsing each.
     """
-    components = len(header.layout.components)
-    own = _own_bytes(components, len(header.segments))
-    size = len(own)
-    rows = np.array(heads[:, :size])
-    is_alike = (rows == head[:size])[:, ~own].all(1)
-    flops = rows[:, _FLOPS].copy().view("<f8")[:, 0]
-    is_alike &= (flops >= 0) & (flops < math.inf)
-    stated = rows[:, _CHECKSUM_OFFSET:FIXED_BYTES].copy().view("<u8")[:, 0]
-    rows[:, _CHECKSUM_OFFSET:FIXED_BYTES] = 0
-    is_alike &= stated == np.array([checksum(row) for row in rows], np.uint64)
-    start = FIXED_BYTES + COMPONENT.size * components
-    table = rows[:, start : start + header.segments.nbytes].copy().view(SEGMENT_DTYPE)
-    return is_alike, table["checksum"]
+    size = header.header_bytes
+    rows, like = np.array(heads[:, :size]), np.array(head[None, :size])
+    words, sum_word = rows.view("<u8"), _CHECKSUM_OFFSET // 8
+    flops, stated = rows.view("<f8")[:, _OWN[-1].start // 8].copy(), words[:, sum_word].copy()
+    words[:, sum_word] = 0
+    is_right = stated == np.array([checksum(row) for row in rows], np.uint64)
+    is_right &= (flops >= 0) & (flops < math.inf)
+    table = FIXED_BYTES + COMPONENT.size * len(header.layout.components)
+    sums = np.s_[:, table // 8 + 3 : (table + header.segments.nbytes) // 8 : 4]
+    sums_stated = words[sums].copy()
+    for each in (rows, like):  # blank in both what is a frame's own
+        for part in _OWN:
+            each[:, part] = 0
+        each.view("<u8")[:, sum_word] = each.view("<u8")[sums] = 0
+    return is_right & (rows == like).all(1), sums_stated
 
 
 def stated_of(start: Sliced) -> Stated:
@@ -503,15 +452,20 @@ def check_limits(component_count: int, segment_count: int, raw_bytes: int) -> No
         raise InvalidFrameError("raw_bytes", raw_bytes, f"at most {MAX_FRAME_BYTES}")
 
 
-def check_frame(frame: Bytes, key: ChunkKey | None = None) -> FrameHeader:
+def check_frame(frame: Bytes, key: ChunkKey | None = None, level: int | None = None) -> FrameHeader:
     """Parse *frame* and check its size, its key (when given) and every segment.
 
-    Raises InvalidFrameError for a header no reader should accept, ChunkCorruptError when
-    the header is right and the bytes behind it are not, or belong to another key.
+    With a *level* it is the first bytes of a frame alone, which make it readable at that.
+    Raises InvalidFrameError for a header no reader should accept or a level that the frame does
+    not have, ChunkCorruptError when the header is right and the bytes behind it are not, or
+    belong to another key.
     """
     header = parse_header(frame)
-    check_identity(header, len(frame), key)
-    for index in range(len(header.segments)):
+    if level is not None and not 0 <= level <= header.levels:
+        raise InvalidFrameError("level", level, f"the frame has 0 to {header.levels}")
+    count = header.layout.segment_count * (1 + (header.levels if level is None else level))
+    check_identity(header, len(frame), key, level)
+    for index in range(count):
         check_segment(header, index, checksum(header.segment(frame, index)))
     return header
 
@@ -551,12 +505,15 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     return header
 
 
-def check_identity(header: FrameHeader, size_bytes: int, key: ChunkKey | None) -> None:
-    """Raise ChunkCorruptError unless it is the frame of *key* and as large as it says."""
+def check_identity(
+    header: FrameHeader, size_bytes: int, key: ChunkKey | None, level: int | None = None
+) -> None:
+    """Raise ChunkCorruptError unless it is the frame of *key*, all of it, or up to *level*."""
     if key is not None and header.key != key:
         raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
-    if header.frame_bytes != size_bytes:
-        raise ChunkCorruptError(header.key, f"{size_bytes} bytes of {header.frame_bytes}")
+    whole_bytes = header.frame_bytes if level is None else header.level_end(level)
+    if whole_bytes != size_bytes:
+        raise ChunkCorruptError(header.key, f"{size_bytes} bytes of {whole_bytes}")
 
 
 def check_segment(header: FrameHeader, index: int, found: int) -> None:

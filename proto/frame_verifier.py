@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from xxhash import xxh3_64
 
-from kvstore.proto.buffers import Bytes, checksum
+from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
     FrameHeader,
@@ -118,21 +118,3 @@ class FrameVerifier:
         self._bounds = [(start, start + size, wanted) for *_, start, size, wanted in rows]
         self._done = header.header_bytes
         self._header = header
-
-
-def check_prefix(prefix: Bytes, level: int, key: ChunkKey | None = None) -> FrameHeader:
-    """Check the first bytes of a frame, which make it readable at *level*.
-
-    Raises InvalidFrameError, also for a level that the frame does not have, and
-    ChunkCorruptError, as ``check_frame`` does.
-    """
-    header = parse_header(prefix)
-    if key is not None and header.key != key:
-        raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
-    if not 0 <= level <= header.levels:
-        raise InvalidFrameError("level", level, f"the frame has 0 to {header.levels}")
-    if len(prefix) != header.level_end(level):
-        raise ChunkCorruptError(header.key, f"{len(prefix)} bytes of {header.level_end(level)}")
-    for index in range((level + 1) * header.layout.segment_count):
-        check_segment(header, index, checksum(header.segment(prefix, index)))
-    return header

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from numbers import Integral
 from typing import cast
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import (
@@ -38,11 +38,8 @@ _U32 = struct.Struct("<I")
 _FLAT = "give a flat sequence of integer token ids, one prompt at a time"
 _BYTES = "give a sequence of bytes, such as [b'salt']"
 
-_DIGEST = struct.Struct(f"{DIGEST_BYTES}s")
-_DIGESTS = struct.Struct(f"{DIGEST_BYTES}s" * 64)
-"""A prompt's are unpacked by so many at once: a slice for each takes four times as long."""
-_HALF_KEY = f"V{DIGEST_BYTES}"
-"""Namespace or digest, as numpy moves them: a prompt has hundreds of keys."""
+_DIGEST = f"V{DIGEST_BYTES}"
+"""As numpy moves it, or a namespace: a prompt has hundreds of keys."""
 
 
 def _field(data: bytes) -> bytes:
@@ -171,13 +168,18 @@ def chain_digests(
 
     *extra* (cache salt, multimodal hashes) enters the first chunk and so the whole chain.
     """
-    data = memoryview(tokens_le32(tokens))
     digests: list[ChainDigest] = []
     parent = ROOT
-    for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
-        parent = chain_digest(parent, data[4 * start : 4 * stop], () if digests else extra)
+    for piece in _pieces(tokens, chunk_tokens):
+        parent = chain_digest(parent, piece, () if digests else extra)
         digests.append(parent)
     return digests
+
+
+def _pieces(tokens: Sequence[int], chunk_tokens: int) -> list[memoryview]:
+    """Return the token bytes of each chunk."""
+    data = memoryview(tokens_le32(tokens))
+    return [data[4 * at : 4 * stop] for at, stop in chunk_spans(len(data) // 4, chunk_tokens)]
 
 
 def page_hash(before: bytes, token_bytes: bytes | memoryview) -> bytes:
@@ -192,36 +194,25 @@ def page_digests(
     tokens: Sequence[int], chunk_tokens: int = DEFAULT_CHUNK_TOKENS
 ) -> list[ChainDigest]:
     """Return what ``chain_digests`` does, as SGLang names pages of so many tokens."""
-    data, digests, page = memoryview(tokens_le32(tokens)), [], b""
-    for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
-        page = page_hash(page, data[4 * start : 4 * stop])
+    digests, page = [], b""
+    for piece in _pieces(tokens, chunk_tokens):
+        page = page_hash(page, piece)
         digests.append(ChainDigest(page[:DIGEST_BYTES]))
     return digests
 
 
-def join_digests(digests: Iterable[bytes]) -> bytes:
-    """Pack digests into one bytes field."""
-    return b"".join(digests)
-
-
 def split_digests(packed: bytes, limit: int) -> list[ChainDigest]:
     """Unpack at most *limit* digests. Raises InvalidRequestError on a ragged or long field."""
-    _check_digests(packed, limit)
-    return cast("list[ChainDigest]", list(_digests_of(packed)))
+    return cast("list[ChainDigest]", _digests(packed, limit).tolist())
 
 
-def _digests_of(packed: bytes) -> Iterator[bytes]:
-    whole = len(packed) - len(packed) % _DIGESTS.size
-    many, few = _DIGESTS.iter_unpack(packed[:whole]), _DIGEST.iter_unpack(packed[whole:])
-    return chain.from_iterable(chain(many, few))
-
-
-def _check_digests(packed: bytes, limit: int) -> None:
+def _digests(packed: bytes, limit: int) -> NDArray[np.void]:
     count, rest = divmod(len(packed), DIGEST_BYTES)
     if rest:
         raise InvalidRequestError("digests", len(packed), f"give {DIGEST_BYTES} bytes per chunk")
     if count > limit:
         raise InvalidRequestError("digests", count, f"at most {limit} chunks in one batch")
+    return np.frombuffer(packed, _DIGEST)
 
 
 def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKey]:
@@ -229,8 +220,10 @@ def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKe
 
     Raises InvalidRequestError as ``split_digests`` does.
     """
-    _check_digests(packed, limit)
-    return cast("list[ChunkKey]", list(map(space.__add__, _digests_of(packed))))
+    digests = _digests(packed, limit)
+    halves = np.empty((len(digests), 2), _DIGEST)
+    halves[:, 0], halves[:, 1] = np.void(space), digests
+    return cast("list[ChunkKey]", halves.view(f"V{KEY_BYTES}").ravel().tolist())
 
 
 def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
@@ -239,8 +232,7 @@ def cut_keys(keys: Sequence[ChunkKey], space: Namespace) -> bytes | None:
         joined = b"".join(keys)
     except TypeError:
         return None
-    count = len(keys)
     if not set(map(len, keys)) <= {KEY_BYTES}:
         return None
-    halves = np.ndarray((count, 2), _HALF_KEY, joined)
-    return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * count else None
+    halves = np.ndarray((len(keys), 2), _DIGEST, joined)
+    return halves[:, 1].tobytes() if halves[:, 0].tobytes() == space * len(keys) else None

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import IntEnum
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 from google.protobuf.message import Message
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
-    GateView,
-    NamedSegment,
     Resolution,
-    ResolvedChunk,
-    ResolvedSegment,
-    ShadowResult,
-    Variant,
 )
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -28,7 +25,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     RepresentationError,
 )
-from kvstore.proto.frame import pack_components, unpack_components
+from kvstore.proto.frame import pack_components, unpack_table
 from kvstore.proto.plans import (
     NO_HINTS,
     EngineTerms,
@@ -37,26 +34,19 @@ from kvstore.proto.plans import (
     PlannedBatch,
     PlanRange,
     PrefillModel,
-    Reuse,
 )
 from kvstore.proto.types import (
-    DIGEST_BYTES,
     MAX_LAYER_GROUPS,
     MAX_LAYERS,
     MAX_ROPE_FACTORS,
     ChainDigest,
     ChunkInfo,
     ChunkKey,
-    Component,
-    DType,
     Extent,
     Fidelity,
     KVLayout,
-    LayerGroup,
-    LayerKind,
     Match,
     Representation,
-    RopeParameters,
     Shard,
     check_count,
 )
@@ -86,16 +76,95 @@ _FIDELITY_OF = {fidelity.value: fidelity for fidelity in Fidelity}
 _FIDELITIES = (Fidelity.exact, Fidelity.bounded, Fidelity.exact, Fidelity.none)
 
 
+_NAMES = {
+    "open": "is_open", "calibrated": "is_calibrated", "shadow": "is_shadow", "exact": "is_exact",
+}  # fmt: skip
+"""Fields of messages that values have under another name."""
+
+
 def as_message(kind: type[M], value: object, /, **others: Any) -> M:
-    """Return the message of *kind* with what *value* has under its fields' names, and *others*."""
-    same = (name for name in kind.DESCRIPTOR.fields_by_name if name not in others)
-    return kind(**{name: getattr(value, name) for name in same if hasattr(value, name)}, **others)
+    """Return the message of *kind* with what *value* has under its fields' names, and *others*.
+
+    Values within become messages as well. A function among *others* is for those, too, and gets
+    the value whose field it is.
+    """
+    return kind(**_fields(kind.DESCRIPTOR, value, others))
 
 
-def _value(kind: type[V], message: Message, /, **others: Any) -> V:
-    """Return the dataclass *kind* of what *message* has under its fields' names, and *others*."""
-    same = (one.name for one in fields(cast("Any", kind)) if one.name not in others)
-    return kind(**{name: getattr(message, name) for name in same}, **others)
+def _fields(descriptor: Any, value: object, others: dict[str, Any]) -> dict[str, Any]:
+    rows = _rows(descriptor)
+    if type(value) is tuple:
+        return {name: one for (name, *_), one in zip(rows, value, strict=True)}
+    found, within = {}, {name: one for name, one in others.items() if callable(one)}
+    for name, attribute, nested in rows:
+        one = getattr(value, attribute, None)
+        if name in others:
+            found[name] = within[name](value) if name in within else others[name]
+        elif one is None:
+            continue
+        elif nested is None:
+            found[name] = one
+        elif type(one) in (tuple, list):
+            found[name] = [_fields(nested, each, within) for each in one]
+        else:
+            found[name] = _fields(nested, one, within)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _rows(descriptor: Any) -> list[tuple[str, str, Any]]:
+    """Return of each field its name, a value's name for it, and of what messages it is, if any."""
+    return [
+        (field.name, _NAMES.get(field.name, field.name), field.message_type)
+        for field in descriptor.fields
+    ]
+
+
+def as_value(kind: type[V], message: Message, /, **others: Any) -> V:
+    """Return the dataclass *kind* of what *message* has under its fields' names, and *others*.
+
+    Messages within become values as well. Raises what their constructors do, and ValueError for a
+    number that an enumeration does not have.
+    """
+    for name, attribute, convert in _converters(cast("Any", kind), message.DESCRIPTOR):
+        if attribute not in others:
+            found = getattr(message, name)
+            others[attribute] = found if convert is None else convert(found)
+    return kind(**others)
+
+
+@lru_cache(maxsize=64)
+def _converters(kind: Any, descriptor: Any) -> list[tuple[str, str, Callable[[Any], Any] | None]]:
+    hints = get_type_hints(kind)
+    rows = [(name, attribute) for name, attribute, _ in _rows(descriptor) if attribute in hints]
+    return [(name, attribute, _converter(hints[attribute])) for name, attribute in rows]
+
+
+def _converter(hint: Any) -> Callable[[Any], Any] | None:
+    """Return what makes a field's value one of type *hint*; None: it is one."""
+    if get_origin(hint) is tuple:
+        each, *rest = get_args(hint)
+        one = _converter(each)
+        if rest != [...]:
+            return _row
+        return tuple if one is None else lambda found: tuple(map(one, found))
+    if is_dataclass(hint):
+        return partial(as_value, cast("Any", hint))
+    return hint if isinstance(hint, type) and issubclass(hint, IntEnum) else None
+
+
+def _row(message: Message) -> tuple[Any, ...]:
+    return tuple(getattr(message, field.name) for field in message.DESCRIPTOR.fields)
+
+
+@contextmanager
+def _known(error: type[InvalidRequestError | RepresentationError], field: str) -> Iterator[None]:
+    try:
+        yield
+    except KVStoreError:
+        raise
+    except ValueError as reason:
+        raise error(field, str(reason), "use a kind and dtype we know") from None
 
 
 def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
@@ -120,7 +189,9 @@ def unpack_info(row: bytes) -> ChunkInfo:
         raise InvalidFrameError("row", (version, fidelity), f"this reader knows {_INFO_VERSION}")
     if not 0 <= flops < math.inf:
         raise InvalidFrameError("prefill_flops", flops, "must be finite, not negative")
-    layout = unpack_components(row[_INFO.size :])
+    layout, shard = unpack_table(row[_INFO.size :])
+    if shard is not None:
+        raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
     return ChunkInfo(ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, known, flops)
 
 
@@ -129,9 +200,11 @@ def fidelity_number(least: Fidelity) -> int:
     return _FIDELITIES.index(least)
 
 
-def fidelity_of(number: int) -> Fidelity | None:
-    """Return the minimum fidelity that a request states by *number*; None for no such number."""
-    return _FIDELITIES[number] if 0 <= number < len(_FIDELITIES) else None
+def fidelity_of(number: int) -> Fidelity:
+    """Return the minimum fidelity that a request states. Raises InvalidRequestError."""
+    if not 0 <= number < len(_FIDELITIES):
+        raise InvalidRequestError("min_fidelity", number, "use 0 to 3")
+    return _FIDELITIES[number]
 
 
 def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
@@ -157,22 +230,7 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
 
 def representation_to_message(representation: Representation) -> pb.Representation:
     """Return the protobuf form of *representation*."""
-    return as_message(
-        pb.Representation,
-        representation,
-        rope=_rope_to_message(representation.rope),
-        layer_groups=[as_message(pb.LayerGroup, group) for group in representation.layer_groups],
-    )
-
-
-def _rope_to_message(rope: RopeParameters) -> pb.Rope:
-    factors = [pb.RopeFactor(name=name, value=value) for name, value in rope.factors]
-    return as_message(pb.Rope, rope, factors=factors)
-
-
-def _rope(message: pb.Rope) -> RopeParameters:
-    factors = tuple((factor.name, factor.value) for factor in message.factors)
-    return _value(RopeParameters, message, factors=factors)
+    return as_message(pb.Representation, representation)
 
 
 def representation_from_message(message: pb.Representation) -> Representation:
@@ -184,81 +242,42 @@ def representation_from_message(message: pb.Representation) -> Representation:
     check_count("layer_groups", len(message.layer_groups), MAX_LAYER_GROUPS)
     for group in message.layer_groups:
         check_count("layer_ids", len(group.layer_ids), MAX_LAYERS)
-    return _value(
-        Representation,
-        message,
-        layer_groups=tuple(_group(group) for group in message.layer_groups),
-        rope=_rope(message.rope),
-    )
-
-
-def _group(message: pb.LayerGroup) -> LayerGroup:
-    kinds = _kinds(message, RepresentationError, "layer_groups")
-    return _value(LayerGroup, message, **kinds, layer_ids=tuple(message.layer_ids))
-
-
-def _kinds(
-    message: pb.LayerGroup | pb.Component,
-    error: type[InvalidRequestError | RepresentationError],
-    field: str,
-) -> dict[str, Any]:
-    try:
-        return {"kind": LayerKind(message.kind), "dtype": DType(message.dtype)}
-    except ValueError as reason:
-        raise error(field, str(reason), "use a kind and dtype we know") from None
+    with _known(RepresentationError, "layer_groups"):
+        return as_value(Representation, message)
 
 
 def hints_to_message(hints: Hints | None) -> pb.Hints | None:
     """Return the protobuf form of *hints*; None where there are none."""
     if hints is None or hints == NO_HINTS:
         return None
-    return as_message(pb.Hints, hints, reuse=f"REUSE_{hints.reuse.name.upper()}")
+    return as_message(pb.Hints, hints)
 
 
 def hints_from_message(message: pb.Hints) -> Hints:
     """Return the checked hints; NO_HINTS for an empty message. Raises InvalidRequestError."""
-    if not message.ByteSize():
-        return NO_HINTS
-    if int(message.reuse) not in list(map(int, Reuse)):
-        fix = "use 0 (unknown), 1 (discard) or 2 (keep)"
-        raise InvalidRequestError("hints.reuse", message.reuse, fix)
-    return _value(Hints, message, reuse=Reuse(message.reuse))
+    return as_value(Hints, message, reuse=message.reuse) if message.ByteSize() else NO_HINTS
 
 
-def layout_to_message(layout: KVLayout) -> pb.Layout:
-    """Return the protobuf form of *layout*."""
-    return pb.Layout(components=[as_message(pb.Component, one) for one in layout.components])
+def layout_to_message(layout: KVLayout | Shard) -> pb.Layout:
+    """Return the protobuf form of *layout*, or of a shard of a chunk."""
+    if not isinstance(layout, Shard):
+        return as_message(pb.Layout, layout)
+    extents = [as_message(pb.Extent, extent) for extent in layout.extents]
+    return as_message(pb.Layout, layout.whole, extents=extents)
 
 
-def shard_to_message(shard: Shard) -> pb.Layout:
-    """Return the protobuf form of *shard*."""
-    message = layout_to_message(shard.whole)
-    for extent in shard.extents:
-        message.extents.append(pb.Extent() if extent is None else as_message(pb.Extent, extent))
-    return message
-
-
-def shard_from_message(message: pb.Layout) -> Shard | None:
-    """Return the shard that *message* is of; None for a whole chunk.
+def layout_from_message(message: pb.Layout) -> tuple[KVLayout, Shard | None]:
+    """Return the checked layout of the chunk, and which shard *message* is of; None: all of it.
 
     Raises InvalidRequestError or LayoutMismatchError.
     """
-    whole = layout_from_message(message)
+    with _known(InvalidRequestError, "layout"):
+        whole = as_value(KVLayout, message)
     if not message.extents:
-        return None
-    extents = tuple(_value(Extent, one) if one.ByteSize() else None for one in message.extents)
-    shard = Shard(whole, extents)
-    return None if shard.is_whole else shard
-
-
-def layout_from_message(message: pb.Layout) -> KVLayout:
-    """Return the checked layout. Raises InvalidRequestError or LayoutMismatchError."""
-    return KVLayout(
-        tuple(
-            _value(Component, one, **_kinds(one, InvalidRequestError, "layout"))
-            for one in message.components
-        )
-    )
+        return whole, None
+    extents = (Extent(*_row(one)) if one.ByteSize() else None for one in message.extents)
+    shard = Shard(whole, tuple(extents))
+    return whole, None if shard.is_whole else shard
 
 
 def engine_to_message(engine: EngineTerms | None) -> pb.Prefill | None:
@@ -272,7 +291,7 @@ def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> Engine
     """Return the engine's speed, if the request has it. Raises InvalidRequestError."""
     if not request.HasField("prefill"):
         return None
-    return EngineTerms(_value(PrefillModel, request.prefill), request.prefill.tokens)
+    return EngineTerms(as_value(PrefillModel, request.prefill), request.prefill.tokens)
 
 
 def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
@@ -280,15 +299,14 @@ def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
     if plan is None:
         return
     reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
-    for one in plan.ranges:
-        reply.plan.append(as_message(pb.PlanRange, one))
+    reply.plan.extend(as_message(pb.PlanRange, one) for one in plan.ranges)
 
 
 def plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
     """Return the plan over *asked* chunks; None without one. Raises KVStoreError."""
     if not message.plan and not message.recompute_ms:
         return None
-    ranges = tuple(_value(PlanRange, one) for one in message.plan)
+    ranges = tuple(as_value(PlanRange, one) for one in message.plan)
     bounds = [0, *(one.stop for one in ranges)]
     is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
     if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
@@ -323,101 +341,11 @@ def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> Plan
     )
 
 
-def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegment]:
-    """Return the protobuf form of *segments*."""
-    return [
-        as_message(
-            pb.PromptSegment,
-            one,
-            chains=b"".join(chunk.digest for chunk in one.chunks),
-            contents=b"".join(chunk.content for chunk in one.chunks),
-            tokens=[chunk.tokens for chunk in one.chunks],
-        )
-        for one in segments
-    ]
-
-
-def gate_to_message(gate: GateView) -> pb.Gate:
-    """Return the protobuf form of *gate*."""
-    return as_message(pb.Gate, gate, open=gate.is_open, calibrated=gate.is_calibrated)
-
-
-def gate_from_message(message: pb.Gate) -> GateView:
-    """Return the gate of *message*."""
-    return _value(
-        GateView, message, is_open=message.open, is_calibrated=message.calibrated,
-        codecs=tuple(message.codecs),
-    )  # fmt: skip
-
-
-def shadow_from_message(message: pb.ShadowResult) -> ShadowResult:
-    """Return the checked comparison. Raises InvalidRequestError."""
-    return _value(ShadowResult, message)
-
-
 def resolution_to_message(found: Resolution, tier_names: Sequence[str]) -> pb.ResolveResponse:
     """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
-    numbers = {name: number for number, name in enumerate(tier_names)}
-
-    def chunk_of(chunk: ResolvedChunk) -> pb.ResolvedChunk:
-        variants = [as_message(pb.Variant, one, tier=numbers[one.tier]) for one in chunk.variants]
-        return pb.ResolvedChunk(exact=chunk.is_exact, variants=variants, priority=chunk.priority)
-
-    segments = [
-        as_message(pb.ResolvedSegment, one, chunks=list(map(chunk_of, one.chunks)))
-        for one in found.segments
-    ]
     return as_message(
         pb.ResolveResponse,
         found,
-        segments=segments,
         tier_names=tier_names,
-        rope=_rope_to_message(found.rope),
-        gate=gate_to_message(found.gate),
-        shadow=found.is_shadow,
+        tier=lambda variant: tier_names.index(variant.tier),
     )
-
-
-def resolution_from_message(
-    message: pb.ResolveResponse, asked: Sequence[NamedSegment]
-) -> Resolution:
-    """Return the answer about the segments *asked* for. Raises KVStoreError if it is none."""
-    names = tuple(message.tier_names)
-    try:
-        pairs = zip(message.segments, asked, strict=True)
-        return _value(
-            Resolution,
-            message,
-            segments=tuple(_segment(one, wanted, names) for one, wanted in pairs),
-            gate=gate_from_message(message.gate),
-            layer_order=tuple(message.layer_order),
-            rope=_rope(message.rope),
-            is_shadow=message.shadow,
-            more_leases=(),
-        )
-    except (ValueError, IndexError) as error:
-        raise KVStoreError(f"the server's answer to a resolve is damaged: {error}") from None
-
-
-def _segment(
-    message: pb.ResolvedSegment, asked: NamedSegment, names: Sequence[str]
-) -> ResolvedSegment:
-    chunks = []
-    for one, chunk in zip(message.chunks, asked.chunks, strict=True):
-        if len(one.priority) not in (0, chunk.tokens):
-            raise ValueError(f"{len(one.priority)} priorities for {chunk.tokens} tokens")
-        variants = tuple(_variant(variant, names) for variant in one.variants)
-        if one.exact and [variant.digest for variant in variants] != [chunk.digest]:
-            raise ValueError("an exact chunk of another name")
-        if variants and not (one.exact or asked.approximate):
-            raise ValueError("variants where none were asked for")
-        chunks.append(ResolvedChunk(one.exact, variants, one.priority))
-    if not 0 <= message.ratio <= 1:
-        raise ValueError(f"ratio {message.ratio}")
-    return ResolvedSegment(tuple(chunks), message.ratio, message.load_ms, message.recompute_ms)
-
-
-def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
-    if len(message.digest) != DIGEST_BYTES or len(message.parent) != DIGEST_BYTES:
-        raise ValueError("a digest of another length")
-    return _value(Variant, message, tier=names[message.tier], fidelity=Fidelity(message.fidelity))

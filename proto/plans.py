@@ -144,6 +144,7 @@ class Hints:
             raise InvalidRequestError(
                 "hints.reuse", self.reuse, "use 0 (unknown), 1 (discard) or 2 (keep)"
             )
+        object.__setattr__(self, "reuse", Reuse(self.reuse))
         for name, limit in _LIMITS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 <= value <= limit:

@@ -39,8 +39,6 @@ MAX_LAYER_GROUPS = 32
 MAX_ROPE_FACTORS = 32
 MAX_FACTOR_CHARS = 64
 """Of the name of one."""
-_LAYER_IDS = tuple(range(MAX_LAYERS))
-"""Shared by all Representations: a server keeps a thousand of them."""
 
 
 class DType(IntEnum):
@@ -57,7 +55,7 @@ class DType(IntEnum):
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        return _ITEM_BYTES[self]
+        return (2, 2, 4, 1, 1, 1, 1)[self]
 
     @classmethod
     def parse(cls, name: str) -> DType:
@@ -67,17 +65,6 @@ class DType(IntEnum):
         except KeyError:
             known = ", ".join(member.name for member in cls)
             raise RepresentationError("dtype", name, f"use one of {known}") from None
-
-
-_ITEM_BYTES = {
-    DType.bfloat16: 2,
-    DType.float16: 2,
-    DType.float32: 4,
-    DType.float8_e4m3fn: 1,
-    DType.float8_e5m2: 1,
-    DType.uint8: 1,
-    DType.int8: 1,
-}
 
 
 class LayerKind(IntEnum):
@@ -136,7 +123,6 @@ class LayerGroup:
         if not 0 <= self.layer_ids[0] <= self.layer_ids[-1] < MAX_LAYERS:
             fix = f"number layers from 0 to {MAX_LAYERS - 1}"
             raise RepresentationError("layer_ids", self.layer_ids, fix)
-        object.__setattr__(self, "layer_ids", tuple(_LAYER_IDS[one] for one in self.layer_ids))
         for name in ("kv_heads", "head_dim"):
             if not 1 <= getattr(self, name) < 1 << 24:
                 raise RepresentationError(name, getattr(self, name), "give a positive count")
@@ -457,8 +443,7 @@ class PutOutcome(IntEnum):
     """A shard is there; the chunk is once its other shards are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Layers and KV heads of one component; each stop is the number after the last one."""
 
     first_layer: int
@@ -470,13 +455,6 @@ class Extent:
     def whole(cls, component: Component) -> Extent:
         """Return all of *component*."""
         return cls(0, component.layers, 0, component.kv_heads)
-
-    def is_within(self, component: Component) -> bool:
-        """Whether there is something of *component* in it, and nothing else."""
-        return (
-            0 <= self.first_layer < self.layer_stop <= component.layers
-            and 0 <= self.first_head < self.head_stop <= component.kv_heads
-        )
 
     @property
     def layers(self) -> int:
@@ -506,8 +484,12 @@ class Shard:
                 "rectangle", len(self.extents), f"give {len(self.whole.components)}, or None"
             )
         for extent, component in zip(self.extents, self.whole.components, strict=True):
-            if extent is not None and not extent.is_within(component):
-                fix = f"within {component.layers} layers x {component.kv_heads} kv_heads, not empty"
+            if extent is None:
+                continue
+            first, stop, head, head_stop = extent
+            layers, heads = component.layers, component.kv_heads
+            if not (0 <= first < stop <= layers and 0 <= head < head_stop <= heads):
+                fix = f"within {layers} layers x {heads} kv_heads, not empty"
                 raise LayoutMismatchError("rectangle", extent, fix)
         if not any(self.extents):
             raise LayoutMismatchError("rectangle", self.extents, "cover some of the chunk")

@@ -291,13 +291,10 @@ class Node:
         self._set_health(serving=True)
 
     def _set_health(self, *, serving: bool) -> None:
+        ready = dict.fromkeys(("", SERVICE_NAME, "readiness"), serving)
         states = health_pb2.HealthCheckResponse
-        state = states.SERVING if serving else states.NOT_SERVING
-        for name in ("", SERVICE_NAME, "readiness"):
-            self._health.set(name, state)
-        alive = self.is_alive()
-        self._health.set("startup", states.SERVING)
-        self._health.set("liveness", states.SERVING if alive else states.NOT_SERVING)
+        for name, is_well in {**ready, "startup": True, "liveness": self.is_alive()}.items():
+            self._health.set(name, states.SERVING if is_well else states.NOT_SERVING)
 
     def is_alive(self) -> bool:
         """Whether every thread the node depends on lives."""
@@ -312,10 +309,9 @@ class Node:
         self.counters.add("revoked_sessions", self.trust.tick())
 
     def _check_health(self) -> None:
-        if self.sessions.is_draining:  # over the RPC
-            self._set_health(serving=False)
-        if not self.is_alive():
+        if not (alive := self.is_alive()):
             logger.error("a worker died; health fails until the restart")
+        if self.sessions.is_draining or not alive:  # drained over the RPC
             self._set_health(serving=False)
 
     def _maintain(self) -> None:

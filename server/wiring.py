@@ -75,7 +75,16 @@ def open_tiers(config: Settings, counters: Counters, clock: Clock, opened: ExitS
         register = gpu.device.register
     add(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
     if "disk" in config.tiers:
-        add(hidden(_open_disk_tier(config)))
+        from kvstore.tiers.disk import DiskOptions, DiskTier
+        from kvstore.tiers.disk_files import DiskConfig
+
+        first, *others = (DiskConfig(one.path, one.capacity_bytes) for one in config.disk)
+        options = DiskOptions(
+            tuple(others),
+            is_direct=config.disk_direct,
+            largest_frame_bytes=config.max_frame_bytes,
+        )
+        add(hidden(DiskTier(first.path, first.capacity_bytes, options=options)))
     if config.peers:
         add(_open_peer_tier(config, counters, clock))
     if "redis" in config.tiers:
@@ -90,19 +99,6 @@ def open_tiers(config: Settings, counters: Counters, clock: Clock, opened: ExitS
         )
         add(hidden(tier))
     return tiers
-
-
-def _open_disk_tier(config: Settings) -> Tier:
-    from kvstore.tiers.disk import DiskOptions, DiskTier
-    from kvstore.tiers.disk_files import DiskConfig
-
-    first, *others = config.disk
-    options = DiskOptions(
-        tuple(DiskConfig(folder.path, folder.capacity_bytes) for folder in others),
-        is_direct=config.disk_direct,
-        largest_frame_bytes=config.max_frame_bytes,
-    )
-    return DiskTier(first.path, first.capacity_bytes, options=options)
 
 
 def open_gpu_tier(config: GpuConfig) -> GpuTier:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from typing_extensions import override
 
-from kvstore.proto.cuda import CudaDevice, CudaStream, import_cupy
+from kvstore.proto.device import CudaDevice, CudaStream
 
 _CYCLES_A_MS = 2_000_000
 """Of a clock of 2 GHz."""
@@ -17,7 +17,7 @@ class DelayedStream(CudaStream):
     """What is launched begins ``late_ms`` after all that is before it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        super().__init__(stream, lambda: import_cupy("gpu").cuda.runtime)
+        super().__init__(stream)
         self.late_ms = 8
 
     @override

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import RLock
 
 import torch
 from typing_extensions import override
 
-from kvstore.proto.buffers import Bytes
-from kvstore.proto.device import Event, HostDevice, SharedEvent, Stream, tensor_over
+from kvstore.proto.device import Event, HostDevice, Stream
 from kvstore.proto.errors import TierUnavailableError
 
 
@@ -67,6 +66,9 @@ class LateEvent:
     def synchronize(self) -> None:
         assert self._is_over.wait(60)
 
+    def handle(self) -> bytes:
+        return b""
+
 
 class SlowEvent:
     def __init__(self, stream: SlowStream, position: int) -> None:
@@ -116,25 +118,12 @@ class SlowStream(Stream):
     @override
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
         self.copied.append(len(out))
-        self._add(lambda: out.copy_(data))
+        super().copy(out, data)
 
     @override
-    def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
-        for start, data in pieces:
-            self.copy(out[start : start + len(data)], tensor_over(data))
-
-    @override
-    def fill(self, out: torch.Tensor, value: int) -> None:
-        self._add(lambda: out.fill_(value))
-
-    @override
-    def record(self) -> Event:
+    def record(self, *, shared: bool = False) -> Event:
         with self._device.lock:
             return SlowEvent(self, self.done + len(self._queue))
-
-    @override
-    def record_shared(self) -> SharedEvent:
-        return SlowEvent(self, self.done + len(self._queue))
 
     @override
     def wait(self, event: Event) -> None:

@@ -89,7 +89,7 @@ class BlockReplay:
         history.seen_chain(rows[known:], names[known - 1] if known else NO_ROW, facts, now_s)
         if flops is not None:
             history.reach(len(self._ids))
-            np.frombuffer(history.flops)[rows] = flops
+            history.flops[rows] = flops
         hit = self._store(names, rows, block_bytes, now_s)
         self.hit_blocks += hit
         return hit
@@ -128,7 +128,7 @@ class BlockReplay:
         here[self._free] = True
         gone = np.flatnonzero(~here)
         self._history.reach(len(self._ids))
-        asked_s = np.frombuffer(self._history.last_s)[gone]
+        asked_s = self._history.last_s[gone]
         oldest = gone[np.argsort(asked_s, kind="stable")[: len(gone) // _FORGOTTEN_SHARE + 1]]
         self._history.forget_all(oldest)
         for row in oldest.tolist():

@@ -19,8 +19,9 @@ from kvstore.client.blend.adapter import EngineAdapter, Run
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.report import BlendResult
 from kvstore.client.blend.runs import positions_of
+from kvstore.client.blend.segments import NamedChunk
 from kvstore.client.blend.source import LayerKV
-from kvstore.proto.blend import ContextMass, NamedChunk
+from kvstore.proto.blend import ContextMass
 
 SAMPLED_ROWS = 8
 """Of a chunk, spread over it."""

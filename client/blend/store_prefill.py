@@ -7,12 +7,12 @@ from contextlib import suppress
 
 from kvstore.client.blend.attention import ChunkAttention
 from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.chunk import Chunk
 from kvstore.client.client import Client
 from kvstore.client.resolving import ResolveTerms
 from kvstore.client.transport import Put
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import SegmentRange
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import chunk_key
 

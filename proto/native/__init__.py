@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,22 +58,16 @@ class Loops:
     def __init__(self, path: str) -> None:
         """Raise ImportError where the library is not there, or is another build's."""
         self.path = path
-        library = _library()
-        self._functions: dict[str, Callable[..., int]] = {}
         for name, (returned, arguments) in _FUNCTIONS.items():
-            function = getattr(library, f"{name}_{path}", None)
+            function = getattr(_library(), f"{name}_{path}", None)
             if function is None:
                 raise ImportError(f"{LIBRARY} has no {name}: {_BUILD}")
             function.restype, function.argtypes = returned, arguments
-            self._functions[name] = function
+            setattr(self, name, function)
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        try:
-            function = self._functions[name]
-        except KeyError:
-            raise AttributeError(name) from None
-        setattr(self, name, function)
-        return function
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., int]: ...
 
 
 @lru_cache(maxsize=1)

@@ -14,10 +14,9 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError
 from kvstore.proto.keys import keys_of_digests
-from kvstore.proto.messages import gate_to_message
+from kvstore.proto.messages import as_message, fidelity_of
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.api.service import Backend
-from kvstore.server.api.validation import fidelity
 from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.authorization import POOL_PREFIX, access_to
@@ -227,7 +226,7 @@ class AdminCalls:
             catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)
         reply.ghosts = catalog.evicted_count()
-        reply.gates.extend(map(gate_to_message, self._store.blends.gates.views()))
+        reply.gates.extend(as_message(pb.Gate, gate) for gate in self._store.blends.gates.views())
         reply.sessions = len(self._sessions)
         reply.leases = len(catalog.leases)
         reply.counters.update(self._store.counters.snapshot())
@@ -289,7 +288,7 @@ class AdminCalls:
         if request.digests:
             limit = max(self._checks.limits.max_batch_chunks, messages.MAX_EXPLAINED)
             keys = keys_of_digests(request.digests, space, limit)
-            found = self._explainer.explain(space, keys, fidelity(request.min_fidelity))
+            found = self._explainer.explain(space, keys, fidelity_of(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
             reply.chunks.extend(_fitting(map(_reason, found.reasons), messages.MESSAGE_BYTES))
             reply.near.extend(_fitting(map(_similar, found.similar), LIST_BYTES))
@@ -309,7 +308,7 @@ class AdminCalls:
         gates = self._store.blends.gates.views()
         reply.recent.extend(_fitting(self._misses(misses), LIST_BYTES))
         reply.engines.extend(_fitting(map(self._report, reports), LIST_BYTES))
-        reply.gates.extend(_fitting(map(gate_to_message, gates), LIST_BYTES))
+        reply.gates.extend(_fitting((as_message(pb.Gate, gate) for gate in gates), LIST_BYTES))
         reply.left_out += len(misses) + len(reports) + len(gates)
         reply.left_out -= len(reply.recent) + len(reply.engines) + len(reply.gates)
 

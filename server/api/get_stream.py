@@ -10,10 +10,10 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.messages import MESSAGE_BYTES
+from kvstore.proto.messages import MESSAGE_BYTES, fidelity_of
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import Reach, pack_places
-from kvstore.server.api.validation import Checks, fidelity
+from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import (
@@ -75,7 +75,7 @@ class GetStream:
         """
         request, session, store, checks = self.request, self.session, self.store, self.checks
         keys = checks.keys(session, request.digests)
-        least = fidelity(request.min_fidelity)
+        least = fidelity_of(request.min_fidelity)
         if request.ranges:
             checks.ranges(request.ranges, len(keys))
         skipped = checks.skipped(request, len(keys)) if request.skip_rows else None

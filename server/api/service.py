@@ -23,7 +23,7 @@ from kvstore.proto.unix_socket import Reach, pid_namespace
 from kvstore.server.api.get_stream import MAX_READ_PEERS, REACH, GetStream
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
-from kvstore.server.api.validation import BlendChecks, Checks, fidelity, outcomes
+from kvstore.server.api.validation import BlendChecks, Checks, outcomes
 from kvstore.server.security.authorization import Trust, access_to
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
@@ -162,7 +162,7 @@ class DataCalls:
         deadline = self._checks.deadline(request.deadline_ms)
         if request.wait_ms:
             self._store.await_puts(keys, min(deadline, started + request.wait_ms / 1000))
-        least = fidelity(request.min_fidelity)
+        least = messages.fidelity_of(request.min_fidelity)
         match = self._store.lookup(
             session,
             keys,
@@ -380,7 +380,7 @@ class DataCalls:
             self._store.counters.add("blend_refused_reports")
             raise
         gate = blends.report(session, report)
-        return pb.ReportReuseResponse(gate=messages.gate_to_message(gate))
+        return pb.ReportReuseResponse(gate=messages.as_message(pb.Gate, gate))
 
     # --- other servers
 

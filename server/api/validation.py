@@ -19,6 +19,7 @@ from kvstore.proto.blend import (
     MAX_SEGMENTS,
     UNKNOWN,
     ContextMass,
+    ShadowResult,
     check_number,
     check_tag,
 )
@@ -36,7 +37,6 @@ from kvstore.proto.types import (
     MIN_CHUNK_TOKENS,
     ChunkInfo,
     ChunkKey,
-    Fidelity,
     KVLayout,
     Namespace,
     Shard,
@@ -160,12 +160,11 @@ class Checks:
             )
         self.batch("layouts", len(request.layouts))
         layouts = [messages.layout_from_message(message) for message in request.layouts]
-        shards = [messages.shard_from_message(message) for message in request.layouts]
         if any(index >= len(layouts) for index in request.layout):
             raise InvalidRequestError("layout", max(request.layout), "index into layouts")
         rows = zip(keys, parents, request.layout, request.frame_bytes, strict=True)
         return [
-            self.chunk(session, ChunkInfo(key, parent, layouts[at], 0, size), shards[at])
+            self.chunk(session, ChunkInfo(key, parent, layouts[at][0], 0, size), layouts[at][1])
             for key, parent, at, size in rows
         ]
 
@@ -206,7 +205,7 @@ class BlendChecks:
             check_tag(request.tag),
             request.trial,
             self._checks.deadline(request.deadline_ms),
-            fidelity(request.min_fidelity),
+            messages.fidelity_of(request.min_fidelity),
             request.max_variants or MAX_VARIANTS,
             engine.prefill if engine is not None else None,
         )
@@ -263,7 +262,7 @@ class BlendChecks:
         is_timed = request.compute_ms > 0 and request.full_ms > 0
         shadow = None
         if request.HasField("shadow"):
-            one = messages.shadow_from_message(request.shadow)
+            one = messages.as_value(ShadowResult, request.shadow)
             shadow = Shadow(one.divergence, one.agreement, one.tokens, ratio)
         return Report(
             _check_report_tag(request.tag, shadow is not None),
@@ -274,14 +273,6 @@ class BlendChecks:
             shadow,
             request.full_ms / spent_ms if is_timed else UNKNOWN,
         )
-
-
-def fidelity(value: int) -> Fidelity:
-    """Return the minimum fidelity a request states: 0 or 2 exact, 1 bounded, 3 any."""
-    found = messages.fidelity_of(value)
-    if found is None:
-        raise InvalidRequestError("min_fidelity", value, "use 0 to 3")
-    return found
 
 
 def outcomes(results: Sequence[PutResult]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.framing import FramedSocket, connect_wire
-from kvstore.proto.keys import join_digests
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
@@ -225,7 +224,7 @@ class StreamLink:
         return {
             "session_id": self.session.session_id,
             "key_namespace": keys[0][:DIGEST_BYTES],
-            "digests": join_digests(key[DIGEST_BYTES:] for key in keys),
+            "digests": b"".join(key[DIGEST_BYTES:] for key in keys),
         }
 
     def _begin(self, message: pb.StreamMessage, silence_s: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.key_table import spare_rows
 from kvstore.proto.types import KEY_BYTES
-from kvstore.server.eviction.policy import Columns, Rows
+from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, DensityTable
 
 MAX_CLASSES = 1024
@@ -163,18 +163,6 @@ class RefreshReport(NamedTuple):
     time_s: float
 
 
-class HistoryColumns(NamedTuple):
-    """The columns of an AccessHistory as numpy sees them, each of shape (rows,)."""
-
-    last_s: NDArray[np.float64]
-    hits: NDArray[np.uint8]
-    classes: NDArray[np.uint16]
-    flops: NDArray[np.float64]
-    turns: NDArray[np.uint8]
-    chunks: NDArray[np.uint16]
-    own: NDArray[np.uint8]
-
-
 FIRST_REFRESH_REQUESTS, REFRESH_REQUESTS = 50, 100
 """Requests between two refreshes of the table, at most: of the first 2000, and later."""
 
@@ -187,6 +175,7 @@ LEAST_REFRESH_REQUESTS = 10
 _FIRST_REQUESTS = 2_000
 _MOST = 255
 _MOST_CHUNKS = 65_535
+_COLUMNS = ("last_s", "hits", "classes", "flops", "turns", "chunks", "own")
 
 
 class InsertInfo(NamedTuple):
@@ -222,21 +211,19 @@ class AccessHistory:
         """Remember chunks of *chunk_tokens* tokens. Raises InvalidRequestError."""
         if chunk_tokens < 1:
             raise InvalidRequestError("chunk_tokens", chunk_tokens, "at least 1")
-        self._columns = Columns()
-        add = self._columns.add
-        self.last_s: array[float] = add("d")
+        self.last_s = np.zeros(1)
         """When each was last asked for, in the time of ``time_s``."""
-        self.hits: array[int] = add("B")
+        self.hits = np.zeros(1, np.uint8)
         """How often each was asked for, 1 for the first sight, up to 255; 0 for unknown rows."""
-        self.classes: array[int] = add("H")
+        self.classes = np.zeros(1, np.uint16)
         """By number."""
-        self.flops: array[float] = add("d")
+        self.flops = np.zeros(1)
         """Of the prefill of each; 0 for unknown."""
-        self.turns: array[int] = add("B")
+        self.turns = np.zeros(1, np.uint8)
         """The turn of the conversation in which each was last asked for, from 0."""
-        self.chunks: array[int] = add("H")
+        self.chunks = np.zeros(1, np.uint16)
         """How long the prompt was in which each was last asked for, in chunks."""
-        self.own: array[int] = add("B")
+        self.own = np.zeros(1, np.uint8)
         """See ChunkClasses."""
         self.kinds = ChunkClasses(chunk_tokens)
         self.table = DensityTable(self.kinds.coarse)
@@ -254,7 +241,6 @@ class AccessHistory:
         self._refreshed_s = -np.inf
         self._steps: Iterator[None] = iter(())
         """What is left of the last refresh: a step with each of the next requests."""
-        self._seen = self.columns()
 
     # --- events
 
@@ -290,26 +276,25 @@ class AccessHistory:
         """Return those of which something is remembered, each once."""
         if not len(rows):
             return rows
-        hits = self._seen.hits.take(rows, mode="clip")
+        hits = self.hits.take(rows, mode="clip")
         if not hits.all():
             rows = rows[hits > 0]
         return _distinct(rows)
 
     def _ask(self, rows: Rows, chunks: int, time_s: float) -> None:
         last = rows.item(-1)
-        is_next = 1 < len(rows) >= self.chunks[last] - 1
-        turn = min(self.turns[last] + 1, _MOST) if is_next else 0
-        seen = self._seen
-        since_s = seen.last_s[rows]
-        self.table.requested(seen.classes[rows], since_s, time_s)
+        is_next = 1 < len(rows) >= self.chunks.item(last) - 1
+        turn = min(self.turns.item(last) + 1, _MOST) if is_next else 0
+        since_s = self.last_s[rows]
+        self.table.requested(self.classes[rows], since_s, time_s)
         if self.on_refresh:
             self._asked.append((rows, time_s - since_s))
-        hits = seen.hits[rows]
+        hits = self.hits[rows]
         hits += hits < _MOST
-        seen.hits[rows] = hits
-        seen.last_s[rows], seen.turns[rows], seen.chunks[rows] = time_s, turn, chunks
+        self.hits[rows] = hits
+        self.last_s[rows], self.turns[rows], self.chunks[rows] = time_s, turn, chunks
         context = self.kinds.context(turn, chunks)
-        classes = seen.classes[rows] = self.kinds.of(seen.own[rows], hits, context)
+        classes = self.classes[rows] = self.kinds.of(self.own[rows], hits, context)
         self.table.wait(classes, time_s)
 
     def seen_chain(self, rows: Rows, parent: int, facts: InsertInfo, now_s: float) -> None:
@@ -323,10 +308,9 @@ class AccessHistory:
             return
         time_s = self.time_s(now_s)
         self.reach(max(int(rows.max()), parent))
-        seen = self._seen
         if facts.flops:
-            seen.flops[rows] = facts.flops
-        known = seen.hits[rows] > 0
+            self.flops[rows] = facts.flops
+        known = self.hits[rows] > 0
         fresh = rows
         if known.any():
             if facts.reuse:
@@ -337,83 +321,81 @@ class AccessHistory:
 
     def _meet(self, rows: Rows, parent: int, facts: InsertInfo, time_s: float) -> None:
         """Begin to remember chunks that came in the context of *parent*."""
-        kinds, seen, turn = self.kinds, self._seen, self.turns[parent]
+        kinds, turn = self.kinds, self.turns.item(parent)
         own = 0
         if facts.group or facts.reuse:
             own = (kinds.group(facts.group) * HINTS + facts.reuse) * 2
-        chunks = min(facts.prompt_chunks or self.chunks[parent] or len(rows), _MOST_CHUNKS)
+        chunks = min(facts.prompt_chunks or self.chunks.item(parent) or len(rows), _MOST_CHUNKS)
         context = kinds.context(turn, chunks)
         kind = kinds.number(own * _CONTEXTS + context)
         # Of what is unknown every column is 0.
         if own:
-            seen.own[rows] = own
+            self.own[rows] = own
         if turn:
-            seen.turns[rows] = turn
-        seen.hits[rows], seen.classes[rows] = 1, kind
-        seen.last_s[rows], seen.chunks[rows] = time_s, chunks
+            self.turns[rows] = turn
+        self.hits[rows], self.classes[rows] = 1, kind
+        self.last_s[rows], self.chunks[rows] = time_s, chunks
         if not facts.tokens_full:
             last = int(rows[-1])
             self.own[last] = own + 1
             self.classes[last] = kinds.number((own + 1) * _CONTEXTS + context)
-        self.table.wait(seen.classes[rows], time_s)
+        self.table.wait(self.classes[rows], time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
         """Chunks have another hint from now on."""
-        rows, seen, kinds = self._known(rows), self._seen, self.kinds
-        rows = rows[seen.own[rows] // 2 % HINTS != reuse]
+        rows, kinds = self._known(rows), self.kinds
+        rows = rows[self.own[rows] // 2 % HINTS != reuse]
         if not len(rows):
             return
-        own = seen.own[rows]
+        own = self.own[rows]
         own += np.uint8(2 * reuse) - own // 2 % HINTS * 2
-        seen.own[rows] = own
-        contexts = kinds.contexts(seen.turns[rows], seen.chunks[rows])
-        others = kinds.of(own, seen.hits[rows], contexts)
-        self.table.moved(seen.classes[rows], others, seen.last_s[rows], self._clock.latest_s)
-        seen.classes[rows] = others
+        self.own[rows] = own
+        contexts = kinds.contexts(self.turns[rows], self.chunks[rows])
+        others = kinds.of(own, self.hits[rows], contexts)
+        self.table.moved(self.classes[rows], others, self.last_s[rows], self._clock.latest_s)
+        self.classes[rows] = others
         for follower in self.on_hint:
             follower(rows)
 
     def forget_all(self, rows: Rows) -> None:
         """Each row will be another chunk's, or none's."""
-        rows, seen = self._known(rows), self._seen
+        rows = self._known(rows)
         if not len(rows):
             return
-        self.table.forgotten(seen.classes[rows], seen.last_s[rows], self._clock.latest_s)
-        for column in seen:
-            column[rows] = 0
+        self.table.forgotten(self.classes[rows], self.last_s[rows], self._clock.latest_s)
+        for name in _COLUMNS:
+            getattr(self, name)[rows] = 0
 
     # --- questions
 
     def knows(self, row: int) -> bool:
         """Whether anything is remembered of the row."""
-        return row < len(self.hits) and self.hits[row] > 0
+        return self.hits_of(row) > 0
 
     def hits_of(self, row: int) -> int:
         """Return how often a row was asked for; 0 for unknown ones."""
-        return self.hits[row] if row < len(self.hits) else 0
+        return self.hits.item(row) if row < len(self.hits) else 0
 
     def flops_of(self, row: int) -> float:
         """Return what the prefill of a row costs; 0 for unknown."""
-        return self.flops[row] if row < len(self.flops) else 0.0
+        return self.flops.item(row) if row < len(self.flops) else 0.0
 
     def reuse_of(self, row: int) -> int:
         """Return the hint of a row; 0 for unknown ones."""
-        return self.own[row] // 2 % HINTS if row < len(self.own) else 0
+        return self.own.item(row) // 2 % HINTS if row < len(self.own) else 0
 
     def is_partial(self, row: int) -> bool:
         """Whether the row is the end of a prompt that fills no chunk."""
-        return row < len(self.own) and self.own[row] % 2 == 1
-
-    def columns(self) -> HistoryColumns:
-        """Return all columns, writable, as they are: let go of them before the next event."""
-        return HistoryColumns(*map(np.asarray, self._columns.arrays))
+        return row < len(self.own) and self.own.item(row) % 2 == 1
 
     def reach(self, row: int) -> None:
         """Let there be a place for *row*. The last place is always empty."""
-        if row + 1 >= self._columns.rows:
-            del self._seen
-            self._columns.reach(row)
-            self._seen = self.columns()
+        if row + 1 < len(self.hits):
+            return
+        count = row + 1 - len(self.hits) + spare_rows(row)
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros(count, column.dtype))))
 
 
 def _distinct(rows: Rows) -> Rows:
@@ -446,6 +428,7 @@ CLASS = np.dtype([("code", "<u4"), ("asked", "<f4", AGE_BINS), ("forgotten", "<f
 MAX_CHUNKS = 1 << 19
 """Of more, those that left longest ago are not kept. 32 MiB of them."""
 
+_SAVED = ("flops", "chunks", "hits", "turns", "own")
 _MERGED_AT = 512
 """Chunks that waited are counted at so many times, not each at its own."""
 
@@ -468,11 +451,10 @@ class SavedHistory:
         """Return what *history* knows; the chunks are those of *rows*, without their keys."""
         time_s = history.time_s(now_s)
         history.table.settle(time_s)
-        seen = history.columns()
         chunks = np.zeros(len(rows), CHUNK)
-        chunks["age_s"] = np.maximum(time_s - seen.last_s[rows], 0.0)
-        for name in ("flops", "chunks", "hits", "turns", "own"):
-            chunks[name] = getattr(seen, name)[rows]
+        chunks["age_s"] = np.maximum(time_s - history.last_s[rows], 0.0)
+        for name in _SAVED:
+            chunks[name] = getattr(history, name)[rows]
         count = history.kinds.count
         classes = np.zeros(count, CLASS)
         classes["code"] = history.kinds.codes()
@@ -484,24 +466,6 @@ class SavedHistory:
         time_s = history.time_s(now_s)
         for group in self.groups:
             history.kinds.group(group)
-        self._fill_table(history)
-        if not len(rows):
-            return
-        history.reach(int(rows.max()))
-        seen = history.columns()
-        order = np.argsort(-self.chunks["age_s"], kind="stable")
-        for part in np.array_split(order, min(_MERGED_AT, len(order))):
-            mine, last_s = rows[part], time_s - float(self.chunks["age_s"][part[0]])
-            seen.last_s[mine] = last_s
-            for name in ("flops", "chunks", "hits", "turns", "own"):
-                getattr(seen, name)[mine] = self.chunks[name][part]
-            contexts = history.kinds.contexts(seen.turns[mine], seen.chunks[mine])
-            classes = history.kinds.of(seen.own[mine], seen.hits[mine], contexts)
-            seen.classes[mine] = classes
-            history.table.wait(classes, last_s)
-        history.table.refresh(time_s, history.kinds.count)
-
-    def _fill_table(self, history: AccessHistory) -> None:
         numbers = list(map(history.kinds.number, self.classes["code"].tolist()))
         count = len(history.kinds.coarse)
         asked, forgotten = np.zeros((2, count, AGE_BINS))
@@ -510,3 +474,17 @@ class SavedHistory:
         np.add.at(asked, at, self.classes["asked"][fits])
         np.add.at(forgotten, at, self.classes["forgotten"][fits])
         history.table.learned(asked, forgotten)
+        if not len(rows):
+            return
+        history.reach(int(rows.max()))
+        order = np.argsort(-self.chunks["age_s"], kind="stable")
+        for part in np.array_split(order, min(_MERGED_AT, len(order))):
+            mine, last_s = rows[part], time_s - float(self.chunks["age_s"][part[0]])
+            history.last_s[mine] = last_s
+            for name in _SAVED:
+                getattr(history, name)[mine] = self.chunks[name][part]
+            contexts = history.kinds.contexts(history.turns[mine], history.chunks[mine])
+            classes = history.kinds.of(history.own[mine], history.hits[mine], contexts)
+            history.classes[mine] = classes
+            history.table.wait(classes, last_s)
+        history.table.refresh(time_s, history.kinds.count)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import MAX_CLASSES, AccessHistory, RefreshReport
-from kvstore.server.eviction.lru import LruEviction
+from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.queues import ClassQueues
 from kvstore.server.eviction.reuse_statistics import EDGES_S
@@ -33,12 +33,11 @@ WINDOW_CHUNKS = 1 << 18
 CAP_S = 500e-6
 """How long one decision may take, before those after it are made in LRU order."""
 
-Rank = tuple[float, int, int]
-"""What an end of a queue promises, when it was used, and which end it is: twice the class, and
-one more for the last."""
+Rank = tuple[float, int, int, float]
+"""What an end of a queue promises, when it was used, which end it is (twice the class, and one
+more for the last), and when its next bin of age begins: a little early, as sums are rounded."""
 
 _EDGES_S: list[float] = EDGES_S.tolist()
-_STALE_SHARE, _STALE_LEAST = 4, 256
 
 
 class LruSafeguard:
@@ -87,8 +86,8 @@ class ClassRanking:
 
     A promise is the table's value of the class at the age, times the worth of the row. It stays
     until another row comes to that end, the row's age comes to the next bin, or the table is
-    refreshed; so a decision ranks those few ends again, O(log) of the classes for each, and after
-    a refresh all. 200 bytes an end. Not thread-safe.
+    refreshed; so a decision ranks those few ends again, and after a refresh all. 200 bytes an
+    end. Not thread-safe.
     """
 
     def __init__(
@@ -100,82 +99,36 @@ class ClassRanking:
         self._worth = worth
         self.current: dict[int, Rank] = {}
         """By end."""
-        self.ranks: list[Rank] = []
-        """A heap of these and of some that are no longer current."""
-        self._due: list[tuple[float, Rank]] = []
-        """When the next bin begins for each: a little early, as sums are rounded."""
         self._version = -1
 
     def bring_up(self, time_s: float) -> None:
         """Rank what has changed until now. *time_s* is on the AccessHistory's clock."""
         table, changed, current = self.history.table, self.queues.changed, self.current
-        ranks, due = self.ranks, self._due
-        most = _STALE_SHARE * len(current) + _STALE_LEAST
-        if self._version != table.version or max(len(ranks), len(due)) > most:
+        if self._version != table.version:
             self._version = table.version
             current.clear()
-            ranks.clear()
-            due.clear()
             changed.update(range(2 * self.history.kinds.count))
-        while due and due[0][0] <= time_s:
-            rank = heappop(due)[1]
-            if current.get(rank[2]) is rank:
-                del current[rank[2]]
-                changed.add(rank[2])
-        newest, head, used = self.queues.newest, self.queues.head, self.used
+        for end in [rank[2] for rank in current.values() if rank[3] <= time_s]:
+            del current[end]
+            changed.add(end)
+        newest, head = self.queues.newest, self.queues.head
         for end in changed:
             row = newest[end >> 1] if end & 1 else head(end >> 1)
-            before = current.pop(end, None)
+            before = current.get(end)
             if not row:
-                continue
-            if before is None or before[1] != used[row]:
-                promise, until_s = self.promise(row, time_s)
-                before = (promise, used[row], end)
-                heappush(ranks, before)
-                heappush(due, (until_s, before))
-            current[end] = before
+                current.pop(end, None)
+            elif before is None or before[1] != self.used[row]:
+                current[end] = self.rank(row, end, time_s)
         changed.clear()
 
-    def promise(self, row: int, time_s: float) -> tuple[float, float]:
-        """Return what a chunk promises at a time of the AccessHistory's clock, and until when."""
+    def rank(self, row: int, end: int, time_s: float) -> Rank:
+        """Return what a chunk at an end promises at a time of the AccessHistory's clock."""
         history = self.history
-        last_s = history.last_s[row]
+        last_s = history.last_s.item(row)
         age = bisect_left(_EDGES_S, time_s - last_s)
-        value = history.table.values.item(history.classes[row], age) * self._worth[row]
+        value = history.table.values.item(history.classes.item(row), age) * self._worth[row]
         until_s = last_s + _EDGES_S[age] if age < len(_EDGES_S) else math.inf
-        return value, until_s - 1e-12 * abs(until_s)
-
-
-class ClassCursor:
-    """What is left of a class: its queue from both ends on, and what was exposed since."""
-
-    __slots__ = ("_ends", "_taken", "_used", "_walks", "exposed")
-
-    def __init__(self, ranks: ClassRanking, kind: int, taken: set[int]) -> None:
-        queues = ranks.queues
-        self._used, self._taken = ranks.used, taken
-        self._walks = queues.walk(kind), queues.walk_back(kind, with_late=False)
-        self._ends = [next(walk, NO_ROW) for walk in self._walks]
-        self.exposed: list[tuple[int, int]] = []
-        """In the order of use."""
-
-    def end(self, is_last: int) -> int:
-        """Return the first row that is left, or the last; NO_ROW where there is none."""
-        row = self._ends[is_last]
-        while row in self._taken:
-            row = self._ends[is_last] = next(self._walks[is_last], NO_ROW)
-        if self.exposed:
-            when, other = self.exposed[-is_last]
-            if not row or (when > self._used[row]) == is_last:
-                return other
-        return row
-
-    def take(self, row: int, is_last: int) -> None:
-        """Take the row that ``end`` returned."""
-        if self.exposed and self.exposed[-is_last][1] == row:
-            del self.exposed[-is_last]
-        else:
-            self._taken.add(row)
+        return value, self.used[row], end, until_s - 1e-12 * abs(until_s)
 
 
 class VictimCursor:
@@ -187,9 +140,9 @@ class VictimCursor:
 
     def __init__(self, ranks: ClassRanking, time_s: float, *, is_lru: bool) -> None:
         self._ranks, self._time_s = ranks, time_s
-        self._cursors: dict[int, ClassCursor] = {}
+        self._cursors: dict[int, LeafCursor] = {}
+        """By end."""
         self._taken: set[int] = set()
-        """Rows of the queues that were taken."""
         self._due: set[int] = set()
         """Ends that may be another row."""
         self.is_lru = False
@@ -197,7 +150,9 @@ class VictimCursor:
             self.fall_back()
         else:
             ranks.bring_up(time_s)
-            self._current, self._heap = ranks.current.copy(), ranks.ranks.copy()
+            self._current = ranks.current.copy()
+            self._heap = list(self._current.values())
+            heapify(self._heap)
 
     def take(self) -> int:
         """Return what to evict next, which is not named again; NO_ROW where nothing is left."""
@@ -205,42 +160,58 @@ class VictimCursor:
             self._rank(end)
         while self._heap:
             rank = heappop(self._heap)
-            _, when, end = rank
+            _, when, end, _ = rank
             if self._current.get(end) is not rank:
                 continue
-            cursor = self._cursor(end >> 1)
-            row = cursor.end(end & 1)
+            row = self._first(end)
             if self._ranks.used[row] == when:  # else it was taken from the other end
-                cursor.take(row, end & 1)
-                self._due = {end, end ^ 1}
+                self._taken.add(row)
+                self._due = {end}
                 return row
         return NO_ROW
 
     def expose(self, row: int) -> None:
         """Let a parent be a candidate, whose children were all named."""
-        kind = self._ranks.history.classes[row]
-        insort(self._cursor(kind).exposed, (self._ranks.used[row], row))
-        self._due |= {2 * kind, 2 * kind + 1}
+        kind = self._ranks.history.classes.item(row)
+        for end in (2 * kind, 2 * kind + 1):
+            self._cursor(end).add(row)
+            self._due.add(end)
 
     def fall_back(self) -> None:
         """Name the rest by their last use only."""
         self.is_lru = True
         self._current, self._heap = {}, []
-        self._due = {2 * kind for kind in (*self._ranks.queues.kinds(), *self._cursors)}
+        opened = {end >> 1 for end in self._cursors}
+        self._due = {2 * kind for kind in opened.union(self._ranks.queues.kinds())}
 
-    def _cursor(self, kind: int) -> ClassCursor:
-        cursor = self._cursors.get(kind)
+    def _cursor(self, end: int) -> LeafCursor:
+        cursor = self._cursors.get(end)
         if cursor is None:
-            cursor = self._cursors[kind] = ClassCursor(self._ranks, kind, self._taken)
+            queues, used = self._ranks.queues, self._ranks.used
+            if end & 1:
+                walk = queues.walk_back(end >> 1, with_late=False)
+                cursor = LeafCursor(walk, lambda row: -used[row])
+            else:
+                cursor = LeafCursor(queues.walk(end >> 1), used.__getitem__)
+            self._cursors[end] = cursor
         return cursor
 
+    def _first(self, end: int) -> int:
+        """Return the row that is left at an end; NO_ROW where there is none."""
+        cursor = self._cursor(end)
+        while (row := cursor.first) in self._taken:
+            cursor.take()
+        return row
+
     def _rank(self, end: int) -> None:
-        row = NO_ROW if self.is_lru and end & 1 else self._cursor(end >> 1).end(end & 1)
+        row = NO_ROW if self.is_lru and end & 1 else self._first(end)
         when, before = self._ranks.used[row], self._current.get(end)
         if before is not None and before[1] == when:
             return
-        promise = 0.0 if self.is_lru or not row else self._ranks.promise(row, self._time_s)[0]
-        rank = self._current[end] = (promise, when, end)
+        rank: Rank = (0.0, when, end, math.inf)
+        if row and not self.is_lru:
+            rank = self._ranks.rank(row, end, self._time_s)
+        self._current[end] = rank
         if row:
             heappush(self._heap, rank)
 
@@ -289,7 +260,7 @@ class HitDensityEviction(LruEviction):
 
     @override
     def _kind(self, row: int) -> int:
-        return self._history.classes[row]
+        return self._history.classes.item(row)
 
     @override
     def _use(self, rows: Rows, now_s: float) -> None:
@@ -318,14 +289,32 @@ class HitDensityEviction(LruEviction):
         clock = self._clock
         started_s = clock() if clock else 0.0
         orphaned: dict[int, int] = {}
-        while row := choice.take():
+        row = choice.take()
+        while row:
             if clock and not choice.is_lru and clock() - started_s > CAP_S:
                 self.fallbacks += 1
                 choice.fall_back()
             if keep(row):
+                row = choice.take()
                 continue
             yield row
             if clock:
                 started_s = clock()
-            if parent := self._exposed_by(row, orphaned):
+            parent = self._exposed_by(row, orphaned)
+            if parent and self._is_next(row, parent):
+                row = parent
+                continue
+            if parent:
                 choice.expose(parent)
+            row = choice.take()
+
+    def _is_next(self, row: int, parent: int) -> bool:
+        """Whether *parent* promises what *row* does, and nothing was used in between."""
+        used, worth = self._used, self._worth
+        classes, last_s = self._history.classes.item, self._history.last_s.item
+        return (
+            -2 < used[parent] - used[row] < 2
+            and classes(parent) == classes(row)
+            and last_s(parent) == last_s(row)
+            and worth[parent] == worth[row]
+        )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,21 +30,13 @@ VERSION = 1
 MAX_STUMPS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Stump:
+class Stump(NamedTuple):
     """Adds ``low`` where a feature is at most ``limit``, else ``high``."""
 
     feature: int
     limit: float
     low: float
     high: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.feature < len(FEATURES):
-            raise InvalidRequestError("feature", self.feature, f"0 to {len(FEATURES) - 1}")
-        for name in ("limit", "low", "high"):
-            if not math.isfinite(getattr(self, name)):
-                raise InvalidRequestError(name, getattr(self, name), "a finite number")
 
 
 class StumpScorer:
@@ -59,10 +49,8 @@ class StumpScorer:
         if not 0 < len(stumps) <= MAX_STUMPS:
             raise InvalidRequestError("stumps", len(stumps), f"1 to {MAX_STUMPS}")
         self.stumps = tuple(stumps)
-        self._features = np.array([stump.feature for stump in stumps])
-        self._limits = np.array([stump.limit for stump in stumps])
-        self._low = np.array([stump.low for stump in stumps])
-        self._high = np.array([stump.high for stump in stumps])
+        features, self._limits, self._low, self._high = np.array(stumps, np.float64).T
+        self._features = features.astype(np.intp)
 
     def score(self, features: Features) -> NDArray[np.float64]:
         """Return the log-odds that each chunk is used again: (chunks,), of (chunks, 5)."""
@@ -70,19 +58,12 @@ class StumpScorer:
         total: NDArray[np.float64] = np.where(is_low, self._low, self._high).sum(axis=1)
         return total
 
-    def to_json(self) -> str:
-        """Return the weights as text, with their version and a checksum."""
-        rows = [[one.feature, one.limit, one.low, one.high] for one in self.stumps]
-        body = {"version": VERSION, "features": list(FEATURES), "stumps": rows}
-        text = json.dumps({"sha256": _checksum(body), **body})
-        return text.replace("], [", "],\n[").replace(', "', ',\n"')
-
     @classmethod
     def from_json(cls, text: str) -> StumpScorer:
-        """Return the scorer that ``to_json`` wrote. Raises InvalidRequestError."""
+        """Return the scorer of weights that the trainer wrote. Raises InvalidRequestError."""
         try:
             body = json.loads(text)
-            is_whole = body.pop("sha256") == _checksum(body)
+            is_whole = body.pop("sha256") == weights_checksum(body)
             kind = body["version"], tuple(body["features"])
             stumps = [Stump(int(feature), *map(float, rest)) for feature, *rest in body["stumps"]]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -92,7 +73,8 @@ class StumpScorer:
         return cls(stumps)
 
 
-def _checksum(body: dict[str, Any]) -> str:
+def weights_checksum(body: dict[str, Any]) -> str:
+    """Return the SHA-256 of what a file of weights has beside it."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

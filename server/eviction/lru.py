@@ -53,10 +53,10 @@ class LeafCursor:
 
     def take(self) -> int:
         """Take out the first row and return it; NO_ROW when there is none."""
-        row = self._next
-        if self._exposed and (not row or self._exposed[0][0] < self._next_rank):
-            return heapq.heappop(self._exposed)[1]
-        if row:
+        row = self.first
+        if row != self._next:
+            heapq.heappop(self._exposed)
+        elif row:
             self._next = after = next(self._leaves, NO_ROW)
             self._next_rank = self._rank(after)
         return row

@@ -16,7 +16,6 @@ from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.policy import Rows
-from kvstore.server.eviction.queues import ClassQueues
 
 LEAST_DENSITY, MOST_DENSITY = 1 / 64, 64.0
 """Bounds of a density: numbers of engines are not trusted beyond them."""
@@ -208,49 +207,6 @@ def efficiency_class(density: float) -> int:
     return round(math.log2(density) * _STEPS) + _MIDDLE
 
 
-class _Candidates:
-    """The leaves that may go, by class of efficiency, while victims are named."""
-
-    def __init__(self, queues: ClassQueues, used: array[int], keep: Callable[[int], bool]) -> None:
-        self._used = used
-        kinds = queues.kinds()
-        self._queues = {
-            kind: LeafCursor(filterfalse(keep, queues.walk(kind)), used.__getitem__)
-            for kind in kinds
-        }
-        newest = heapq.merge(*map(queues.walk_back, kinds), key=self._age)
-        self._newest = LeafCursor(filterfalse(keep, newest), self._age)
-        self._named: set[int] = set()
-        self.heads = {kind: queue.first for kind, queue in self._queues.items() if queue.first}
-        """The one used longest ago of each class that has any."""
-
-    def _age(self, row: int) -> int:
-        return -self._used[row]
-
-    def add(self, row: int, kind: int) -> None:
-        """Let a parent whose children were all named be a candidate."""
-        if kind not in self._queues:
-            self._queues[kind] = LeafCursor(iter(()), self._used.__getitem__)
-        self._queues[kind].add(row)
-        self._newest.add(row)
-        self.heads[kind] = self._queues[kind].first
-
-    def take(self, kind: int) -> int:
-        """Take out the head of a class and return it."""
-        row = self._queues[kind].take()
-        self._named.add(row)
-        self.heads[kind] = self._queues[kind].first
-        if not self.heads[kind]:
-            del self.heads[kind]
-        return row
-
-    def newest_used(self) -> int:
-        """Return when the candidate that was used last was; there must be one."""
-        while (row := self._newest.first) in self._named:
-            self._newest.take()
-        return self._used[row]
-
-
 class ScoredEviction(LruEviction):
     """Evict the leaf of the least score, for an alpha that is given: see MarconiEviction."""
 
@@ -281,14 +237,32 @@ class ScoredEviction(LruEviction):
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        left = _Candidates(self._queues, self._used, keep)
+        used, queues = self._used, self._queues
+
+        def age(row: int) -> int:
+            return -used[row]
+
+        def oldest_of(rows: Iterator[int]) -> LeafCursor:
+            return LeafCursor(filterfalse(keep, rows), used.__getitem__)
+
+        kinds = queues.kinds()
+        oldest = {kind: oldest_of(queues.walk(kind)) for kind in kinds}
+        newest = filterfalse(keep, heapq.merge(*map(queues.walk_back, kinds), key=age))
+        latest, named = LeafCursor(newest, age), set[int]()
         orphaned: dict[int, int] = {}
-        while left.heads:
-            row = left.take(self._least(left.heads, left.newest_used()))
+        while heads := {kind: queue.first for kind, queue in oldest.items() if queue.first}:
+            while latest.first in named:
+                latest.take()
+            row = oldest[self._least(heads, used[latest.first])].take()
+            named.add(row)
             yield row
             parent = self._exposed_by(row, orphaned)
             if parent and not keep(parent):
-                left.add(parent, self._kinds[parent])
+                kind = self._kinds[parent]
+                if kind not in oldest:
+                    oldest[kind] = oldest_of(iter(()))
+                oldest[kind].add(parent)
+                latest.add(parent)
 
     def _least(self, heads: dict[int, int], newest_used: int) -> int:
         """Return the class whose head, the oldest of equal efficiency, has the least score."""

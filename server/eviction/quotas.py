@@ -53,27 +53,26 @@ class PartitionTable:
     """
 
     def __init__(self, tenants: Sequence[str] = (), categories: Sequence[str] = ()) -> None:
-        if len(tenants) + len(categories) > MAX_PARTITIONS:
-            raise InvalidRequestError(
-                "quotas", len(tenants) + len(categories), f"at most {MAX_PARTITIONS}"
-            )
-        self.names = ("", *(f"tenant {t}" for t in tenants), *(f"category {c}" for c in categories))
-        self._tenants = {name: number for number, name in enumerate(tenants, 1)}
+        owners = [("tenant", name) for name in tenants]
+        owners += [("category", name) for name in categories]
+        if len(owners) > MAX_PARTITIONS:
+            raise InvalidRequestError("quotas", len(owners), f"at most {MAX_PARTITIONS}")
+        self.names = ("", *(f"{kind} {name}" for kind, name in owners))
         self.tenants = tuple(tenants)
-        first = len(tenants) + 1
-        self._categories = {name: number for number, name in enumerate(categories, first)}
+        self._numbers = {owner: number for number, owner in enumerate(owners, 1)}
 
     def number(self, tenant: str, category: str = "") -> int:
         """Return the partition of chunks of *tenant* and *category*; 0 is that of all others."""
-        return self._tenants.get(tenant, 0) or self._categories.get(category, 0)
+        number = self._numbers.get(("tenant", tenant), 0)
+        return number or self._numbers.get(("category", category), 0)
 
     def quotas(
         self, tenants: Mapping[str, Quota], categories: Mapping[str, Quota]
     ) -> tuple[Quota, ...]:
         """Return the quotas of one tier by partition number."""
-        by_number = {self._tenants[name]: quota for name, quota in tenants.items()}
-        by_number |= {self._categories[name]: quota for name, quota in categories.items()}
-        return tuple(by_number.get(number, NO_QUOTA) for number in range(len(self.names)))
+        given = {"tenant": tenants, "category": categories}
+        numbered = (given[kind].get(name, NO_QUOTA) for kind, name in self._numbers)
+        return (NO_QUOTA, *numbered)
 
 
 class PartitionedEviction(EvictionPolicy):
@@ -298,15 +297,18 @@ class MissRatioCurve:
         """A lookup asked for a chain: (chunks,) of ``identities``, each of about *chunk_bytes*."""
         chunks = self._capacity_bytes / max(1, chunk_bytes)
         while SCALES[-1] * chunks * self.rate > self._limit_nodes:
-            self._halve()
+            # Half of the sample, the part with the larger identities, is left out; what was counted
+            # at a higher rate counts for as much as it would have at this one.
+            self._halvings += 1
+            limit = _ALL >> self._halvings
+            self._used = {one: tick for one, tick in self._used.items() if one < limit}
+            self._weigh(0.5)
         self._expected += len(ids) * self.rate
         if self._halvings:
             ids = ids[ids < np.uint64(_ALL >> self._halvings)]
         if not len(ids):
             return
-        sampled = list(dict.fromkeys(ids.tolist()))
-        for start in range(0, len(sampled), self._limit_nodes):
-            self._use(sampled[start : start + self._limit_nodes], chunks * self.rate)
+        self._use(list(dict.fromkeys(ids.tolist())), chunks * self.rate)
         if self._sampled > 2 * WINDOW_CHUNKS:
             self._weigh(0.5)
 
@@ -327,14 +329,6 @@ class MissRatioCurve:
             used[one] = self._tick
         for one in list(islice(used, max(0, len(used) - self._limit_nodes))):
             del used[one]
-
-    def _halve(self) -> None:
-        """Leave out half of the sample, the part with the larger identities."""
-        self._halvings += 1
-        limit = _ALL >> self._halvings
-        self._used = {one: tick for one, tick in self._used.items() if one < limit}
-        # What was counted at a higher rate counts for as much as it would have at this one.
-        self._weigh(0.5)
 
     def _weigh(self, share: float) -> None:
         self._expected *= share

@@ -31,12 +31,9 @@ def make_policy(
     if place is None:
         raise InvalidRequestError("policy", name, policy_instead_of(name))
     module, _, noun = place.partition(":")
-    kind = getattr(import_module(f"kvstore.server.eviction.{module}"), noun)
-    policy: EvictionPolicy
+    kind: Callable[..., EvictionPolicy] = getattr(
+        import_module(f"kvstore.server.eviction.{module}"), noun
+    )
     if name == "lru":
-        policy = kind()
-    elif name in ("hit_density", "learned"):
-        policy = kind(history, clock=clock)
-    else:
-        policy = kind(history)
-    return policy
+        return kind()
+    return kind(history, clock=clock) if name in ("hit_density", "learned") else kind(history)

@@ -12,9 +12,8 @@ from array import array
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.proto.key_table import spare_rows
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.policy import Rows
+from kvstore.server.eviction.policy import Columns, Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
 
 LENGTHS = 4
@@ -29,34 +28,20 @@ _PRIOR_HITS, _PRIOR_CHUNKS = 1.0, 2.0
 """What is assumed of a kind before anything is known: half of it comes again."""
 
 
-class ReuseTable:
-    """Counts of requests for chunks and of the next ones, by kind and by age at the next.
+def reuse_chance(
+    requests: float, hits: NDArray[np.float64], age_s: float, until_s: float = math.inf
+) -> float:
+    """Return the chance that a chunk, not asked for since *age_s*, is before *until_s*.
 
-    The chance of another at age a or later, and before age h, is hits with ages in [a, h) /
-    (requests - hits before a). Requests that none followed yet count as not followed: an estimate
-    from below, which spares writes. Kinds are below *kinds*, ages in the bins of a DensityTable.
+    It is hits with ages between / (*requests* - hits before), of all of its kind; *hits* are by
+    bin of a DensityTable. Requests that none followed yet count as not followed: an estimate from
+    below, which spares writes.
     """
-
-    def __init__(self, kinds: int) -> None:
-        self._askings = np.zeros(kinds)
-        self._hits = np.zeros((kinds, AGE_BINS))
-
-    def requested(self, kinds: NDArray[np.uint8]) -> None:
-        """Chunks of these kinds were asked for, or stored, and wait."""
-        self._askings += np.bincount(kinds, minlength=len(self._askings))
-
-    def again(self, kinds: NDArray[np.uint8], ages_s: NDArray[np.float64]) -> None:
-        """Chunks that waited were asked for again at these ages."""
-        np.add.at(self._hits, (kinds, bins_of(ages_s)), 1.0)
-
-    def chance(self, kind: int, age_s: float, until_s: float = math.inf) -> float:
-        """Return the chance that a chunk, not asked for since *age_s*, is before *until_s*."""
-        at, end = bins_of(np.array([age_s, until_s])).tolist()
-        end = AGE_BINS if until_s == math.inf else max(at + 1, end)
-        row = self._hits[kind]
-        hits = float(row[at:end].sum())
-        left = float(self._askings[kind] - row[:at].sum())
-        return min(1.0, (hits + _PRIOR_HITS) / (max(left, hits) + _PRIOR_CHUNKS))
+    at, end = bins_of(np.array([age_s, until_s])).tolist()
+    end = AGE_BINS if until_s == math.inf else max(at + 1, end)
+    found = float(hits[at:end].sum())
+    left = requests - float(hits[:at].sum())
+    return min(1.0, (found + _PRIOR_HITS) / (max(left, found) + _PRIOR_CHUNKS))
 
 
 class ReuseForecast:
@@ -70,45 +55,43 @@ class ReuseForecast:
     def __init__(self, history: AccessHistory, chunk_tokens: int = 256) -> None:
         self.history = history
         self._chunk_tokens = chunk_tokens
-        self._table = ReuseTable(KINDS)
-        self._kinds = array("B", [0])
+        self._requests, self._hits = np.zeros(KINDS), np.zeros((KINDS, AGE_BINS))
+        """By kind, and by age at the next."""
+        self._columns = Columns()
+        self._kinds: array[int] = self._columns.add("B")
         self._stay_s = 0.0
-
-    def _reach(self, row: int) -> None:
-        count = row + 1 - len(self._kinds)
-        if count > 0:
-            self._kinds.frombytes(bytes(count + spare_rows(row)))
 
     def requested(self, rows: Rows, chunks: int, now_s: float) -> None:
         """A prompt of *chunks* chunks is looked up, whose first *rows* are known."""
         history = self.history
         rows = rows[rows < len(history.hits)]
-        hits = np.frombuffer(history.hits, np.uint8)[rows]
+        hits = history.hits[rows]
         rows, hits = rows[hits > 0], hits[hits > 0]
         if not len(rows):
             return
-        self._reach(int(rows.max()))
+        self._columns.reach(int(rows.max()))
         kinds = np.frombuffer(self._kinds, np.uint8)
-        ages_s = history.time_s(now_s) - np.frombuffer(history.last_s)[rows]
-        self._table.again(kinds[rows], ages_s)
+        ages_s = history.time_s(now_s) - history.last_s[rows]
+        np.add.at(self._hits, (kinds[rows], bins_of(ages_s)), 1.0)
         is_end = kinds[rows] // FREQUENCIES % 2
         context = (len(rows) >= FAMILIAR_CHUNKS) * LENGTHS + self._length(chunks)
         fresh = (context * 2 + is_end) * FREQUENCIES + np.minimum(hits, FREQUENCIES - 1)
         kinds[rows] = fresh
-        self._table.requested(kinds[rows])
+        self._requests += np.bincount(kinds[rows], minlength=KINDS)
 
     def _length(self, chunks: int) -> int:
         return min(LENGTHS - 1, chunks * self._chunk_tokens // LENGTH_TOKENS)
 
     def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
         """A chunk was stored that no tier had: if it is new it continues its parent's prompt."""
-        self._reach(max(row, parent))
-        if self.history.hits[row] != 1 or self.history.last_s[row] < self.history.time_s(now_s):
+        self._columns.reach(max(row, parent))
+        history = self.history
+        if history.hits[row] != 1 or history.last_s[row] < history.time_s(now_s):
             return
         above = self._kinds[parent] // (FREQUENCIES * 2) if parent else 0
-        context = above // LENGTHS * LENGTHS + self._length(self.history.chunks[row])
+        context = above // LENGTHS * LENGTHS + self._length(history.chunks.item(row))
         self._kinds[row] = (context * 2 + (not facts.tokens_full)) * FREQUENCIES
-        self._table.requested(np.frombuffer(self._kinds, np.uint8)[row : row + 1])
+        self._requests[self._kinds[row]] += 1
 
     def chance(self, row: int, now_s: float) -> float:
         """Return the chance that a chunk is asked for before the slow tier would give it up."""
@@ -116,7 +99,8 @@ class ReuseForecast:
             return 1.0
         age_s = self._age_s(row, now_s)
         until_s = age_s + self._stay_s if self._stay_s else math.inf
-        return self._table.chance(self._kinds[row], age_s, until_s)
+        kind = self._kinds[row]
+        return reuse_chance(float(self._requests[kind]), self._hits[kind], age_s, until_s)
 
     def evicted(self, row: int, now_s: float) -> None:
         """The slow tier evicted a chunk, which shows how long it keeps what is not asked for."""
@@ -126,4 +110,4 @@ class ReuseForecast:
         self._stay_s += STAY_WEIGHT * (age_s - self._stay_s) if self._stay_s else age_s
 
     def _age_s(self, row: int, now_s: float) -> float:
-        return max(0.0, self.history.time_s(now_s) - self.history.last_s[row])
+        return max(0.0, self.history.time_s(now_s) - self.history.last_s.item(row))

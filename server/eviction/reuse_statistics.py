@@ -156,14 +156,6 @@ def gittins(hazards: Floats, widths_s: Floats) -> Floats:
     to h, where S is the chance to be waiting still at x: the index of Gittins (1979), for an
     eviction that may take place after any bin. Shape of the result: (classes, bins).
     """
-    best = np.empty(hazards.shape)
-    for _ in gittins_in_steps(hazards, widths_s, best, 1):
-        pass
-    return best
-
-
-def gittins_in_steps(hazards: Floats, widths_s: Floats, best: Floats, steps: int) -> Iterator[None]:
-    """Write ``gittins`` to *best*, all classes at once, in so many ``next`` of like length."""
     by_age = np.ascontiguousarray(hazards.T)
     bins = len(by_age)
     stays = 1.0 - by_age
@@ -172,8 +164,6 @@ def gittins_in_steps(hazards: Floats, widths_s: Floats, best: Floats, steps: int
     sums = np.zeros((2, *by_age.shape))
     ratios = np.empty_like(by_age)
     found = np.empty_like(by_age)
-    # What is done for an age grows with those behind it.
-    ends = {bins - round(bins * (step / steps) ** 0.5) for step in range(1, steps)}
     for age in range(bins - 1, -1, -1):
         # Behind *age*, what lies ahead counts for those that are still waiting then.
         ahead, ratio = sums[:, age:], ratios[age:]
@@ -181,10 +171,7 @@ def gittins_in_steps(hazards: Floats, widths_s: Floats, best: Floats, steps: int
         ahead += gains[age][:, None]
         np.divide(ahead[0], ahead[1], out=ratio)
         np.maximum.reduce(ratio, axis=0, out=found[age])
-        if age in ends:
-            yield
-    best[:] = found.T
-    yield
+    return found.T
 
 
 Noted = tuple[Classes, Floats, float]
@@ -309,13 +296,12 @@ class DensityTable:
         last = self._turn = min(first + _CLASSES_AT_ONCE, classes)
         hazards = self._hazards(now_s, classes, first, last)
         values = np.empty_like(hazards)
-        steps = -(-len(hazards) // _STEP_CLASSES)
         yield
-        working = gittins_in_steps(hazards, WIDTHS_S, values, steps)
-        for _ in range(steps - 1):
-            next(working)
-            yield
-        next(working)
+        for start in range(0, len(hazards), _STEP_CLASSES):
+            if start:
+                yield
+            part = slice(start, start + _STEP_CLASSES)
+            values[part] = gittins(hazards[part], WIDTHS_S)
         self.values[first:last] = values
         self.version += 1
 

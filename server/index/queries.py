@@ -87,7 +87,7 @@ class CatalogQueries:
             now_s, known, holds = self._state.clock(), self._state.metadata, self._state.holds
             history, expiry_s, idle_s = known.history, known.hints.expiries[row], -1.0
             if history.knows(row):
-                idle_s = max(0.0, history.time_s(now_s) - history.last_s[row])
+                idle_s = max(0.0, history.time_s(now_s) - history.last_s.item(row))
             pinned = holds.pins.pinned
             return ChunkDetails(
                 key,
@@ -156,7 +156,7 @@ class CatalogQueries:
                 index.any_size_bytes(row),
                 index.tokens(row),
                 index.context_tokens(row),
-                known.history.hits[row] if row < len(known.history.hits) else 1,
+                int(known.history.hits[row]) if row < len(known.history.hits) else 1,
                 chance,
                 index.continued(row) > 0,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -71,7 +71,7 @@ _GROUPS = {
 def user_folder(variable: str, otherwise: str) -> Path:
     """Return the folder that an XDG *variable* names, if it is an absolute path."""
     value = os.environ.get(variable, "")
-    return Path(value if os.path.isabs(value) else otherwise)
+    return Path(value if os.path.isabs(value) else os.path.expanduser(otherwise))
 
 
 def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, str]]:
@@ -80,14 +80,15 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
     Raises InvalidRequestError for flags that do not exist, for a file that is no YAML, and for
     values, with a line for each that is wrong.
     """
-    flags, environment = _flags(model.model_fields, argv), _environment()
-    path = flags.pop("config", environment.pop("config", ("", "")))[1]
-    file = read_settings(Path(str(path))) if path else {}
+    flags, environment = _flags(model.model_fields, argv), _by_full_name(_environment())
+    path = str(flags.pop("config", environment.pop("config", ("", "")))[1])
+    content = read_settings(Path(path)) if path else {}
+    file = _by_full_name((name, name, value) for name, value in content.items())
     given: dict[str, Given] = {}
     values: dict[str, Any] = {}
-    for source in ({name: (str(path), one) for name, one in file.items()}, environment, flags):
-        for name, (origin, value) in _by_full_name(source).items():
-            given[name] = origin, value
+    for source in ({n: (path, value) for n, (_, value) in file.items()}, environment, flags):
+        given |= source
+        for name, (_, value) in source.items():
             values[name] = [*values.get(name, []), value] if name in _JOINED else value
     try:
         return model.model_validate(values), {name: origin for name, (origin, _) in given.items()}
@@ -95,27 +96,27 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
         raise _refusal(error, given, model.model_fields) from None
 
 
-def _environment() -> dict[str, Given]:
-    """Return by setting the variable that gives it, in capitals or not, and what it gives."""
-    found: dict[str, Given] = {}
+def _environment() -> Iterator[tuple[str, str, object]]:
+    """Yield settings that variables give, in capitals or not: name, variable, value."""
     for variable, value in os.environ.items():
         in_capitals = variable.upper()
         if in_capitals.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(in_capitals):
-            name = in_capitals.removeprefix(_PREFIX).lower()
-            if name in found:
-                fix = f"is {found[name][0]} too; give one of the two"
-                raise InvalidRequestError(variable, "***", fix)
-            found[name] = variable, value
+            yield in_capitals.removeprefix(_PREFIX).lower(), variable, value
+
+
+def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
+    """Return settings, given as name, spelling and value, by their full names.
+
+    Raises InvalidRequestError for one given twice.
+    """
+    found: dict[str, Given] = {}
+    for name, spelling, value in given:
+        full = SHORT_NAMES.get(name, name)
+        if full in found:
+            fix = f"is {found[full][0]} too; give one of the two"
+            raise InvalidRequestError(spelling, "***", fix)
+        found[full] = spelling, value
     return found
-
-
-def _by_full_name(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Return settings by their full names. Raises InvalidRequestError for one given by both."""
-    for short, name in SHORT_NAMES.items():
-        if short in given and name in given:
-            shown = "***" if name == "redis_url" else given[short][1]
-            raise InvalidRequestError(short, shown, f"is {name} too; give one of the two")
-    return {SHORT_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Given]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -93,8 +92,8 @@ def _by_tier(
     return BeforeValidator(read)
 
 
-class Rule(Checked):
-    """Values that are also given as text of the ``_form``, a pattern that names them."""
+class Parts(Checked):
+    """Values that are also given as one text: of ``_form``, a pattern that names them."""
 
     _form: ClassVar[str]
     _fix: ClassVar[str]
@@ -107,7 +106,17 @@ class Rule(Checked):
         match = re.fullmatch(cls._form, value.strip(), re.DOTALL)
         if match is None:
             raise ValueError(f"give {cls._fix}")
-        return {name: part for name, part in match.groupdict().items() if part}
+        found = match.groupdict() | {"text": match[0]}
+        return {name: part for name, part in found.items() if part and name in cls.model_fields}
+
+
+class Rule(Parts):
+    """One of several that are given as text, which is kept."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def _rules(each: str, most: int, comma: str = ",") -> WrapValidator:
@@ -222,9 +231,6 @@ class TenantCodec(Rule):
     ]
     codec: Annotated[str, AfterValidator(_tenant_codec)]
 
-    def __str__(self) -> str:
-        return f"{self.tenant}/{self.tier}={self.codec}"
-
 
 TierCodecs = Annotated[
     dict[str, str],
@@ -253,7 +259,7 @@ class TenantQuota(Rule):
     _fix = "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE"
     tenant: Tenant
     tier: Annotated[
-        str, AfterValidator(_one_of((*TIER_NAMES, ""), "name one of {}or no tier for each of them"))
+        str, AfterValidator(_one_of(TIER_NAMES, "name one of {}, or no tier for each of them"))
     ] = ""
     quota: Size
     guaranteed: Size = 0
@@ -263,11 +269,6 @@ class TenantQuota(Rule):
         if not 0 <= self.guaranteed <= self.quota or not self.quota:
             raise ValueError("give a quota, and guarantee no more than that")
         return self
-
-    def __str__(self) -> str:
-        tier = f"/{self.tier}" if self.tier else ""
-        sure = f":{format_size(self.guaranteed)}" if self.guaranteed else ""
-        return f"{self.tenant}{tier}={format_size(self.quota)}{sure}"
 
 
 def parse_ttl(value: object) -> int:
@@ -294,10 +295,6 @@ class CategoryTerm(Rule):
     ttl_s: Annotated[int, BeforeValidator(parse_ttl)] = 0
     quota: Size = 0
 
-    def __str__(self) -> str:
-        quota = f":{format_size(self.quota)}" if self.quota else ""
-        return f"{self.category}={self.ttl_s}s{quota}"
-
 
 Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
 
@@ -317,9 +314,6 @@ class TenantLimit(Rule):
         if self.tenant == EVERY_OTHER and self.chunks:
             raise ValueError("chunks are counted for tenants that are named; give *=0:RATE:LEASES")
         return self
-
-    def __str__(self) -> str:
-        return f"{self.tenant}={self.chunks}:{self.requests_per_s}:{self.leases}"
 
 
 def _few_tenants(rules: tuple[TenantQuota, ...]) -> tuple[TenantQuota, ...]:
@@ -378,10 +372,6 @@ class Pool(Rule):
             return frozenset({"read"})
         return frozenset()
 
-    def __str__(self) -> str:
-        writers = f":{'+'.join(self.writers)}" if self.writers else ""
-        return f"{self.name}={'+'.join(self.readers)}{writers}"
-
 
 SharedPools = Annotated[tuple[Pool, ...], _rules("name once", MAX_POOLS), "POOL=READERS:WRITERS"]
 
@@ -389,17 +379,15 @@ SharedPools = Annotated[tuple[Pool, ...], _rules("name once", MAX_POOLS), "POOL=
 # --- disks and GPUs
 
 
-def _disk_path() -> Path:
-    return user_folder("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) / "kvstore" / "disk"
-
-
-class DiskFolder(Rule):
+class DiskFolder(Parts):
     """One folder of the disk tier and the bytes it may take."""
 
     _form = "(?P<capacity_bytes>[^:]+)(:(?P<path>.+))?"
     _fix = "SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore"
     capacity_bytes: TierSize = 4 * GIB
-    path: OwnPath = Field(default_factory=_disk_path)
+    path: OwnPath = Field(
+        default_factory=lambda: user_folder("XDG_CACHE_HOME", "~/.cache") / "kvstore/disk"
+    )
 
     def __str__(self) -> str:
         return f"{format_size(self.capacity_bytes)}:{self.path}"
@@ -435,7 +423,7 @@ DiskFolders = Annotated[
 """The first one also holds the index; extents are spread over all of them."""
 
 
-class GpuConfig(Rule):
+class GpuConfig(Parts):
     """How much memory the gpu tier takes, and on which device.
 
     ``device`` counts as CUDA does, among the devices that CUDA_VISIBLE_DEVICES leaves.

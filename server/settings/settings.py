@@ -158,11 +158,6 @@ def _folder(path: Path) -> Path:
     return absolute(path)
 
 
-def _keys_path() -> Path:
-    home = os.path.expanduser("~/.local/state")
-    return user_folder("XDG_STATE_HOME", home) / "kvstore" / "events"
-
-
 ReadableFile = Annotated[Path, AfterValidator(_readable)]
 OwnFile = Annotated[ReadableFile | None, "PATH"]
 PasswordFile = Annotated[Annotated[ReadableFile, AfterValidator(_password_file)] | None, "PATH"]
@@ -312,7 +307,9 @@ class Settings(Checked):
     """address that missed ones are asked for at, ipc:PATH, or off"""
     events_readers: OwnFile = None
     """file of the CURVE public keys that may read published events of all tenants"""
-    events_keys: OwnPath = Field(default_factory=_keys_path)
+    events_keys: OwnPath = Field(
+        default_factory=lambda: user_folder("XDG_STATE_HOME", "~/.local/state") / "kvstore/events"
+    )
     """folder of the key of published events, made at the first start with --events-readers"""
 
     # --- other servers

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.proto.buffers import Bytes, copy_bytes
 from kvstore.proto.errors import KVStoreError, TierFullError
-from kvstore.proto.frame import FrameHeader, FrameTemplate, FrameWriter
+from kvstore.proto.frame import FrameHeader, FrameWriter
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, KVLayout, LayerKind, PutOutcome
 from kvstore.server.index.hints import PutInfo
@@ -191,14 +191,16 @@ class Reservations:
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
         moves, catalog, slot, key = self._moves, self._catalog, ticket.slot, ticket.info.key
-        self._uncount(ticket)
+        if ticket.partition is not None:
+            self._uncount(ticket)
         try:
             sealed = slot.tier.seal(ticket.reservation)
             if sealed:
                 hints, tenant = ticket.hints, ticket.session.tenant
                 put_info = PutInfo(tenant, hints, header.content, header.position)
                 catalog.note_sealed(slot.name, header.info(), put_info)
-                self._hint(key, hints)
+                if hints is not NO_HINTS:
+                    self._hint(key, hints)
         finally:
             catalog.in_flight.end(key)
         if not sealed:
@@ -250,7 +252,7 @@ class Reservations:
         return replace(result, reason=WITHOUT_STATE) if is_stored else result
 
     def _hint(self, key: ChunkKey, hints: Hints) -> None:
-        if hints is not NO_HINTS and hints != NO_HINTS:
+        if hints != NO_HINTS:
             self.counters.add("ignored_pins", self._catalog.hint([key], hints))
 
 
@@ -269,7 +271,7 @@ def trimmed(header: FrameHeader, frame: Bytes, layout: KVLayout) -> tuple[FrameH
     Segments are copied as they are, with their checksums: nothing is decoded.
     """
     out = np.empty(header.frame_bytes, np.uint8)
-    writer = FrameWriter(replace(FrameTemplate.of(header), layout=layout), out)
+    writer = FrameWriter(replace(header, layout=layout), out)
     kept = [one.kind is not LayerKind.state for one in header.layout.components]
     for index, row in enumerate(header.segments):
         if kept[row["component"]]:

@@ -40,30 +40,6 @@ class Times:
     counts: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
     total_s: float = 0.0
 
-    @property
-    def calls(self) -> int:
-        """How many there were."""
-        return sum(self.counts)
-
-    def since(self, before: Times) -> Times:
-        """Return those that came after *before*."""
-        counts = (now - then for now, then in zip(self.counts, before.counts, strict=True))
-        return Times(tuple(counts), self.total_s - before.total_s)
-
-    def quantile_s(self, share: float) -> float | None:
-        """Return about the time that *share* of the calls took at most; None without calls.
-
-        Times of one count are taken to be spread evenly, longer ones to be the last bound.
-        """
-        left, below = share * self.calls, 0.0
-        if not self.calls:
-            return None
-        for count, bound in zip(self.counts, BOUNDS_S, strict=False):
-            if count and left <= count:
-                return below + (bound - below) * left / count
-            left, below = left - count, bound
-        return BOUNDS_S[-1]
-
 
 COUNTERS: Mapping[str, str] = {
     "lookups": "lookups answered",

@@ -1,4 +1,4 @@
-// Draws what the server sends, and draws again the parts that changed. Whatever comes is put into
+// Draws what the server counts, and draws again the parts that changed. Whatever comes is put into
 // the page as text: names that callers chose cannot become markup.
 "use strict";
 
@@ -123,6 +123,68 @@ function trendChart(ratios, seconds) {
   return chart(`Hit ratio over the last ${ago}`, parts);
 }
 
+// --- what the counts say: rates since a look about a minute ago; null where nothing is known
+
+const SHOWN_FLOWS = 12;
+const FAULTS = { // counters that say that something is wrong, or full
+  corrupt_chunks: "copies that failed verification, and were dropped",
+  put_invalid_chunks: "frames of puts that failed a check",
+  lost_chunks: "copies that a tier no longer had",
+  failed_copies: "copies to a lower tier that failed",
+  get_late_chunks: "chunks not loaded by their deadline",
+  put_refused_chunks: "chunks of puts that were refused",
+  unanswered_lookups: "lookups that Redis did not answer in time",
+  shed_calls: "calls refused, as too many waited",
+  expired_leases: "leases that ended by their time",
+  peer_failures: "requests that another server did not answer",
+  unreadable_chunks: "copies of a removed codec, or that only others can read",
+};
+
+// The seconds that a share of the calls took at most, of counts up to each bound and one beyond:
+// within a count times are taken to be spread evenly.
+function quantile(counts, bounds, share) {
+  let left = share * counts.reduce((one, other) => one + other, 0), below = 0;
+  if (!left) return null;
+  for (const [at, bound] of bounds.entries()) {
+    if (counts[at] && left <= counts[at]) return below + (bound - below) * left / counts[at];
+    left -= counts[at];
+    below = bound;
+  }
+  return below;
+}
+
+function view({ now, recent, ratios, ratios_s, bounds_s, tiers, found, tenants, prefixes, nodes, ...server }) {
+  const span = Math.max(1e-3, now.at_s - recent.at_s), counts = now.counts;
+  const lately = (name) => counts[name] - recent.counts[name];
+  const rate = (name) => lately(name) / span;
+  const faults = Object.entries(FAULTS).map(([name, what]) => [what, lately(name), counts[name]]);
+  const before = new Map(recent.flows.map(([source, target, , bytes]) => [`${source} ${target}`, bytes]));
+  const ways = now.flows.map(([source, target, chunks, bytes]) =>
+    [source, target, (bytes - (before.get(`${source} ${target}`) || 0)) / span, chunks]);
+  ways.push(["engines", "cpu", rate("put_bytes"), counts.put_stored_chunks],
+    ["tiers", "engines", rate("get_bytes"), counts.get_chunks]);
+  ways.sort((one, other) => other[2] - one[2] || other[3] - one[3]);
+  const latency = Object.entries(now.calls).map(([name, all]) => {
+    const some = all.map((count, at) => count - recent.calls[name][at]);
+    const [calls, total] = [some, all].map((one) => one.reduce((a, b) => a + b));
+    return [name, calls / span, ...[0.5, 0.9, 0.99].map((share) => quantile(some, bounds_s, share)), total];
+  });
+  return {
+    now: { ...server, recent_s: span, hit_ratio: ratio(lately("lookup_ready_chunks"), lately("lookup_chunks")),
+      lookups_per_s: rate("lookups"), get_bytes_per_s: rate("get_bytes"), put_bytes_per_s: rate("put_bytes"),
+      faults: faults.reduce((sum, [, some]) => sum + some, 0) },
+    tiers,
+    hits: { ratios, ratios_s, tenants, asked: counts.lookup_chunks,
+      tiers: tiers.map(({ name }) => [name, found[name] || 0]),
+      missed: counts.lookup_chunks - counts.lookup_ready_chunks },
+    flows: { ways: ways.slice(0, SHOWN_FLOWS), evicted: counts.evicted_chunks, dropped: counts.dropped_victims },
+    latency,
+    "what-if": tiers.filter(({ curve }) => curve.length).map(({ name, curve }) => [name, curve]),
+    faults: { down: tiers.filter(({ reason }) => reason).map(({ name, reason }) => [name, reason]), counts: faults },
+    prefixes, nodes,
+  };
+}
+
 // --- sections: a title, and what it shows of the data of that name
 
 const SECTIONS = {
@@ -196,7 +258,8 @@ const SECTIONS = {
 const live = document.getElementById("live");
 const shown = new Map();
 
-function show(data) {
+function show(raw) {
+  const data = view(raw);
   for (const [name, [title, draw]] of Object.entries(SECTIONS)) {
     const text = JSON.stringify(data[name]);
     const old = document.getElementById(name);

@@ -1,6 +1,6 @@
 """The dashboard: what a server has done and has, as JSON, looked at once a second for all readers.
 
-The page is ``dashboard.html``; ``dashboard.js`` draws what ``data`` and ``events`` bring.
+The page is ``dashboard.html``; ``dashboard.js`` makes rates of what ``data`` and ``events`` bring.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 import threading
 from collections import deque
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstore.proto.types import DIGEST_BYTES, Namespace
 from kvstore.server.api.service import Backend
-from kvstore.server.telemetry.metrics import Times
+from kvstore.server.telemetry.metrics import BOUNDS_S
 
 EVERY_S = 1.0
 """Between two looks while somebody reads; nobody reads: nothing is done."""
@@ -28,7 +28,6 @@ RECENT_S = 60.0
 TOP_PREFIXES = 10
 TOP_EVERY_S = 10.0
 """The whole index is gone through for them."""
-SHOWN_FLOWS = 12
 SHOWN_TENANTS = 16
 _SHOWN_OF_STATS = ("used_bytes", "capacity_bytes", "chunks")
 
@@ -44,42 +43,8 @@ MEDIA: Mapping[str, tuple[str, bytes]] = {
     )
 }
 
-FAULTS: Mapping[str, str] = {
-    "corrupt_chunks": "copies that failed verification, and were dropped",
-    "put_invalid_chunks": "frames of puts that failed a check",
-    "lost_chunks": "copies that a tier no longer had",
-    "failed_copies": "copies to a lower tier that failed",
-    "get_late_chunks": "chunks not loaded by their deadline",
-    "put_refused_chunks": "chunks of puts that were refused",
-    "unanswered_lookups": "lookups that Redis did not answer in time",
-    "shed_calls": "calls refused, as too many waited",
-    "expired_leases": "leases that ended by their time",
-    "peer_failures": "requests that another server did not answer",
-    "unreadable_chunks": "copies of a removed codec, or that only others can read",
-}
-"""Counters that say that something is wrong, or full."""
-
-
-class Look(NamedTuple):
-    """Every count at one instant of the clock, in seconds."""
-
-    at_s: float
-    counters: Mapping[str, int]
-    flows: Mapping[tuple[str, str], tuple[int, int]]
-    times: Mapping[str, Times]
-
-    def since(self, before: Look, name: str) -> int:
-        """Return how much *name* was counted after *before*."""
-        return self.counters[name] - before.counters[name]
-
-    def hit_ratio(self, before: Look) -> float | None:
-        """Return what share of the chunks looked up after *before* was found; None of none."""
-        wanted = self.since(before, "lookup_chunks")
-        return self.since(before, "lookup_ready_chunks") / wanted if wanted > 0 else None
-
-    def span_s(self, before: Look) -> float:
-        """Return the time since *before*, never 0."""
-        return max(1e-3, self.at_s - before.at_s)
+Look = dict[str, Any]
+"""Every count at one instant of the clock, in seconds."""
 
 
 class Dashboard:
@@ -103,11 +68,16 @@ class Dashboard:
 
     def _look(self) -> Look:
         counters = self._counters
-        return Look(self._clock(), counters.snapshot(), counters.moves(), counters.times())
+        return {
+            "at_s": self._clock(),
+            "counts": counters.snapshot(),
+            "flows": [[*way, *moved] for way, moved in counters.moves().items()],
+            "calls": {name: times.counts for name, times in counters.times().items()},
+        }
 
     def tick(self) -> None:
         """Keep a look if the last one is old. Called a few times a second; takes microseconds."""
-        if self._clock() - self._looks[-1].at_s >= LOOK_EVERY_S:
+        if self._clock() - self._looks[-1]["at_s"] >= LOOK_EVERY_S:
             look = self._look()
             with self._lock:
                 self._looks.append(look)
@@ -122,57 +92,31 @@ class Dashboard:
             return self._text
 
     def data(self) -> dict[str, Any]:
-        """Return what there is to show now, by sections of the page. For one thread at a time.
-
-        Rates are per second, since a look about a minute ago; ratios are None where unknown.
-        """
+        """Return what there is now, and a look about a minute ago. For one thread at a time."""
+        backend, store = self._backend, self._backend.store
         now, finds = self._look(), self._counters.finds()
         with self._lock:
             looks = [*self._looks, now]
-        recent = next(
-            (look for look in reversed(looks) if now.at_s - look.at_s >= RECENT_S), looks[0]
-        )
-        tiers = self._tiers()
+        ages_s = [now["at_s"] - look["at_s"] for look in looks]
+        recent = max(at for at, age_s in enumerate(ages_s) if age_s >= RECENT_S or not at)
         tenants = sorted(finds.asked, key=lambda name: -finds.asked[name])[:SHOWN_TENANTS]
-        return {
-            "now": self._now(now, recent),
-            "tiers": tiers,
-            "hits": {
-                "ratios": [then.hit_ratio(before) for before, then in pairwise(looks)],
-                "ratios_s": now.at_s - looks[0].at_s,
-                "asked": now.counters["lookup_chunks"],
-                "tiers": [[one["name"], finds.tiers.get(one["name"], 0)] for one in tiers],
-                "missed": now.counters["lookup_chunks"] - now.counters["lookup_ready_chunks"],
-                "tenants": [[one, finds.ready.get(one, 0), finds.asked[one]] for one in tenants],
-            },
-            "flows": _flows(now, recent),
-            "latency": _latency(now, recent),
-            "what-if": [[one["name"], one["curve"]] for one in tiers if one["curve"]],
-            "faults": {
-                "down": [[one["name"], one["reason"]] for one in tiers if one["reason"]],
-                "counts": [
-                    [what, now.since(recent, name), now.counters[name]]
-                    for name, what in FAULTS.items()
-                ],
-            },
-            "prefixes": self._top_prefixes(now.at_s),
-            "nodes": self._nodes(),
-        }
-
-    def _now(self, now: Look, recent: Look) -> dict[str, Any]:
-        backend, span_s = self._backend, now.span_s(recent)
-        rates = ("lookups", "get_bytes", "put_bytes")
         return {
             "state": "draining" if backend.sessions.is_draining else "serving",
             "version": backend.identity.version,
-            "uptime_s": now.at_s - self._born_s,
-            "recent_s": span_s,
-            "hit_ratio": now.hit_ratio(recent),
-            **{f"{name}_per_s": now.since(recent, name) / span_s for name in rates},
-            "chunks": len(backend.store.catalog),
+            "uptime_s": now["at_s"] - self._born_s,
+            "chunks": len(store.catalog),
             "sessions": len(backend.sessions),
-            "leases": len(backend.store.catalog.leases),
-            "faults": sum(now.since(recent, name) for name in FAULTS),
+            "leases": len(store.catalog.leases),
+            "now": now,
+            "recent": looks[recent],
+            "ratios": list(starmap(_hit_ratio, pairwise(looks))),
+            "ratios_s": ages_s[0],
+            "bounds_s": BOUNDS_S,
+            "tiers": self._tiers(),
+            "found": finds.tiers,
+            "tenants": [[one, finds.ready.get(one, 0), finds.asked[one]] for one in tenants],
+            "prefixes": self._top_prefixes(now["at_s"]),
+            "nodes": self._nodes(),
         }
 
     def _tiers(self) -> list[dict[str, Any]]:
@@ -210,26 +154,10 @@ class Dashboard:
         return [own, *([one.node_id, one.grpc_address, "lives"] for one in report.nodes)]
 
 
-def _flows(now: Look, recent: Look) -> dict[str, Any]:
-    """Return the ways with the most bytes a second: source, target, rate and chunks."""
-    span_s, counts = now.span_s(recent), now.counters
-    rows = [
-        (*way, (size - recent.flows.get(way, (0, 0))[1]) / span_s, chunks)
-        for way, (chunks, size) in now.flows.items()
-    ]
-    puts, gets = (now.since(recent, name) / span_s for name in ("put_bytes", "get_bytes"))
-    rows.append(("engines", "cpu", puts, counts["put_stored_chunks"]))
-    rows.append(("tiers", "engines", gets, counts["get_chunks"]))
-    rows.sort(key=lambda row: row[2:], reverse=True)
-    evicted, dropped = counts["evicted_chunks"], counts["dropped_victims"]
-    return {"ways": rows[:SHOWN_FLOWS], "evicted": evicted, "dropped": dropped}
-
-
-def _latency(now: Look, recent: Look) -> list[list[object]]:
-    """Return for each call its name, rate, quantiles in seconds, and how many there were."""
-    rows: list[list[object]] = []
-    for name, times in now.times.items():
-        lately = times.since(recent.times[name])
-        quantiles = [lately.quantile_s(share) for share in (0.5, 0.9, 0.99)]
-        rows.append([name, lately.calls / now.span_s(recent), *quantiles, times.calls])
-    return rows
+def _hit_ratio(before: Look, then: Look) -> float | None:
+    """Return what share of the chunks looked up in between was found; None of none."""
+    wanted, found = (
+        then["counts"][name] - before["counts"][name]
+        for name in ("lookup_chunks", "lookup_ready_chunks")
+    )
+    return found / wanted if wanted > 0 else None

@@ -19,8 +19,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import msgspec
 import structlog
@@ -131,16 +131,6 @@ Message = tuple[bytes, bytes, bytes]
 """Topic, number, batch."""
 
 
-@dataclass(slots=True, eq=False)
-class _Replay:
-    """An answer under way, with ``frames`` to be sent next, which waits since then."""
-
-    reader: list[bytes]
-    answer: Iterator[Message]
-    waiting_since: float
-    frames: Message | None = None
-
-
 class EventPublisher:
     """Publishes all events of *log* until ``close``; *boot_id* is in the topic.
 
@@ -168,7 +158,7 @@ class EventPublisher:
         self._kept_bytes = 0
         self._number = 0
         """Of the next batch."""
-        self._replays: list[_Replay] = []
+        self._replays: list[Iterator[bool]] = []
         self._cuts: deque[list[bytes]] = deque(maxlen=MAX_CUTS)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -195,7 +185,7 @@ class EventPublisher:
             while not self._closed:
                 self._sockets.admit()
                 # Each has its turn: a long answer keeps no event waiting.
-                did = [step() for step in (self._publish, self._receive, self._replay)]
+                did = [step() for step in (self._publish, self._receive, self._go_on)]
                 if not any(did):
                     self._sockets.wait(int(1000 * POLL_S))
         finally:
@@ -234,8 +224,7 @@ class EventPublisher:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             self._counters.add("event_invalid_requests")
         elif len(self._replays) < MAX_REPLAYS:
-            answer = self._answer(int.from_bytes(frames[2], "big"))
-            self._replays.append(_Replay(frames[:2], answer, self._clock()))
+            self._replays.append(self._replay(frames[:2], int.from_bytes(frames[2], "big")))
         return True
 
     def _answer(self, start: int) -> Iterator[Message]:
@@ -264,25 +253,28 @@ class EventPublisher:
             if reader.is_level:
                 return
 
-    def _replay(self) -> bool:
+    def _replay(self, reader: list[bytes], start: int) -> Iterator[bool]:
+        """Answer a reader; yield for each message, until it is sent, whether it was."""
+        for message in chain(self._answer(start), [_LAST]):
+            waiting_since = self._clock()
+            while (is_sent := self._send(reader, message)) is False:
+                if self._clock() - waiting_since >= MAX_REPLAY_WAIT_S:
+                    self._counters.add("event_cut_replays")
+                    self._cuts.append(reader)
+                    return
+                yield False
+            if is_sent is None:
+                return
+            yield True
+
+    def _go_on(self) -> bool:
         """Send the next message of each answer; False when none of them could go on."""
-        did = False
-        for replay in list(self._replays):
-            replay.frames = replay.frames or next(replay.answer, _LAST)
-            is_sent = self._send(replay.reader, replay.frames)
-            is_cut = is_sent is False and self._clock() - replay.waiting_since >= MAX_REPLAY_WAIT_S
-            if is_sent and replay.frames is not _LAST:
-                replay.frames, replay.waiting_since = None, self._clock()
-            elif is_sent is not False or is_cut:
-                self._replays.remove(replay)
-            if is_cut:
-                self._counters.add("event_cut_replays")
-                self._cuts.append(replay.reader)
-            did = did or is_sent is True
+        steps = {replay: next(replay, None) for replay in self._replays}
+        self._replays = [replay for replay, step in steps.items() if step is not None]
         for reader in list(self._cuts):
             if self._send(reader, _CUT_SHORT) is not False:
                 self._cuts.remove(reader)
-        return did
+        return any(steps.values())
 
     def _send(self, reader: list[bytes], message: Message) -> bool | None:
         """Send *message* to a reader; False when it has too many to read, None when it is gone."""

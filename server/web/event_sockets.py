@@ -198,6 +198,7 @@ class EventSockets:
         self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
         self._secret, self.readers, self._refused = secret, readers, refused
         self._caps: list[ConnectionCap] = []
+        self._poller = zmq.Poller()
         self.addresses: list[str] = []
         self.pub: Socket | None = None
         self.replay: Socket | None = None
@@ -206,10 +207,12 @@ class EventSockets:
             if readers is not None:
                 self._admission = self._context.socket(zmq.REP)
                 self._admission.bind(_HANDLER)
+                self._poller.register(self._admission, zmq.POLLIN)
             if publish != "off":
                 self.pub = self._bound(zmq.PUB, publish, "events")
             if replay != "off":
                 self.replay = self._bound(zmq.ROUTER, replay, "events_replay")
+                self._poller.register(self.replay, zmq.POLLIN)
         except BaseException:
             self.close()
             raise
@@ -233,8 +236,8 @@ class EventSockets:
             socket.curve_server = True
             socket.curve_secretkey = self._secret
             socket.setsockopt(zmq.ZAP_DOMAIN, b"events")
-        cap = ConnectionCap(socket, MAX_CONNECTIONS, self._refused)
-        self._caps.append(cap)
+        self._caps.append(ConnectionCap(socket, MAX_CONNECTIONS, self._refused))
+        self._poller.register(self._caps[-1].news, zmq.POLLIN)
         try:
             self.addresses.append(bind_to(socket, endpoint))
         except zmq.ZMQError as error:
@@ -244,11 +247,7 @@ class EventSockets:
 
     def wait(self, timeout_ms: int) -> None:
         """Wait until a reader asks for something, or somebody connects."""
-        poller = zmq.Poller()
-        for socket in (self.replay, self._admission, *(cap.news for cap in self._caps)):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        poller.poll(timeout_ms)
+        self._poller.poll(timeout_ms)
 
     def admit(self) -> None:
         """Answer connections that ask to be let in, and hang up on those that are too many."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -59,39 +59,28 @@ class Pages:
         self._metrics = metrics
         self._dashboard = dashboard
         self._readers = 0
-        self.app = Starlette(
-            routes=[
-                Route("/metrics", self._guarded(self._get_metrics, is_page=False)),
-                Route("/data", self._guarded(self._get_data)),
-                Route("/events", self._guarded(self._get_events)),
-                *(Route(f"/{name}", self._guarded(self._get_media)) for name in MEDIA),
-            ]
-        )
+        self.is_ending: Callable[[], bool] = lambda: False
+        names = ("metrics", "data", "events", *MEDIA)
+        self.app = Starlette(routes=[Route(f"/{name}", self._answer) for name in names])
 
-    # --- who may
-
-    def _guarded(
-        self, answer: Callable[[Request], Awaitable[Response]], *, is_page: bool = True
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def guarded(request: Request) -> Response:
-            # By the kernel's word: the connection does not leave this machine.
-            ends = request.client, request.scope.get("server")
-            is_local = all(end is not None and is_loopback(end[0]) for end in ends)
-            if is_local and not is_loopback((request.url.hostname or "").strip("[]")):
-                # A page of elsewhere may have had its name point here.
-                return PlainTextResponse("ask for it as localhost or 127.0.0.1\n", 421)
-            if is_page and not is_local and not self._shows_dashboard:
-                return PlainTextResponse(_WHERE, 403)
-            if is_page or (self._guards_metrics and not is_local):
-                try:
-                    self._check(request)
-                except PermissionDeniedError as error:
-                    return PlainTextResponse(f"{error}\n", 403, _HEADERS)
-                except UnauthenticatedError as error:
-                    return PlainTextResponse(f"{error}\n", 401, _HEADERS | _REALM)
-            return await answer(request)
-
-        return guarded
+    def _refusal(self, request: Request, *, is_page: bool) -> Response | None:
+        """Return the answer to who may not see it; None to who may."""
+        # By the kernel's word: the connection does not leave this machine.
+        ends = request.client, request.scope.get("server")
+        is_local = all(end is not None and is_loopback(end[0]) for end in ends)
+        if is_local and not is_loopback((request.url.hostname or "").strip("[]")):
+            # A page of elsewhere may have had its name point here.
+            return PlainTextResponse("ask for it as localhost or 127.0.0.1\n", 421)
+        if is_page and not is_local and not self._shows_dashboard:
+            return PlainTextResponse(_WHERE, 403)
+        if is_page or (self._guards_metrics and not is_local):
+            try:
+                self._check(request)
+            except PermissionDeniedError as error:
+                return PlainTextResponse(f"{error}\n", 403, _HEADERS)
+            except UnauthenticatedError as error:
+                return PlainTextResponse(f"{error}\n", 401, _HEADERS | _REALM)
+        return None
 
     def _check(self, request: Request, *, is_noted: bool = True) -> None:
         """See that an admin calls. Raises UnauthenticatedError, PermissionDeniedError."""
@@ -112,24 +101,23 @@ class Pages:
                 self._trust.authorizer.note(principal, METHOD, outcome, peer=lambda: peer)
             raise
 
-    # --- pages
-
-    async def _get_metrics(self, request: Request) -> Response:
-        text = await asyncio.to_thread(self._metrics.text)
-        return Response(text, media_type=None, headers={"Content-Type": CONTENT_TYPE})
-
-    async def _get_data(self, request: Request) -> Response:
-        text = await self._dashboard.text()
-        return Response(text, media_type="application/json", headers=_HEADERS)
-
-    async def _get_media(self, request: Request) -> Response:
-        media_type, data = MEDIA[request.url.path.removeprefix("/")]
-        return Response(data, media_type=media_type, headers=_HEADERS)
-
-    async def _get_events(self, request: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
+        name = request.url.path.removeprefix("/")
+        refusal = self._refusal(request, is_page=name != "metrics")
+        if refusal is not None:
+            return refusal
+        if name == "metrics":
+            text = await asyncio.to_thread(self._metrics.text)
+            return Response(text, headers={"Content-Type": CONTENT_TYPE})
+        if name == "data":
+            data = await self._dashboard.text()
+            return Response(data, media_type="application/json", headers=_HEADERS)
+        if name in MEDIA:
+            media_type, body = MEDIA[name]
+            return Response(body, media_type=media_type, headers=_HEADERS)
         if self._readers >= MAX_READERS:
-            text = "as many pages are open as are kept up to date\n"
-            return PlainTextResponse(text, 503, _HEADERS)
+            full = "as many pages are open as are kept up to date\n"
+            return PlainTextResponse(full, 503, _HEADERS)
         events = self._events(request)
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
@@ -138,7 +126,7 @@ class Pages:
         self._readers += 1
         try:
             yield "retry: 2000\n\n"
-            while not await request.is_disconnected():
+            while not self.is_ending() and not await request.is_disconnected():
                 self._check(request, is_noted=False)
                 yield f"data: {await self._dashboard.text()}\n\n"
                 await asyncio.sleep(EVERY_S)
@@ -173,4 +161,6 @@ def open_http(config: Settings, backend: Backend, trust: Trust) -> HttpServer:
     if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
         tls = (config.tls_cert, config.tls_key, config.tls_client_ca)
     pages = Pages(config, trust, metrics, dashboard)
-    return HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)
+    server = HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)
+    pages.is_ending = server.is_ending
+    return server

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
 import uvicorn
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -36,8 +35,6 @@ CERTIFICATE = "certificate"
 """In the state of a request: the caller's certificate in PEM, verified; empty without one."""
 TlsFiles = tuple[Path, Path, Path | None]
 """A certificate, its key, and who signs callers' certificates, which nobody has to show."""
-
-logger = structlog.get_logger(__name__)
 
 
 class _Protocol(H11Protocol):
@@ -114,17 +111,15 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=2,  # answers that go on see ``is_ending`` once a second
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
         )
         config.load()
-        self._files = None if tls is None else WatchedFile(tuple(filter(None, tls)), checked_pair)
-        self._tls = tls
+        self._files: WatchedFile[None] | None = None
         if tls is not None:
-            config.ssl = self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            if tls[2] is not None:
-                self._context.verify_mode = ssl.CERT_OPTIONAL
-            self._load(tls)
+            config.ssl = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            files = tuple(filter(None, tls))
+            self._files = WatchedFile(files, partial(_load, config.ssl, tls))
         self._server = uvicorn.Server(config)
         self._socket = _listen(address)
         self.port: int = self._socket.getsockname()[1]
@@ -135,24 +130,31 @@ class HttpServer:
     def tick(self) -> None:
         """Take in a certificate that was replaced, for connections to come."""
         self._on_tick()
-        if self._tls is None or self._files is None or not self._files.refresh():
-            return
-        try:
-            self._load(self._tls)
-        except (ssl.SSLError, OSError) as error:  # replaced once more, meanwhile
-            logger.error("kept the certificate that was there before", reason=str(error))
+        if self._files is not None:
+            self._files.refresh()
 
-    def _load(self, tls: TlsFiles) -> None:
-        cert, key, client_ca = tls
-        self._context.load_cert_chain(cert, key)
-        if client_ca is not None:
-            self._context.load_verify_locations(client_ca)
+    def is_ending(self) -> bool:
+        """Whether it was closed."""
+        return self._server.should_exit
 
     def close(self) -> None:
         """End every connection and the thread. Idempotent."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+
+
+def _load(context: ssl.SSLContext, tls: TlsFiles, *data: bytes) -> None:
+    """Have *context* use the files, which hold *data*. Raises InvalidRequestError."""
+    checked_pair(*data)
+    cert, key, client_ca = tls
+    try:
+        context.load_cert_chain(cert, key)
+        if client_ca is not None:
+            context.verify_mode = ssl.CERT_OPTIONAL
+            context.load_verify_locations(client_ca)
+    except (ssl.SSLError, OSError) as error:  # replaced once more, meanwhile
+        raise InvalidRequestError("tls_cert", str(cert), str(error)) from None
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

@@ -14,6 +14,7 @@ from prompts import MEDIUM, chunks_of, parts_of, store, tokens
 from kvstore.client import Client
 from kvstore.client.options import TransportName
 from kvstore.client.transport import Arrived, as_true
+from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FIDELITY_OFFSET
 from kvstore.proto.messages import fidelity_number, fidelity_of
 from kvstore.proto.types import EXACT, ChunkKey, Fidelity, PutOutcome, Stated
@@ -176,7 +177,8 @@ def test_a_minimum_fidelity_travels_as_a_number_of_two_bits(least: Fidelity) -> 
 
 @pytest.mark.parametrize("number", [-1, 4, 255])
 def test_other_numbers_are_no_fidelity(number: int) -> None:
-    assert fidelity_of(number) is None
+    with pytest.raises(InvalidRequestError, match=f"min_fidelity={number}: use 0 to 3"):
+        fidelity_of(number)
 
 
 def test_who_states_nothing_asks_for_exact() -> None:

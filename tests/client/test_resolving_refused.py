@@ -21,9 +21,12 @@ from local_server import LocalServer
 from prompts import tokens
 
 from kvstore.client import Client
+from kvstore.client.blend.segments import (
+    SegmentRange,
+    resolution_from_message,
+    segments_to_messages,
+)
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto import messages
-from kvstore.proto.blend import SegmentRange
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 
@@ -171,7 +174,7 @@ def test_questions_that_cannot_be_are_refused_by_name(server: LocalServer) -> No
     segments = client.name_segments(prompt, ranges)
     with server.unchanged():
         for field, change in BAD_QUESTIONS.values():
-            request = pb.ResolveRequest(segments=messages.segments_to_messages(segments))
+            request = pb.ResolveRequest(segments=segments_to_messages(segments))
             change(request)
             with pytest.raises(InvalidRequestError, match=rf"^{field}="):
                 ask(client, request)
@@ -192,7 +195,7 @@ def test_answers_that_do_not_fit_the_question_are_no_answers(client: Client) -> 
     put_prompt(client, *prompt_of(HEAD, DOCUMENT))
     prompt, ranges = prompt_of(OTHER_HEAD, DOCUMENT)
     asked = client.name_segments(prompt, ranges)
-    request = pb.ResolveRequest(segments=messages.segments_to_messages(asked), trial=True)
+    request = pb.ResolveRequest(segments=segments_to_messages(asked), trial=True)
     good = ask(client, request)
 
     def damaged(change: Callable[[pb.ResolveResponse], object]) -> pb.ResolveResponse:
@@ -212,7 +215,7 @@ def test_answers_that_do_not_fit_the_question_are_no_answers(client: Client) -> 
         lambda r: setattr(r.segments[1], "ratio", float("nan")),
         lambda r: r.ClearField("rope"),
     ]
-    assert messages.resolution_from_message(good, asked)
+    assert resolution_from_message(good, asked)
     for change in changes:
         with pytest.raises(KVStoreError, match="damaged"):
-            messages.resolution_from_message(damaged(change), asked)
+            resolution_from_message(damaged(change), asked)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from contracts.codec import SMALL, decoded, layouts, template
 from contracts.lossy_codec import LossyCodecContract, Numbers, numbers
+from golden.samples import template_of
 from typing_extensions import override
 
 from kvstore.codecs.asset_codec import AssetCodec
@@ -103,7 +104,7 @@ class AssetCodecContract(LossyCodecContract):
         out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
         given_back = self.codec.encode(template(layout), numbers(layout), out)
         header = check_frame(out[: given_back.frame_bytes])
-        assert FrameTemplate.of(header) == template(layout)
+        assert template_of(header) == template(layout)
         self.codec.check_header(header)
         assert (header.levels, header.asset) == (0, asset_for(self.codec.kind, layout).digest)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from golden.lossy_samples import ASSET_FILES, codecs, template, tensors
-from golden.samples import FOLDER
+from golden.samples import FOLDER, template_of
 
 from kvstore.codecs.assets import read_asset
 from kvstore.codecs.base import empty_tensors
 from kvstore.codecs.floats import to_float32
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.frame import FrameTemplate, check_frame
+from kvstore.proto.frame import check_frame
 from kvstore.proto.types import DType, Fidelity
 
 DECODED = {
@@ -42,7 +42,7 @@ def golden(name: str) -> Bytes:
 def test_golden_frames_decode_to_the_same_bits_as_ever(name: str, codec: LossyCodec) -> None:
     frame = golden(name)
     header = check_frame(frame, template().key)
-    assert FrameTemplate.of(header) == template()
+    assert template_of(header) == template()
     out = empty_tensors(header.layout)
     codec.decode_into(header, frame, out)
     assert f"{checksum(np.array(out[0][0]).tobytes()):016x}" == DECODED[name]

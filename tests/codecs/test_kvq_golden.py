@@ -5,7 +5,7 @@ import pytest
 from contracts.codec import decoded, same
 from contracts.lossy_codec import largest_error, promise_held
 from golden.kvq_samples import LAYOUT, codecs, template, tensors
-from golden.samples import FOLDER
+from golden.samples import FOLDER, template_of
 from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs.base import Part
@@ -13,7 +13,7 @@ from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.kvq_levels import NUMPY_FINE
 from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.frame import FrameTemplate, check_frame, parse_header
+from kvstore.proto.frame import check_frame, parse_header
 from kvstore.proto.types import Fidelity
 
 SUMS = {
@@ -41,7 +41,7 @@ def test_golden_frames_hold_what_was_put_into_them(name: str) -> None:
     frame = golden(name)
     assert checksum(frame) == SUMS[name][0]
     header = check_frame(frame, template(name).key)
-    assert FrameTemplate.of(header) == template(name)
+    assert template_of(header) == template(name)
     assert header.fidelity is Fidelity.bounded
     assert promise_held(frame, tensors()) is Fidelity.bounded
 

@@ -24,8 +24,7 @@ from kvstore.codecs.kvq_tiles import NUMPY as NUMPY_TILES
 from kvstore.codecs.terms import EncodeTerms
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
-from kvstore.proto.frame import parse_header
-from kvstore.proto.frame_verifier import check_prefix
+from kvstore.proto.frame import check_frame, parse_header
 from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, RopeParameters
 
 TERMS = EncodeTerms(rope=RopeParameters(10000.0, 32))
@@ -40,7 +39,7 @@ def at_level(frame: Bytes, level: int, position: int | None = None) -> list[list
     """Decode *frame* from no more of its bytes than *level* needs."""
     header = parse_header(frame)
     prefix = frame[: header.level_end(level)].copy()
-    header = check_prefix(prefix, level)
+    header = check_frame(prefix, level=level)
     out = filled(header.layout, all_zero)
     LAYERED.decode_prefix(header, prefix, level, out, position)
     return out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import struct
 from functools import partial
 from typing import Any
@@ -217,7 +218,7 @@ def test_without_the_models_asset_nothing_is_encoded_or_decoded() -> None:
     room = np.empty(foreign.max_frame_bytes(layout), np.uint8)
     foreign.encode(template(layout, representation=bytes(16)), chunk(KV), room)
     forged = parse_header(room)
-    fields = {name: getattr(forged, name) for name in forged.__slots__}
+    fields = {one.name: getattr(forged, one.name) for one in dataclasses.fields(forged)}
     with pytest.raises(RepresentationError, match=r"asset\.representation"):
         foreign.decode_into(FrameHeader(**fields | {"representation": MODEL}), room, out)
     assert all(map(np.array_equal, out[0][0], chunk(KV, seed=1)[0][0]))

@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameHeader, FrameTemplate, check_frame, parse_header
+from kvstore.proto.frame import FrameHeader, check_frame, parse_header
 
 LAYERS, HEADS, DIM, TOKENS = 3, 2, 8, 40
 BLOCKS, BLOCK_TOKENS, FIRST_TOKEN = 7, 16, 20
@@ -81,7 +81,7 @@ def test_a_gathered_frame_is_one_that_every_reader_takes(kernels: FrameKernels) 
     pages = make_pages()
     scatter(kernels, original, header, pages)
     out = torch.full_like(original, 0)
-    made = kernels.gather(FrameTemplate.of(header), FIRST_TOKEN, paged(pages), out)
+    made = kernels.gather(header, FIRST_TOKEN, paged(pages), out)
     assert check_frame(out.numpy(), header.key).info() == made.info() == header.info()
     assert bytes(out.numpy()) == bytes(original.numpy())
 

@@ -22,6 +22,7 @@ from contracts.codec import (
 )
 from contracts.lossy_codec import SMALL as LOSSY
 from contracts.lossy_codec import centred, largest_error, numbers
+from golden.samples import template_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.codecs.zplane import ZplaneCodec
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
-from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate, FrameWriter, check_frame, parse_header
+from kvstore.proto.frame import FLAG_RESTORED, FrameWriter, check_frame, parse_header
 from kvstore.proto.types import Component, DType, Fidelity, KVLayout, LayerKind, Stated
 
 LOSSLESS = [name for name in CODECS if not issubclass(CODECS.load(name), LossyCodec)]
@@ -83,7 +84,7 @@ def resigned(
     """Return *frame* with another fidelity or revision in its header."""
     header = check_frame(frame)
     out = np.zeros(len(frame), np.uint8)
-    writer = FrameWriter(FrameTemplate.of(header), out)
+    writer = FrameWriter(header, out)
     for index in range(len(header.segments)):
         body = header.segment(frame, index)
         writer.reserve(len(body))[:] = body
@@ -112,7 +113,7 @@ def test_moving_gives_the_frame_that_encoding_would_have_given(
 def test_header_fields_travel_along(source: str, target: str) -> None:
     frame = encoded(codec_by_name(source), filled(SMALL), SMALL)
     header = check_frame(moved(frame, codec_by_name(target)))
-    assert FrameTemplate.of(header) == template(SMALL)
+    assert template_of(header) == template(SMALL)
     assert header.codec_id == codec_by_name(target).codec_id
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from golden.samples import template_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -246,7 +247,7 @@ class CodecContract:
         out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
         given_back = self.codec.encode(template(layout), filled(layout), out)
         header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
-        assert FrameTemplate.of(header) == template(layout)
+        assert template_of(header) == template(layout)
         self.codec.check_header(header)
         assert header.fidelity is self.codec.fidelity
         assert np.array_equal(header.segments, given_back.segments)

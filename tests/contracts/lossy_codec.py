@@ -31,6 +31,7 @@ from contracts.codec import (
     strided,
     template,
 )
+from golden.samples import template_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ from kvstore.proto.errors import (
     LayoutMismatchError,
     UnknownCodecError,
 )
-from kvstore.proto.frame import FrameTemplate, FrameWriter, check_frame, parse_header
+from kvstore.proto.frame import FrameWriter, check_frame, parse_header
 from kvstore.proto.types import ChunkKey, Component, DType, Fidelity, KVLayout, LayerKind
 
 Numbers = Callable[[tuple[int, ...], np.random.Generator], Part]
@@ -212,7 +213,7 @@ class LossyCodecContract:
         out = np.empty(self.codec.max_frame_bytes(layout), np.uint8)
         given_back = self.codec.encode(template(layout), numbers(layout), out)
         header = check_frame(out[: given_back.frame_bytes], ChunkKey(bytes(range(32))))
-        assert FrameTemplate.of(header) == template(layout)
+        assert template_of(header) == template(layout)
         self.codec.check_header(header)
         assert header.fidelity >= self.codec.fidelity
         assert (header.levels, header.asset) == (self.codec.levels, self.codec.asset)

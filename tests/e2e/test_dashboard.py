@@ -48,6 +48,7 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     browser.show(origin)
     browser.wait_for("document.querySelectorAll('section').length == 9")
     assert browser.evaluate("document.getElementById('now-chunks-known').textContent") == "9"
+    assert browser.evaluate("document.getElementById('now-hit-ratio').textContent") == "91.3%"
     shown = browser.evaluate("document.querySelector('main').innerText")
     for part in ("cpu → disk", "hit_density", SMALL.model_id, "Calls of engines, lately"):
         assert part in shown
@@ -123,3 +124,7 @@ def test_drawings_have_a_line_for_each_tier_and_gaps_where_nothing_was_asked(
     assert browser.evaluate("whatIfChart([['cpu', []]])") is None
     assert lines("trendChart([0.5, null, 0.25, 0.75], 20)") == 2
     assert browser.evaluate("trendChart([null, null], 20)") is None
+    assert browser.evaluate("quantile([0, 50, 50, 0], [1, 2, 4], 0.5)") == 2
+    assert browser.evaluate("quantile([0, 50, 50, 0], [1, 2, 4], 0.75)") == 3
+    assert browser.evaluate("quantile([0, 0, 0, 7], [1, 2, 4], 0.5)") == 4
+    assert browser.evaluate("quantile([0, 0, 0, 0], [1, 2, 4], 0.5)") is None

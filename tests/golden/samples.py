@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 
 from kvstore.codecs.base import Part, empty_tensors
-from kvstore.proto.frame import FrameTemplate
+from kvstore.proto.frame import FrameHeader, FrameTemplate
 from kvstore.proto.keys import (
     chain_digests,
     chunk_key,
@@ -57,6 +58,11 @@ def vectors() -> dict[str, str]:
                 raise ValueError(f"{name.strip()} stands twice in {FORMAT_PAGE.name}")
             found[name.strip()] = value.strip()
     return found
+
+
+def template_of(header: FrameHeader) -> FrameTemplate:
+    """Return the part of *header* that its writer knew before the payload."""
+    return FrameTemplate(*(getattr(header, one.name) for one in fields(FrameTemplate)))
 
 
 def template() -> FrameTemplate:

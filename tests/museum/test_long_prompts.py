@@ -16,13 +16,13 @@ from server_process import ServerProcess
 
 from kvstore.cli.main import main
 from kvstore.client import Client, ClientOptions
+from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Span
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.client.tensors import LayerTensors
 from kvstore.codecs.base import ChunkTensors, empty_tensors
-from kvstore.proto.blend import SegmentRange
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import DType, KVLayout
 

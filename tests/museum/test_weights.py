@@ -21,6 +21,7 @@ from vllm_stand_ins import FullAttentionSpec, cache_config, engine_config
 
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines import vllm_identity
@@ -30,7 +31,6 @@ from kvstore.client.engines.transformers import TransformersConnector, represent
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.engines.vllm_shape import shape_of
 from kvstore.client.resolving import ResolveTerms
-from kvstore.proto.blend import SegmentRange
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 
 HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(3)]

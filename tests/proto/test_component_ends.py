@@ -13,7 +13,7 @@ from kvstore.proto.frame import (
     header_bytes,
     pack_components,
     raw_frame_bytes,
-    unpack_components,
+    unpack_table,
 )
 from kvstore.proto.messages import layout_from_message, layout_to_message
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind
@@ -26,11 +26,11 @@ LAYOUT = KVLayout((ATTENTION, WINDOW, STATE))
 
 def test_the_table_of_the_format_page_is_what_the_code_writes() -> None:
     assert pack_components(LAYOUT).hex() == vectors()["end_components"]
-    assert unpack_components(bytes.fromhex(vectors()["end_components"])) == LAYOUT
+    assert unpack_table(bytes.fromhex(vectors()["end_components"]))[0] == LAYOUT
 
 
 def test_messages_say_the_same() -> None:
-    assert layout_from_message(layout_to_message(LAYOUT)) == LAYOUT
+    assert layout_from_message(layout_to_message(LAYOUT)) == (LAYOUT, None)
 
 
 def test_a_layout_is_as_long_as_its_chunk_and_as_large_as_what_is_kept() -> None:
@@ -65,9 +65,9 @@ def row(component: Component, chunk_tokens: int, **fields: int) -> bytes:
 )
 def test_rows_that_keep_more_or_less_than_their_kind_are_refused(table: bytes) -> None:
     with pytest.raises(InvalidFrameError):
-        unpack_components(table)
+        unpack_table(table)
 
 
 def test_a_row_that_says_twice_that_all_is_kept_is_the_same_component() -> None:
     whole = replace(WINDOW, tokens=16, chunk_tokens=0)
-    assert unpack_components(row(whole, 16)) == unpack_components(row(whole, 0))
+    assert unpack_table(row(whole, 16)) == unpack_table(row(whole, 0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +16,16 @@ import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_holds, bytes_of, open_files, put
 
-from kvstore.proto import cuda
-from kvstore.proto.cuda import CudaDevice
-from kvstore.proto.device import Device, HostDevice, open_device
+from kvstore.proto import device as devices
+from kvstore.proto.device import (
+    HOST_REGISTER_READ_ONLY,
+    CudaDevice,
+    Device,
+    HostDevice,
+    allocated_bytes,
+    import_cupy,
+    open_device,
+)
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.cpu import CpuTier
@@ -87,9 +96,9 @@ class FullRuntime:
 def full_device() -> CudaDevice:
     """A CUDA device without memory, its twin on machines without one."""
     device = object.__new__(CudaDevice)
+    Device.__init__(device)
     device._index, device._device = 0, torch.device("cuda", 0)
-    runtime = FullRuntime()
-    cuda = SimpleNamespace(runtime=runtime, Device=lambda index: nullcontext())
+    cuda = SimpleNamespace(runtime=FullRuntime(), Device=lambda index: nullcontext())
     device._cupy = SimpleNamespace(cuda=cuda)
     return device
 
@@ -160,10 +169,90 @@ def test_device_memory_that_is_not_as_large_as_its_owner_says_is_not_kept_mapped
 ) -> None:
     runtime = OpeningRuntime()
     full_device._cupy.cuda.runtime = runtime
-    monkeypatch.setattr(cuda, "allocated_bytes", lambda pointer: 100)
+    monkeypatch.setattr(devices, "allocated_bytes", lambda pointer: 100)
     with pytest.raises(TierUnavailableError, match=f"it has 100 bytes, not {size_bytes}"):
         full_device.import_memory(payload(1, 64), size_bytes)
     assert runtime.closed == 1
+
+
+def test_cupy_that_is_missing_is_said_so_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(TierUnavailableError, match=r"gpu.*install kvstore-server\[gpu\]"):
+        import_cupy()
+
+
+def test_cupy_that_has_no_folder_to_compile_into_is_said_so_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Finder:
+        """Finds a cupy whose import makes a folder where it may not."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleType | None:
+            if name == "cupy":
+                raise PermissionError(13, "Permission denied", "/nonexistent/.cupy/kernel_cache")
+            return None
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    with pytest.raises(TierUnavailableError, match="set CUPY_CACHE_DIR"):
+        import_cupy()
+
+
+def test_without_cudas_driver_nobody_says_how_large_an_allocation_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(TierUnavailableError, match=r"libcuda\.so\.1: cannot open"):
+        allocated_bytes(4096)
+
+
+class RegisteringRuntime(FullRuntime):
+    """CUDA's runtime, for host memory that a device is to know."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.refuses = refuses
+        self.known: dict[int, tuple[int, int]] = {}
+
+    def hostRegister(self, start: int, size_bytes: int, flags: int) -> None:
+        """Keep or refuse it."""
+        if self.refuses:
+            raise RuntimeError("cudaErrorNotSupported: operation not supported")
+        self.known[start] = (size_bytes, flags)
+
+    def hostUnregister(self, start: int) -> None:
+        """Forget it."""
+        del self.known[start]
+
+
+def test_memory_is_known_to_the_device_that_was_meant_until_that_is_ended(
+    full_device: CudaDevice,
+) -> None:
+    memory, runtime = np.zeros(4096, np.uint8), RegisteringRuntime(refuses=False)
+    entered: list[int] = []
+
+    def enter(index: int) -> nullcontext[None]:
+        entered.append(index)
+        return nullcontext()
+
+    full_device._cupy.cuda.runtime, full_device._cupy.cuda.Device = runtime, enter
+    full_device._index = 3
+    end = full_device.register(memory, read_only=True)
+    assert end is not None
+    assert full_device.is_registered(memory)
+    assert runtime.known == {memory.ctypes.data: (4096, HOST_REGISTER_READ_ONLY)}
+    end()
+    assert not full_device.is_registered(memory)
+    assert runtime.known == {}
+    assert entered == [3, 3]
+
+
+def test_a_device_that_refuses_memory_is_no_failure(full_device: CudaDevice) -> None:
+    full_device._cupy.cuda.runtime = RegisteringRuntime(refuses=True)
+    assert full_device.register(np.zeros(64, np.uint8)) is None
 
 
 @pytest.mark.gpu

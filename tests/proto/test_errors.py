@@ -43,7 +43,7 @@ def test_an_error_that_travelled_is_the_same_class_and_message(error: KVStoreErr
     revived = revive(named(error), str(error))
     assert type(revived) is type(error)
     assert str(revived) == str(error) != ""
-    assert (revived.status, revived.retryable) == (error.status, error.retryable)
+    assert revived.status == error.status
     with pytest.raises(type(error)):
         raise revived
 
@@ -65,12 +65,6 @@ def test_builtin_kinds_are_kept_for_callers_that_know_only_those() -> None:
     assert issubclass(errors.InvalidFrameError, ValueError)
     assert issubclass(errors.InvalidRequestError, ValueError)
     assert issubclass(errors.DeadlineError, TimeoutError)
-
-
-def test_only_what_may_work_next_time_is_retryable() -> None:
-    assert {named(error) for error in EXAMPLES if error.retryable} == {
-        "TierFullError", "TierUnavailableError", "DeadlineError", "ShuttingDownError",
-    }  # fmt: skip
 
 
 def test_messages_name_the_field_and_cut_long_values() -> None:

@@ -14,6 +14,7 @@ from contracts.codec import (
     frame_of_bodies,
 )
 from contracts.codec import template as any_template
+from golden.samples import template_of
 from golden.strategies import costs, small_layouts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +37,7 @@ from kvstore.proto.frame import (
     pack_header,
     parse_header,
     raw_frame_bytes,
-    unpack_components,
+    unpack_table,
 )
 from kvstore.proto.types import (
     ChainDigest,
@@ -111,7 +112,7 @@ def test_what_was_written_is_read_back(
 ) -> None:
     template, bodies, ids, frame = case
     header = check_frame(frame, template.key)
-    assert FrameTemplate.of(header) == template
+    assert template_of(header) == template
     assert (header.codec_id, header.codec_revision, header.fidelity) == ids
     assert [header.segment(frame, i).tobytes() for i in range(len(bodies))] == bodies
     assert pack_header(header) == frame[: header.header_bytes].tobytes()
@@ -259,21 +260,21 @@ def test_the_size_of_a_raw_frame_is_known_before_it_is_written(layout: KVLayout)
 
 @given(small_layouts)
 def test_component_tables_are_read_back(layout: KVLayout) -> None:
-    assert unpack_components(pack_components(layout)) == layout
+    assert unpack_table(pack_components(layout)) == (layout, None)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 47, 49, 95])
 def test_ragged_or_empty_component_tables_are_refused(cut: int) -> None:
     table = pack_components(KVLayout(SMALL.components * 2))
     with pytest.raises(InvalidFrameError, match="a row has 48 bytes"):
-        unpack_components(table[:cut])
+        unpack_table(table[:cut])
 
 
 def test_component_tables_longer_than_any_header_holds_are_refused() -> None:
     row = pack_components(SMALL)
-    assert len(unpack_components(row * MAX_COMPONENTS).components) == MAX_COMPONENTS
+    assert len(unpack_table(row * MAX_COMPONENTS)[0].components) == MAX_COMPONENTS
     with pytest.raises(InvalidFrameError, match="components"):
-        unpack_components(row * (MAX_COMPONENTS + 1))
+        unpack_table(row * (MAX_COMPONENTS + 1))
 
 
 # --- headers like one that was parsed

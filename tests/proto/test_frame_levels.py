@@ -20,7 +20,7 @@ from kvstore.proto.frame import (
     pack_header,
     parse_header,
 )
-from kvstore.proto.frame_verifier import FrameVerifier, check_prefix
+from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 
 ASSET = bytes(range(30, 46))
@@ -73,26 +73,26 @@ def test_a_prefix_that_ends_with_a_level_is_checked_up_to_it(
     header = parse_header(frame)
     level = data.draw(st.integers(0, header.levels))
     end = header.level_end(level)
-    assert np.array_equal(check_prefix(frame[:end], level, header.key).segments, header.segments)
+    assert np.array_equal(check_frame(frame[:end], header.key, level).segments, header.segments)
     with pytest.raises(ChunkCorruptError, match=f"bytes of {end}"):
-        check_prefix(np.append(frame[:end], np.uint8(0)), level)
+        check_frame(np.append(frame[:end], np.uint8(0)), level=level)
     with pytest.raises((ChunkCorruptError, InvalidFrameError)):
-        check_prefix(frame[: end - 1], level)
+        check_frame(frame[: end - 1], level=level)
     with pytest.raises(ChunkCorruptError, match="its place holds"):
-        check_prefix(frame[:end], level, ChunkKey(b"k" * 32))
+        check_frame(frame[:end], ChunkKey(b"k" * 32), level)
     last = header.segments[(level + 1) * header.layout.segment_count - 1]
     if last["stored_bytes"]:
         changed = frame[:end].copy()
         changed[-1] ^= 1
         with pytest.raises(ChunkCorruptError, match="checksum"):
-            check_prefix(changed, level)
+            check_frame(changed, level=level)
 
 
 @pytest.mark.parametrize("level", [-1, 2, 255])
 def test_a_level_that_the_frame_does_not_have_is_refused(level: int) -> None:
     frame = layered(SMALL, 1, [9] * 4)
     with pytest.raises(InvalidFrameError, match=f"level={level}: the frame has 0 to 1"):
-        check_prefix(frame, level)
+        check_frame(frame, level=level)
 
 
 @given(layered_frames(), st.data())

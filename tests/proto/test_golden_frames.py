@@ -5,13 +5,13 @@ import struct
 import numpy as np
 import pytest
 from contracts.codec import same
-from golden.samples import FOLDER, template, tensors, vectors
+from golden.samples import FOLDER, template, template_of, tensors, vectors
 
 from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes, checksum
-from kvstore.proto.frame import FrameTemplate, check_frame, parse_header, raw_frame_bytes
+from kvstore.proto.frame import check_frame, parse_header, raw_frame_bytes
 from kvstore.proto.types import Fidelity
 
 GOLDEN = ["raw-r1.frame", "zplane-r1.frame", "zplane-r2.frame"]
@@ -25,7 +25,7 @@ def golden(name: str) -> Bytes:
 def test_golden_frames_hold_what_was_put_into_them(name: str) -> None:
     frame = golden(name)
     header = check_frame(frame, template().key)
-    assert FrameTemplate.of(header) == template()
+    assert template_of(header) == template()
     assert (header.position, header.prefill_flops, header.flags) == (16, 1.5e9, 0)
     assert (header.fidelity, header.error_bound) == (Fidelity.exact, 0)
     assert header.frame_bytes == len(frame)

@@ -24,12 +24,11 @@ from kvstore.proto.frame import (
     pack_components,
     pack_header,
     parse_header,
-    unpack_components,
     unpack_table,
 )
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.messages import shard_from_message, shard_to_message
-from kvstore.proto.types import ROOT, ChunkKey, Extent, KVLayout, Shard
+from kvstore.proto.messages import layout_from_message, layout_to_message, pack_info, unpack_info
+from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, Extent, KVLayout, Shard
 
 LAYOUT = KVLayout.of(WIDE, 16)
 BOTH = KVLayout.of(TWO_GROUPS, 16)
@@ -84,12 +83,14 @@ def test_whoever_takes_whole_chunks_takes_no_shard() -> None:
     room = np.zeros(len(frame), np.uint8)
     check = FrameVerifier(frame, KEY, 320)
     check.update(len(frame))
+    table = frame[FIXED_BYTES : FIXED_BYTES + 48].tobytes()
+    row = pack_info(ChunkInfo(KEY, ROOT, LAYOUT, 0, len(frame)), table)
     for read in (
         lambda: parse_header(frame),
         lambda: check_frame(frame, KEY),
         lambda: copy_frame(room, frame, KEY),
         check.finish,
-        lambda: unpack_components(frame[FIXED_BYTES : FIXED_BYTES + 48].tobytes()),
+        lambda: unpack_info(row),
     ):
         with pytest.raises(InvalidFrameError, match="rectangle"):
             read()
@@ -128,7 +129,7 @@ def test_any_rectangles_in_a_table_are_read_back_or_refused(numbers: list[int]) 
     except InvalidFrameError:
         return
     assert pack_components(layout, shard) == bytes(table)
-    assert shard is None or shard_from_message(shard_to_message(shard)) == shard
+    assert shard is None or layout_from_message(layout_to_message(shard)) == (shard.whole, shard)
 
 
 def test_a_shard_of_nothing_or_of_too_few_components_is_none() -> None:

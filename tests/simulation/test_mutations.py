@@ -48,8 +48,8 @@ def reads_are_not_verified(patch: pytest.MonkeyPatch) -> None:
 
 def _any_header(info: ChunkInfo) -> FrameHeader:
     return FrameHeader(
-        info.key, info.parent, b"", b"", info.layout, 0, 1, info.fidelity, 0, 0.0, 0.0, 0,
-        info.size_bytes, np.zeros(0),
+        info.key, info.parent, b"", b"", info.layout, codec_id=0, codec_revision=1,
+        fidelity=info.fidelity, frame_bytes=info.size_bytes, segments=np.zeros(0),
     )  # fmt: skip
 
 

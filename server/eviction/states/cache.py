@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import SteadyClock
@@ -23,8 +23,7 @@ GHOST_NODES = 1 << 18
 """The same, whatever the capacity."""
 
 
-@dataclass(frozen=True)
-class GhostLimits:
+class GhostLimits(NamedTuple):
     """What may be remembered beyond resident states; 0 of anything is no ghosts at all.
 
     The ghosts of the reference are without limit. Tokens are what they cost: four bytes each.
@@ -32,11 +31,6 @@ class GhostLimits:
 
     nodes: int
     tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "tokens"):
-            if getattr(self, name) < 0:
-                raise InvalidRequestError(name, getattr(self, name), "at least 0")
 
     @classmethod
     def of(cls, model: HybridModel, capacity_bytes: int) -> GhostLimits:
@@ -99,8 +93,7 @@ class Ghosts:
         return len(self._queue)
 
 
-@dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(NamedTuple):
     """The positions of one request whose states are to be kept: two at most."""
 
     leaves: Node
@@ -111,11 +104,6 @@ class Checkpoints:
     """The first of these, if it is a position the request computes and has no state yet."""
     end: Node | None
     """The second, after the last decoded token; None if that was reused itself."""
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Those that there are, the deeper one last."""
-        return [node for node in (self.branch, self.end) if node is not None]
 
 
 def insert_speculatively(
@@ -150,8 +138,6 @@ class StateCache:
     def __init__(
         self, model: HybridModel, capacity_bytes: int, ghosts: GhostLimits, make_rank: MakeRank
     ) -> None:
-        if capacity_bytes < 0:
-            raise InvalidRequestError("capacity_bytes", capacity_bytes, "at least 0")
         self.capacity_bytes = capacity_bytes
         self.tree = CheckpointTree(model)
         self.rank = make_rank(self.tree)
@@ -177,39 +163,31 @@ class StateCache:
         match = tree.match(tokens)
         known = [node for node in match.path if node.depth <= prompt_tokens]
         start = next((node for node in reversed(known) if node.held), None)
-        turn = self._ask(known, now_s)
         reused = 0
         if start is not None:
             start.used = tree.tick
             reused = start.depth
+        asked = next((node for node in reversed(known) if node.last_s is not None), None)
+        turn = asked.next_turn if asked else 0
         if len(tokens):
             found = insert_speculatively(tree, match, tokens, reused)
             found.last.next_turn = turn + 1
-            path = match.path.copy()
-            path += [
-                node
-                for node in dict.fromkeys((found.leaves, found.last))
-                if node != tree.root and node not in path[-1:]
-            ]
+            nodes = dict.fromkeys((*match.path, found.leaves, found.last))
+            path = [node for node in nodes if node is not tree.root]
             self.ghosts.touch(path)
-            kept = [node for node in found.nodes if self._keep(node, now_s)]
-            rank.walked(path, now_s)
+            wanted = (found.branch, found.end)
+            kept = [node for node in wanted if node and self._keep(node)]
+            if asked:
+                asked.hits += 1
+            rank.served(path, asked, kept, now_s)
+            for node in (*kept, *([asked] if asked else [])):
+                node.last_s = now_s
             self._make_room(kept, now_s)
         self.ghosts.trim(partial(rank.forgot, now_s=now_s))
         rank.answered(now_s)
         return reused
 
-    def _ask(self, path: list[Node], now_s: float) -> int:
-        """Count the use of the last position that ever had a state; return the next turn."""
-        node = next((one for one in reversed(path) if one.last_s is not None), None)
-        if node is None:
-            return 0
-        self.rank.requested(node, now_s)
-        node.hits += 1
-        node.last_s = now_s
-        return node.next_turn
-
-    def _keep(self, node: Node, now_s: float) -> bool:
+    def _keep(self, node: Node) -> bool:
         tree, model = self.tree, self.tree.model
         if not node.held:
             least_bytes = model.state_bytes + node.depth * model.kv_bytes_per_token
@@ -218,8 +196,6 @@ class StateCache:
                 return False
             tree.hold(node)
         node.used = tree.tick
-        self.rank.kept(node, now_s)
-        node.last_s = now_s
         return True
 
     def _make_room(self, kept: list[Node], now_s: float) -> None:

@@ -29,14 +29,12 @@ class LruRank:
     def __init__(self, tree: CheckpointTree) -> None:
         self.tree = tree
 
-    def requested(self, node: Node, now_s: float) -> None:
-        """A request runs through a position that had a state once, and counts as its hit."""
-
-    def kept(self, node: Node, now_s: float) -> None:
-        """A request left the state at *node*, which may have been resident before."""
-
-    def walked(self, path: Sequence[Node], now_s: float) -> None:
-        """These are the nodes of the request, its new ones included."""
+    def served(
+        self, path: Sequence[Node], asked: Node | None, kept: Sequence[Node], now_s: float
+    ) -> None:
+        """A request ran through *path*, its new nodes included: *asked* had a state once and
+        counts as its hit, those of *kept* have one now. Their ``last_s`` are those of before.
+        """
 
     def forgot(self, node: Node, now_s: float) -> None:
         """A position without a state is not remembered any longer."""
@@ -70,7 +68,9 @@ class LeafLruRank(LruRank):
     """
 
     @override
-    def walked(self, path: Sequence[Node], now_s: float) -> None:
+    def served(
+        self, path: Sequence[Node], asked: Node | None, kept: Sequence[Node], now_s: float
+    ) -> None:
         for node in path:
             if node.held:
                 node.used = self.tree.tick
@@ -172,37 +172,27 @@ class HitDensityRank(LruRank):
         if warm:
             self.table.learned(*read_prior())
             self.table.refresh(0.0, STATE_CLASSES)
-        self._fresh: list[Node] = []
-        """Nodes that begin to wait with this request, whose class is not known yet."""
         self._requests = 0
 
     @override
-    def requested(self, node: Node, now_s: float) -> None:
-        classes, last_s = self._waits(node)
-        self.table.requested(classes, last_s, now_s)
-        self._fresh.append(node)
-
-    @override
-    def kept(self, node: Node, now_s: float) -> None:
-        if node in self._fresh:
-            return
-        if node.last_s is not None:
-            # It was not asked for, but is as new as if it had been.
-            self.table.forgotten(*self._waits(node), now_s)
-        self._fresh.append(node)
-
-    @override
-    def walked(self, path: Sequence[Node], now_s: float) -> None:
+    def served(
+        self, path: Sequence[Node], asked: Node | None, kept: Sequence[Node], now_s: float
+    ) -> None:
+        if asked is not None:
+            self.table.requested(*self._waits(asked), now_s)
+        for node in kept:
+            if node is not asked and node.last_s is not None:
+                # It was not asked for, but is as new as if it had been.
+                self.table.forgotten(*self._waits(node), now_s)
         came = []
         for node in path:
             kind = state_class(node)
-            if node in self._fresh:
+            if node is asked or node in kept:
                 came.append(kind)
             elif node.last_s is not None and node.kind != kind:
                 classes, last_s = self._waits(node)
                 self.table.moved(classes, np.array([kind], np.uint16), last_s, now_s)
             node.kind = kind
-        self._fresh.clear()
         if came:
             self.table.wait(np.array(came, np.uint16), now_s)
 

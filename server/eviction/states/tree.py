@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
-
-from kvstore.proto.errors import InvalidRequestError
 
 Tokens = NDArray[np.int32]
 
@@ -34,12 +32,6 @@ class HybridModel:
     element_bytes: int = 2
     conv_kernel: int = 4
     expand: int = 2
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "name" and value < 1:
-                raise InvalidRequestError(field.name, value, "at least 1")
 
     @property
     def state_bytes(self) -> int:
@@ -152,8 +144,6 @@ class CheckpointTree:
     recurrent state is of one position, so a prompt can start only from a node that matches
     entirely and whose state is resident (Marconi, section 4.1). Nodes without a state are
     *ghosts*: they keep what was seen. Not thread-safe: the owner locks.
-
-    ``size_bytes`` = states x state_bytes + tokens of edges with KV x kv_bytes_per_token, always.
     """
 
     def __init__(self, model: HybridModel) -> None:
@@ -163,7 +153,6 @@ class CheckpointTree:
         """Nodes with a state; of those used at one time the first goes."""
         self._free: list[int] = []
         """Places in it."""
-        self.size_bytes = 0
         self.nodes = 0
         """Nodes without the root."""
         self.resident = 0
@@ -176,6 +165,12 @@ class CheckpointTree:
         """The number of the last request: what orders uses, whatever clocks do."""
 
     # --- questions
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the states, and of KV that is kept for them."""
+        kv_bytes = self.kept_tokens * self.model.kv_bytes_per_token
+        return self.resident * self.model.state_bytes + kv_bytes
 
     def match(self, tokens: Tokens) -> Match:
         """Return how far *tokens* [n] is known."""
@@ -272,9 +267,6 @@ class CheckpointTree:
                 one.parent.branches += change
         self.resident += change
         self.kept_tokens += change * tokens
-        self.size_bytes += change * (
-            self.model.state_bytes + tokens * self.model.kv_bytes_per_token
-        )
 
     def _weigh(self, nodes: Iterable[Node]) -> None:
         """Bring up to date what the states of *nodes* are scored by."""

@@ -10,10 +10,10 @@ from local_server import LocalServer
 from kvstore.client import Client, ClientOptions
 from kvstore.client.blend.attention import MAX_CONTEXT, ChunkAttention, measured_prefill
 from kvstore.client.blend.blender import Blender
+from kvstore.client.blend.segments import NamedChunk, SegmentRange, name_segments
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.resolving import ResolveTerms
-from kvstore.proto.blend import NamedChunk, SegmentRange, name_segments
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
 
 HEAD = 16

@@ -20,6 +20,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.gate import GatedBlender
+from kvstore.client.blend.segments import SegmentRange, name_segments
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
 from kvstore.client.engines.transformers import TransformersConnector
@@ -28,7 +29,6 @@ from kvstore.client.engines.transformers_cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.outgoing import Outgoing
 from kvstore.client.resolving import Resolved, ResolveTerms
-from kvstore.proto.blend import SegmentRange, name_segments
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate

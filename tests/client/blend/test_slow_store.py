@@ -21,6 +21,7 @@ from kvstore.client.blend.blender import Blender
 from kvstore.client.blend.gate import GatedBlender
 from kvstore.client.blend.patience import FIRST_S, MOST, SLACK, TIMES, Patience
 from kvstore.client.blend.report import BlendResult
+from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.source import LayerKV, MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
@@ -28,7 +29,6 @@ from kvstore.client.engines.transformers_blend import TransformersAdapter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import SegmentRange
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Representation
 from kvstore.server.blending.gates import TRIALS
 

@@ -17,6 +17,7 @@ from kvstore.client.blend.cost import Speed
 from kvstore.client.blend.feedback import compare
 from kvstore.client.blend.gate import SHADOW_TOKENS, GatedBlender
 from kvstore.client.blend.plan import BlendPlan
+from kvstore.client.blend.segments import SegmentRange
 from kvstore.client.blend.source import MemorySource
 from kvstore.client.blend.store_prefill import store_prefill
 from kvstore.client.blend.store_source import StoreSource
@@ -25,7 +26,6 @@ from kvstore.client.link_meter import LinkMeter
 from kvstore.client.options import TransportName
 from kvstore.client.resolving import Resolved, ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import SegmentRange
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, PutOutcome, Representation
 from kvstore.server.blending.gates import TRIALS

@@ -38,7 +38,7 @@ from kvstore.client.engines.vllm_refused import (
 from kvstore.client.engines.vllm_settings import VllmSettings
 from kvstore.client.engines.vllm_worker import VllmWorker
 from kvstore.codecs.frame_kernels import cuda_launcher
-from kvstore.proto.cuda import import_cupy
+from kvstore.proto.device import import_cupy
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChainDigest
 
@@ -247,7 +247,7 @@ class NeedsCupy(SlowDevice):
 
     @override
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        import_cupy("gpu")
+        import_cupy()
         return super().allocate(size_bytes)
 
 

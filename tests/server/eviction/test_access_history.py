@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
+from kvstore.server.eviction import access_history
 from kvstore.server.eviction.access_history import (
     MAX_CLASSES,
     MAX_GROUPS,
@@ -54,8 +55,8 @@ def test_chunks_one_by_one_are_remembered_as_the_chain_would_be() -> None:
     chain.seen_chain(rows(1, 2, 3), NO_ROW, facts, 1.0)
     for row in (1, 2, 3):
         one.seen_chain(rows(row), row - 1, facts if row == 3 else whole, 1.0)
-    for mine, others in zip(one.columns(), chain.columns(), strict=True):
-        assert np.array_equal(mine[:4], others[:4])  # type: ignore[index]
+    for name in access_history._COLUMNS:
+        assert np.array_equal(getattr(one, name)[:4], getattr(chain, name)[:4])
 
 
 def test_a_count_of_askings_stops_and_does_not_turn_over() -> None:
@@ -193,9 +194,9 @@ def test_everybody_known_waits_in_just_one_class_whatever_happened() -> None:
     history.table.settle(700.0)
     history.table.refresh(700.0, history.kinds.count)
     _, ends = history.table.counts(700.0, history.kinds.count)
-    known = np.flatnonzero(history.columns().hits)
+    known = np.flatnonzero(history.hits)
     waiting = ends - history.table._forgotten[: len(ends)]
-    counted = np.bincount(history.columns().classes[known], minlength=len(ends))
+    counted = np.bincount(history.classes[known], minlength=len(ends))
     assert waiting.sum(axis=1).tolist() == counted.tolist()
 
 

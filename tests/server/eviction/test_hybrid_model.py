@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.tree import HYBRID_7B, HybridModel
+from kvstore.server.eviction.states.tree import HYBRID_7B
 
 
 def test_a_state_of_the_7_b_hybrid_is_as_large_as_the_kv_of_409_tokens() -> None:
@@ -25,8 +22,3 @@ def test_flops_are_the_sum_over_layers_of_the_published_formulas() -> None:
 
 def test_no_tokens_cost_nothing() -> None:
     assert HYBRID_7B.flops(0) == 0
-
-
-def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="attention_layers=0"):
-        HybridModel("none", 1, 0, 1, 8, 8)

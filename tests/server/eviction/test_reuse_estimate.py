@@ -8,63 +8,55 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.reuse_estimate import ReuseForecast, ReuseTable
+from kvstore.server.eviction.reuse_estimate import ReuseForecast, reuse_chance
+from kvstore.server.eviction.reuse_statistics import AGE_BINS, bins_of
 
-FIRST, SECOND = np.array([0], np.uint8), np.array([1], np.uint8)
+
+def hits(**ages_s: float) -> NDArray[np.float64]:
+    """Return hits by bin: ``_5`` of five seconds and so on."""
+    found = np.zeros(AGE_BINS)
+    for age, count in ages_s.items():
+        found[bins_of(np.array([float(age[1:])]))] += count
+    return found
 
 
 def test_a_kind_that_always_comes_again_is_likely_to_and_one_that_never_does_is_not() -> None:
-    table = ReuseTable(2)
-    for _ in range(1000):
-        table.requested(FIRST)
-        table.again(FIRST, np.array([5.0]))
-        table.requested(SECOND)
-    assert table.chance(0, 0.0) > 0.99
-    assert table.chance(1, 0.0) < 0.01
+    assert reuse_chance(1000.0, hits(_5=1000), 0.0) > 0.99
+    assert reuse_chance(1000.0, hits(), 0.0) < 0.01
 
 
 def test_what_has_waited_past_the_usual_age_is_unlikely_to_come() -> None:
-    table = ReuseTable(1)
-    for at in range(1000):
-        table.requested(FIRST)
-        if at % 2:
-            table.again(FIRST, np.array([5.0]))
-    assert table.chance(0, 0.0) == pytest.approx(0.5, abs=0.01)
-    assert table.chance(0, 100.0) < 0.01
+    half = hits(_5=500)
+    assert reuse_chance(1000.0, half, 0.0) == pytest.approx(0.5, abs=0.01)
+    assert reuse_chance(1000.0, half, 100.0) < 0.01
 
 
 def test_only_hits_before_the_tier_gives_a_chunk_up_count() -> None:
-    table = ReuseTable(1)
-    for _ in range(100):
-        table.requested(FIRST)
-        table.again(FIRST, np.array([1000.0]))
-    assert table.chance(0, 0.0, 10.0) < 0.02
-    assert table.chance(0, 0.0, 5000.0) > 0.98
+    late = hits(_1000=100)
+    assert reuse_chance(100.0, late, 0.0, 10.0) < 0.02
+    assert reuse_chance(100.0, late, 0.0, 5000.0) > 0.98
 
 
 def test_nothing_known_is_even_odds() -> None:
-    assert ReuseTable(1).chance(0, 3.0) == 0.5
+    assert reuse_chance(0.0, hits(), 3.0) == 0.5
 
 
 @given(
-    st.lists(st.tuples(st.booleans(), st.floats(-10, 1e9)), max_size=50),
+    st.lists(st.integers(0, 9), min_size=AGE_BINS, max_size=AGE_BINS),
+    st.integers(0, 400),
     st.floats(-10, 1e9),
     st.floats(0, 1e9),
 )
 def test_a_chance_is_one_whatever_was_counted(
-    events: list[tuple[bool, float]], age_s: float, stay_s: float
+    counts: list[int], requests: int, age_s: float, stay_s: float
 ) -> None:
-    table = ReuseTable(1)
-    for is_asking, age in events:
-        if is_asking:
-            table.requested(FIRST)
-        else:
-            table.again(FIRST, np.array([age]))
-    assert 0.0 <= table.chance(0, age_s, age_s + stay_s) <= 1.0
-    assert 0.0 <= table.chance(0, age_s) <= 1.0
+    found = np.array(counts, np.float64)
+    assert 0.0 <= reuse_chance(requests, found, age_s, age_s + stay_s) <= 1.0
+    assert 0.0 <= reuse_chance(requests, found, age_s) <= 1.0
 
 
 def ask(forecast: ReuseForecast, rows: list[int], now_s: float) -> None:

@@ -7,7 +7,6 @@ import pytest
 from contracts.states import edge
 from contracts.states import nodes as nodes_of
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.states.cache import GhostLimits, Ghosts
 from kvstore.server.eviction.states.tree import (
     HYBRID_7B,
@@ -154,8 +153,3 @@ def test_what_is_remembered_goes_with_the_capacity_up_to_a_limit() -> None:
     assert limits.tokens == 16 * 10_000_000_000 // 65_536
     assert limits.nodes == 64 * 10_000_000_000 // 26_787_840
     assert GhostLimits.of(HYBRID_7B, 10**15).nodes == 2**18
-
-
-def test_a_limit_below_zero_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="tokens=-1"):
-        GhostLimits(0, -1)

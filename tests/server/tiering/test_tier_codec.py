@@ -198,8 +198,7 @@ def tensor_frame(seed: int, dtype: DType = DType.bfloat16, *, nan: bool = False)
     header = check_frame(frame)
     numbers = np.random.default_rng(seed).standard_normal(component.layer_bytes // 2, np.float32)
     numbers[7] = np.nan if nan else 1.0
-    template = FrameTemplate.of(header)
-    writer = FrameWriter(template, frame)
+    writer = FrameWriter(header, frame)
     writer.reserve(component.layer_bytes).view("<u2")[:] = numbers.view(np.uint32) >> 16
     writer.commit(component.layer_bytes)
     writer.finish(0, 1, Fidelity.exact)

@@ -289,13 +289,10 @@ PAGES = 150
 
 
 class ManyPages:
-    """Stands in for the log: there is more to tell than any queue on the way holds."""
+    """Stands in for a reader of the log: there is more to tell than any queue on the way holds."""
 
     def __init__(self) -> None:
         self._pages = iter(Page([stored(1)] * PAGE_EVENTS, 0) for _ in range(PAGES))
-
-    def reader(self) -> ManyPages:
-        return self
 
     def poll(self) -> Page | None:
         return next(self._pages, None)
@@ -306,8 +303,11 @@ def publisher_of_many(folder: Path) -> Iterator[tuple[EventPublisher, Counters]]
     folder.mkdir(mode=0o700)
     counters = Counters()
     sockets = EventSockets("off", f"ipc:{folder / 'r'}")
-    log: Any = ManyPages()
-    with closing(EventPublisher(sockets, log, 1, counters, lambda: 0.0, time.monotonic)) as one:
+    log: Any = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "EventReader", lambda _: ManyPages())
+        publisher = EventPublisher(sockets, log, 1, counters, lambda: 0.0, time.monotonic)
+    with closing(publisher) as one:
         assert eventually(lambda: counters["event_batches"] == PAGES)
         yield one, counters
 

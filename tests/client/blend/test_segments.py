@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.proto.blend import (
-    MAX_SEGMENTS,
-    ContextMass,
-    NamedChunk,
-    NamedSegment,
-    SegmentRange,
-    ShadowResult,
-    check_tag,
-    name_segments,
-)
+from kvstore.client.blend.segments import NamedChunk, NamedSegment, SegmentRange, name_segments
+from kvstore.proto.blend import MAX_SEGMENTS, ContextMass, ShadowResult, check_tag
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digest, chain_digests, content_digest, tokens_le32
 from kvstore.proto.types import MIN_CHUNK_TOKENS, ROOT
