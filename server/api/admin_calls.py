@@ -180,7 +180,7 @@ class AdminCalls:
             chunks=limits.chunks,
             requests_per_s=limits.requests_per_s,
             leases=limits.leases,
-            used_leases=self._catalog.leases.by_tenant[tenant],
+            used_leases=self._catalog.leases_of(tenant),
         )
         for tier, use in self._catalog.eviction.quotas_of(tenant).items():
             reply.tiers.add(
