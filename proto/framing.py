@@ -38,7 +38,7 @@ _GRAIN_S = 0.01
 """A socket may wait so much longer than what is left: to set its timeout each time costs a call."""
 
 
-def message_of(message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> list[memoryview]:
+def message_of(message: pb.StreamMessage, pieces: Sequence[Bytes]) -> list[memoryview]:
     """Return a message whose payload is *pieces*, not copied, one behind the other."""
     head = bulk.pack(message, sum(map(len, pieces)))
     return [memoryview(head), *(piece.data for piece in pieces if len(piece))]
@@ -71,7 +71,7 @@ class FramedSocket:
         self._link = link
         self._whose = whose
         self._address = address
-        self._clock = clock
+        self.clock = clock
         self._until = math.inf
         self._is_encrypted = is_encrypted
         self._patience_s = 0.0
@@ -170,7 +170,7 @@ class FramedSocket:
 
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
         """Return how many bytes *call* moved."""
-        left_s = self._until - self._clock()
+        left_s = self._until - self.clock()
         if left_s < self._patience_s - _GRAIN_S:
             self._wait_at_most(max(_LEAST_S, left_s))
         try:
@@ -181,7 +181,7 @@ class FramedSocket:
             raise TierUnavailableError(self._whose, f"{self._address}: {error}") from None
         if not moved:
             raise TierUnavailableError(self._whose, f"{self._address} hung up")
-        if self._clock() >= self._until:
+        if self.clock() >= self._until:
             raise DeadlineError(f"{self._address} takes too long")
         return moved
 
@@ -202,7 +202,11 @@ def connect_wire(
     That is in DER, and the only one trusted. Raises DeadlineError and TierUnavailableError.
     """
     try:
-        link = _connected(where, deadline, clock)
+        url = urlsplit(where)
+        address = url.hostname or "", url.port or 0
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        share_s = max(_LEAST_S, (deadline - clock()) / len(found))  # of each address
+        link = socket.create_connection(address, share_s)
         try:
             if certificate:
                 link.settimeout(max(_LEAST_S, deadline - clock()))
@@ -215,14 +219,6 @@ def connect_wire(
         raise DeadlineError(f"{where} did not answer in time") from None
     except (OSError, ValueError) as error:
         raise TierUnavailableError(whose, f"{where}: {error}") from None
-
-
-def _connected(where: str, deadline: float, clock: Callable[[], float]) -> socket.socket:
-    """Return a socket to the first address of *where* that answers in its share of the time."""
-    url = urlsplit(where)
-    address = url.hostname or "", url.port or 0
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    return socket.create_connection(address, max(_LEAST_S, (deadline - clock()) / len(found)))
 
 
 _CERTIFICATE_NAME = "kvstore peer"

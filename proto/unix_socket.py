@@ -248,18 +248,13 @@ class Method(NamedTuple):
     reply: type[Message]
 
 
-METHODS: dict[int, Method] = {
-    1: Method("Lookup", pb.LookupRequest, pb.LookupResponse),
-    2: Method("Get", pb.GetRequest, pb.GetResponse),
-    3: Method("Release", pb.ReleaseRequest, pb.ReleaseResponse),
-    4: Method("Reserve", pb.ReserveRequest, pb.ReserveResponse),
-    5: Method("Commit", pb.CommitRequest, pb.CommitResponse),
-    6: Method("Abort", pb.AbortRequest, pb.AbortResponse),
-    7: Method("Plan", pb.PlanRequest, pb.PlanResponse),
-    8: Method("Resolve", pb.ResolveRequest, pb.ResolveResponse),
-    9: Method("ReportReuse", pb.ReportReuseRequest, pb.ReportReuseResponse),
-    10: Method("PutDevice", pb.PutDeviceRequest, pb.PutResponse),
-}
+def _method(name: str) -> Method:
+    method = pb.DESCRIPTOR.services_by_name["KVStore"].methods_by_name[name]
+    return Method(name, getattr(pb, method.input_type.name), getattr(pb, method.output_type.name))
+
+
+_NAMES = "Lookup Get Release Reserve Commit Abort Plan Resolve ReportReuse PutDevice"
+METHODS = dict(enumerate(map(_method, _NAMES.split()), 1))
 """What may be called so: what every put and get needs. Numbers are never used again."""
 
 _NUMBERS = {method.name: number for number, method in METHODS.items()}

@@ -27,7 +27,7 @@ from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
-from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.authorization import Trust
@@ -145,10 +145,8 @@ class Node:
         """Open all ways in, and what they answer with once they are started."""
         config, clock, store, trust = self._config, self._clock, self.store, self.trust
         self.unix_server = self._open_unix_server()
-        limits = ServiceLimits(
-            config.limits.max_batch_chunks, config.max_frame_bytes, config.default_deadline_ms
-        )
-        checks = Checks(limits, clock)
+        most_chunks, most_bytes = config.limits.max_batch_chunks, config.max_frame_bytes
+        checks = Checks(most_chunks, most_bytes, config.default_deadline_ms, clock)
         self.device_puts = self._open_device_puts()
         bulk = self._open_bulk(checks)
         self._boot_id = boot_id = _new_id()

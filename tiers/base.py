@@ -79,15 +79,13 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
-        """Take room for a frame; of several of one key the first that is sealed wins.
-
-        Raises TierFullError, leaving the tier as it was.
+        """Take room for a frame; of several of one key the first that is sealed wins. Raises
+        TierFullError, leaving the tier as it was.
         """
 
     @abstractmethod
     def write(self, reservation: Reservation, frame: Bytes) -> None:
-        """Put the whole frame into its room. It stays as it is until it is sealed or aborted.
-
+        """Put the whole frame, which stays as it is until it is sealed or aborted, into its room.
         Raises InvalidRequestError for a frame of another size and for a spent reservation.
         """
 
@@ -158,18 +156,16 @@ class Tier(ABC):
         return []
 
     def file_place(self, key: ChunkKey) -> Place | None:
-        """Return where *key*'s frame lies in a file that can be shared; None where it does not.
-
-        Its number means one file for as long as any process may remember it. The bytes there are
-        the frame's while the caller keeps the chunk from being deleted.
+        """Return where *key*'s frame lies in a file that can be shared; None where it does not. The
+        number never means another file; the bytes are the frame's while the chunk is not deleted.
         """
         return None
 
     def extent_file(self, extent: int, tenant: str) -> int:
-        """Return a new, read-only descriptor of a file with *tenant*'s frames alone.
+        """Return a new, read-only descriptor of a file with *tenant*'s frames alone, to be closed.
 
-        It is the caller's to close. Raises InvalidRequestError for a file that is gone or not
-        shared, PermissionDeniedError for another tenant's, TierUnavailableError.
+        Raises InvalidRequestError for a file that is gone or not shared, PermissionDeniedError for
+        another tenant's, TierUnavailableError.
         """
         raise InvalidRequestError("extent", extent, f"tier {self.name!r} shares no files")
 

@@ -84,12 +84,9 @@ class DiskTier(Tier):
 
     A data file has frames of one tenant, from the first to its end, so that a descriptor of it
     shows nobody else's bytes: TierFullError may come while bytes are free, and evicting the
-    ``chunks_sharing_block`` of one file makes its room anyone's.
-
-    When one of several folders fails, what lies there is unavailable and nothing is put there for
-    a while; the others serve. A durable chunk stays until it is deleted. What is deleted may come
-    back after a crash, over bytes that are already another chunk's: that frame then has another
-    key or fails its checksum, which every caller checks.
+    ``chunks_sharing_block`` of one file makes its room anyone's. When one of several folders
+    fails, nothing is put there for a while; the others serve. What is deleted may come back after
+    a crash, over another chunk's bytes: every caller checks keys and checksums.
     """
 
     name: ClassVar[str] = TIER
@@ -364,9 +361,8 @@ class DiskTier(Tier):
 
     @contextmanager
     def _calling(self, key: ChunkKey | None = None) -> Iterator[tuple[DataFile, Place] | None]:
-        """Keep ``close`` from closing files under a call: their numbers might be reused.
-
-        Gives the file and the place of *key*; None when it is absent.
+        """Keep ``close`` from closing files under a call: their numbers might be reused. Gives the
+        file and the place of *key*; None when it is absent.
         """
         with self._lock:
             self._check_open()

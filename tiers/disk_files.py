@@ -15,11 +15,7 @@ from typing import NamedTuple
 import structlog
 
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    PermissionDeniedError,
-    TierUnavailableError,
-)
+from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, TierUnavailableError
 from kvstore.tiers.allocator import FreeList
 from kvstore.tiers.base import DEFAULT_TENANT
 from kvstore.tiers.disk_io import (
@@ -259,9 +255,8 @@ class DiskDirectory:
 class DataFiles:
     """The data files of all folders: room in them, and what is done to their bytes.
 
-    Room is handed out so that each file has the frames of one tenant, and folders fill up in
-    proportion to their size. ``lock`` is the one lock of the tier: it guards ``by_number``, what
-    is free and who owns what. Methods that say so run under it; none of those does I/O.
+    Folders fill up in proportion to their size. ``lock`` is the one lock of the tier: it guards
+    ``by_number``, what is free and who owns what. Methods that say so run under it, without I/O.
     """
 
     def __init__(

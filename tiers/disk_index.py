@@ -25,13 +25,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.disk_files import DataFile, DataFiles
-from kvstore.tiers.disk_io import (
-    BLOCK_BYTES,
-    TIER,
-    allocate_file,
-    read_lmdb,
-    sync_folder,
-)
+from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, allocate_file, read_lmdb, sync_folder
 
 DEFAULT_INDEX_BYTES = 256 << 20
 """Room for about 600,000 rows. Allocated at start, like the data files."""
@@ -126,9 +120,8 @@ def _checked_body(key: bytes, value: bytes, least_bytes: int) -> bytes:
 
 
 class DiskIndex:
-    """Rows by key, changed in transactions that are durable when they return. One thread at a time.
-
-    ``dropped`` counts what was unusable at start, ``owners`` says whose each data file was then.
+    """Rows by key, changed in durable transactions. One thread at a time. ``dropped`` counts what
+    was unusable at start, ``owners`` says whose each data file was then.
     """
 
     def __init__(self, path: Path, index_bytes: int) -> None:
@@ -186,10 +179,8 @@ class DiskIndex:
         return rows
 
     def commit(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> int:
-        """Delete, then add, and return how many *rows* went in; the index is full for the rest.
-
-        All is durable on return, in one transaction where that fits. Raises TierUnavailableError;
-        nobody knows then what took place.
+        """Delete, then add, durably, and return how many *rows* went in; the index is full for the
+        rest. Raises TierUnavailableError; nobody knows then what took place.
         """
         if not self._has_room(len(rows)) or not self._write(deletes, rows):
             for some in _steps(list(deletes)):

@@ -325,9 +325,9 @@ def take_lock(path: Path) -> int:
 def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
     """Add the rows of an LMDB file that may be damaged to *rows*, read by a child process.
 
-    *direction* is forward or backward. Return 0 when the child read all, else how it ended when
-    it met damage. Raises OSError, InvalidFrameError when the file is of another version of LMDB,
-    and TierUnavailableError when the child ended in a way that says nothing about the file.
+    Return 0 when the child read all, else how it ended when it met damage. Raises OSError,
+    InvalidFrameError for another version of LMDB, and TierUnavailableError when the child ended in
+    a way that says nothing about the file.
     """
     command = [sys.executable, "-c", _READER, str(file), direction, *sys.path]
     try:

@@ -181,9 +181,8 @@ READ_CELLS = 4
 class EncryptedTier(Tier):
     """*inner*, encrypted with *keys*. Sizes are those of frames; slack covers what is added.
 
-    What does not open raises ChunkCorruptError, to be quarantined like any damage. What is of an
-    epoch whose key is gone, or was never encrypted, is corrupt too, but absent on a medium that
-    others share, who may have the key. Files with frames are shared with nobody.
+    Damage raises ChunkCorruptError, and so does what was never encrypted or whose key is gone; on
+    a medium that others share, who may have that key, it is absent.
     """
 
     def __init__(self, inner: Tier, keys: KeyRing) -> None:

@@ -53,9 +53,8 @@ class _Piece:
 
 
 class Staging:
-    """*lanes* transfers at once, each through two pieces of *piece_bytes*; others wait.
-
-    One piece is filled or emptied by the host while the device copies the other. Thread-safe.
+    """*lanes* transfers at once, each through two pieces of *piece_bytes*; others wait. The host
+    fills or empties one piece while the device copies the other. Thread-safe.
     """
 
     def __init__(self, device: Device, lanes: int, piece_bytes: int) -> None:
@@ -190,9 +189,8 @@ class GpuTier(Tier):
         self._up.record().synchronize()  # the caller may reuse its memory now
 
     def opened(self, reservation: Reservation, stream: Stream) -> torch.Tensor:
-        """Return the reserved frame's device bytes, for work queued on *stream* from now on.
-
-        The caller waits for that work before it seals or aborts.
+        """Return the reserved frame's device bytes, for work queued on *stream* from now on, which
+        the caller waits for before it seals or aborts.
         """
         place = self._open(reservation)
         # Who had the room before may still have copies into it on the way.

@@ -1,9 +1,8 @@
 """The tier that all nodes share: frames in one Redis or Valkey.
 
-A frame is cut into parts of a few megabytes, and a manifest, written last and only where
-there is none, makes them a chunk. All names of a key share one hash slot. Parts carry their
-writer's random id, so that a reader never mixes two versions, and everything has a lifetime,
-so that what a killed writer left behind ends by itself.
+A frame is cut into parts of a few megabytes, and a manifest, written last and only where there is
+none, makes them a chunk. Parts carry their writer's random id, so that no reader mixes versions,
+and everything has a lifetime, so that what a killed writer left ends by itself.
 """
 
 from __future__ import annotations
@@ -35,19 +34,8 @@ from kvstore.tiers.base import (
     check_size,
     spent,
 )
-from kvstore.tiers.redis_chunks import (
-    MAX_PARTS,
-    WRITE_ID_BYTES,
-    KeyNames,
-    Manifest,
-    RedisChunks,
-)
-from kvstore.tiers.redis_client import (
-    DEFAULT_CONNECTIONS,
-    MAX_LISTING_BYTES,
-    NodeDown,
-    RedisClient,
-)
+from kvstore.tiers.redis_chunks import MAX_PARTS, WRITE_ID_BYTES, KeyNames, Manifest, RedisChunks
+from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, NodeDown, RedisClient
 from kvstore.tiers.redis_connection import Reply
 from kvstore.tiers.redis_servers import SLOTS, Server
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
@@ -161,10 +149,9 @@ class RedisTier(Tier):
 
     ``capacity_bytes`` bounds what this process reserved and sealed plus what a listing
     showed, at construction and by ``scan``; what others put later is found but not counted.
-    Redis may be down at construction: calls then raise TierUnavailableError, and the first
-    ``reserve`` that reaches it lists what is there. Durable means acknowledged by the server. A
-    seal whose answer is lost raises, and what it left is removed before the next seal or ends by
-    its lifetime; until then the chunk may show, whole.
+    Redis may be down at construction: the first ``reserve`` that reaches it lists what is there.
+    Durable means acknowledged by the server. A seal whose answer is lost raises, and what it left
+    is removed before the next seal or ends by its lifetime; until then the chunk may show, whole.
 
     *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
     receive. *part_bytes* is a little below a power of two, as Redis' allocator rounds what is

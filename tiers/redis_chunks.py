@@ -57,10 +57,8 @@ return held
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version of one chunk. ``raw`` is the manifest as it stands in Redis.
-
-    ``write_id`` belongs to one writer, so that parts of different writers never mix;
-    ``sealed_us`` is that writer's wall clock, since the epoch, and only orders chunks.
+    """One version of one chunk, by the writer with this ``write_id``, whose wall clock says
+    ``sealed_us``: it only orders chunks. ``raw`` is the manifest as it stands in Redis.
     """
 
     info: ChunkInfo
@@ -180,16 +178,10 @@ class RedisChunks:
         return found
 
     def read(
-        self,
-        manifest: Manifest,
-        out: Bytes,
-        offset: int,
-        arrived: Callable[[int], object] = bool,
+        self, manifest: Manifest, out: Bytes, offset: int, arrived: Callable[[int], object] = bool
     ) -> bool:
-        """Fill *out* from the parts of *manifest*. False when it or a part is not there whole.
-
-        First its manifest is compared, then its parts are received. A read from the chunk's
-        start gives it its whole life again. *arrived* is Transfer's.
+        """Compare *manifest*, then fill *out* from its parts. False when one is not there whole. A
+        read from the chunk's start gives it its whole life again. *arrived* is Transfer's.
         """
         name, raw = self._names.manifest(manifest.info.key), manifest.raw
         _, peek = self._get_manifest(manifest.info.key)
@@ -206,9 +198,8 @@ class RedisChunks:
 
     def write(self, manifest: Manifest, frame: Bytes) -> bool:
         """Send the parts, then the manifest unless its key has one. Return whether it had none.
-
-        When this raises nothing is left behind, or it goes before the next publishing. Raises
-        redis' OutOfMemoryError when the server takes no more.
+        What is left when this raises goes before the next publishing. Raises redis'
+        OutOfMemoryError when the server takes no more.
         """
         published = False
         try:

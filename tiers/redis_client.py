@@ -53,18 +53,9 @@ _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
     (ssl.SSLError, "check --redis-tls-ca, and that its certificates are valid and name its hosts"),
     (errors.ReadOnlyError, "point the URL at the primary"),
     (LoadingError, "wait until it has loaded its data"),
-    (
-        (SlotLostError, errors.ClusterDownError),
-        "bring back its masters, or let replicas take over",
-    ),
-    (
-        errors.TimeoutError,
-        "check that it is reachable and not overloaded, or raise timeout_ms",
-    ),
-    (
-        errors.InvalidResponse,
-        "check that the URL names a Redis, and no proxy changes its answers",
-    ),
+    ((SlotLostError, errors.ClusterDownError), "bring back its masters, or let replicas take over"),
+    (errors.TimeoutError, "check that it is reachable and not overloaded, or raise timeout_ms"),
+    (errors.InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
     (errors.ResponseError, "see the server's log"),
 )
 _FIX = "check that it runs and that the URL names it"
@@ -95,12 +86,7 @@ class RedisClient:
     """
 
     def __init__(
-        self,
-        tier: str,
-        url: str,
-        timeout_ms: int,
-        connections: int,
-        clock: Clock = time.monotonic,
+        self, tier: str, url: str, timeout_ms: int, connections: int, clock: Clock = time.monotonic
     ) -> None:
         parsed = parse_redis_url(url)
         self.url: Final = parsed.shown
@@ -118,10 +104,7 @@ class RedisClient:
         self._is_closed = False
 
     def run(
-        self,
-        name: bytes | Server,
-        commands: Sequence[Command],
-        reply_bytes: int = MAX_REPLY_BYTES,
+        self, name: bytes | Server, commands: Sequence[Command], reply_bytes: int = MAX_REPLY_BYTES
     ) -> list[Any]:
         """Send *commands* about the key called *name*, or to that server, and return their replies.
 

@@ -88,9 +88,12 @@ class Server:
         except Empty:
             raise errors.TimeoutError("all connections are in use") from None
         try:
-            if connection is not None and _has_events(connection):  # it hung up, or says more
-                connection.disconnect()  # type: ignore[no-untyped-call]
-                connection = None
+            if connection is not None:
+                poll = select.poll()
+                poll.register(connection.link, select.POLLIN | select.POLLRDHUP)
+                if poll.poll(0):  # it hung up, or says more
+                    connection.disconnect()  # type: ignore[no-untyped-call]
+                    connection = None
             if self._is_closed:
                 raise errors.ConnectionError("closed")
             if connection is None:
@@ -131,12 +134,6 @@ class Server:
         self._free.put(None)  # for who waits, to learn of it
 
 
-def _has_events(connection: RedisConnection) -> bool:
-    poll = select.poll()
-    poll.register(connection.link, select.POLLIN | select.POLLRDHUP)
-    return bool(poll.poll(0))
-
-
 class Batch:
     """Commands to one server, over one connection. ``error`` is why it failed, if it did."""
 
@@ -145,18 +142,15 @@ class Batch:
         self.commands = commands
         self.replies: list[Reply] = []
         self.error: Exception | None = None
+        self.is_unsent = True
         self._connection: RedisConnection | None = None
         self._sent_at = 0.0
-
-    @property
-    def is_unsent(self) -> bool:
-        """Whether there was no connection to send on."""
-        return self._connection is None
 
     def send(self, deadline: float) -> None:
         """Take a connection and send all."""
         try:
             self._connection = self.server.acquire(deadline)
+            self.is_unsent = False
             self._sent_at = self.server.clock()
             self._connection.send(pack(*self.commands))
         except (OSError, errors.RedisError) as error:
@@ -192,9 +186,9 @@ def converse(server: Server, command: Command, deadline: float) -> Reply:
 class Topology:
     """Which server holds a key: the only one, the master that Sentinels name, or a Cluster's.
 
-    redis.io, "Sentinel clients" and "Cluster specification". Who holds what is asked of any
-    Sentinel or node, and again after a failure. A Cluster's master that failed is left alone for
-    REST_S, during which only its slots are lost. Thread-safe; raises redis-py's errors and OSError.
+    redis.io, "Sentinel clients" and "Cluster specification". Any Sentinel or node says who holds
+    what, and again after a failure. A Cluster's master that failed is left alone for REST_S.
+    Thread-safe; raises redis-py's errors and OSError.
     """
 
     def __init__(self, url: RedisUrl, options: ConnectionOptions, clock: Clock) -> None:

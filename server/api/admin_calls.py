@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from kvstore.proto.keys import keys_of_digests
 from kvstore.proto.messages import as_message, fidelity_of
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Namespace
 from kvstore.server.api.service import Backend
+from kvstore.server.api.validation import require
 from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.queries import ChunkDetails
 from kvstore.server.security.authorization import POOL_PREFIX, access_to
@@ -69,10 +70,10 @@ class AdminCalls:
 
     def Pin(self, request: pb.PinRequest, session: Session) -> pb.PinResponse:
         """Keep chunks from eviction for a time."""
-        if not 1 <= request.ttl_ms <= MAX_PIN_TTL_MS:
-            raise InvalidRequestError("ttl_ms", request.ttl_ms, f"use 1 to {MAX_PIN_TTL_MS}")
+        ttl_ms, most = request.ttl_ms, MAX_PIN_TTL_MS
+        require(1 <= ttl_ms <= most, "ttl_ms", ttl_ms, f"use 1 to {most}")
         keys = self._checks.keys(session, request.digests)
-        pinned = self._catalog.pin(keys, request.ttl_ms / 1000)
+        pinned = self._catalog.pin(keys, ttl_ms / 1000)
         return pb.PinResponse(pinned=pinned)
 
     def Unpin(self, request: pb.UnpinRequest, session: Session) -> pb.UnpinResponse:
@@ -83,13 +84,11 @@ class AdminCalls:
     def Clear(self, request: pb.ClearRequest, caller: Principal) -> pb.ClearResponse:
         """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
         slots = self._store.moves.tiers.slots
-        if request.tier and request.tier not in slots:
-            raise InvalidRequestError("tier", request.tier, f"use one of {sorted(slots)}")
+        require(request.tier in (*slots, ""), "tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)
-        if request.session_id and request.tenant:
-            fix = "name a tenant without a session, whose chunks are its own"
-            raise InvalidRequestError("tenant", request.tenant, fix)
         if request.session_id:
+            fix = "name a tenant without a session, whose chunks are its own"
+            require(not request.tenant, "tenant", request.tenant, fix)
             space = self._sessions.get(request.session_id).namespace
             keys = self._catalog.queries.keys_from(space)
         else:
@@ -128,8 +127,8 @@ class AdminCalls:
     def List(self, request: pb.ListRequest, session: Session) -> Iterator[pb.ListResponse]:
         """Yield the chunks of a session's namespace, in the order of their digests."""
         for name, digest in (("after", request.after), ("prefix", request.prefix)):
-            if len(digest) > DIGEST_BYTES:
-                raise InvalidRequestError(name, digest.hex(), f"at most {DIGEST_BYTES} bytes")
+            fix = f"at most {DIGEST_BYTES} bytes"
+            require(len(digest) <= DIGEST_BYTES, name, digest.hex(), fix)
         held = self._catalog.queries.page(
             session.namespace, request.after, request.prefix, request.limit
         )
@@ -148,8 +147,9 @@ class AdminCalls:
             for space in self._store.spaces.all()
             if tenant in (EVERY_TENANT, space.tenant)
         ][request.skip :]
-        fit = list(_fitting(spaces, messages.MESSAGE_BYTES))
-        return pb.SpacesResponse(spaces=fit, left=len(spaces) - len(fit))
+        reply = pb.SpacesResponse()
+        reply.left = _fill(reply.spaces, spaces, messages.MESSAGE_BYTES)
+        return reply
 
     # --- quotas
 
@@ -174,14 +174,9 @@ class AdminCalls:
         return pb.QuotaResponse(tenants=[self._quota_of(tenant)])
 
     def _quota_of(self, tenant: str) -> pb.TenantQuota:
+        used = self._catalog.leases_of(tenant)
         limits = self._limits.of(tenant)
-        reply = pb.TenantQuota(
-            tenant=tenant,
-            chunks=limits.chunks,
-            requests_per_s=limits.requests_per_s,
-            leases=limits.leases,
-            used_leases=self._catalog.leases_of(tenant),
-        )
+        reply = as_message(pb.TenantQuota, limits, tenant=tenant, used_leases=used)
         for tier, use in self._catalog.eviction.quotas_of(tenant).items():
             reply.tiers.add(
                 tier=tier,
@@ -239,22 +234,12 @@ class AdminCalls:
         """Begin a pass if requested, and report how far the one that runs is."""
         if self._scrub is None:
             raise InvalidRequestError("method", "Scrub", "this server does not scrub")
-        if request.bytes_per_s > MAX_SCRUB_BYTES_PER_S:
-            fix = f"at most {MAX_SCRUB_BYTES_PER_S}; 0 is no limit"
-            raise InvalidRequestError("bytes_per_s", request.bytes_per_s, fix)
+        rate, most = request.bytes_per_s, MAX_SCRUB_BYTES_PER_S
+        require(rate <= most, "bytes_per_s", rate, f"at most {most}; 0 is no limit")
         self._checks.batch("tiers", len(request.tiers))
-        begun = request.begin and self._scrub.begin(list(request.tiers), request.bytes_per_s)
+        begun = request.begin and self._scrub.begin(list(request.tiers), rate)
         report = self._scrub.report()
-        return pb.ScrubResponse(
-            begun=begun,
-            running=report.is_running,
-            passes=report.passes,
-            total_chunks=report.total_chunks,
-            checked_chunks=report.checked_chunks,
-            checked_bytes=report.checked_bytes,
-            damaged_chunks=report.damaged_chunks,
-            unread_chunks=report.unread_chunks,
-        )
+        return as_message(pb.ScrubResponse, report, begun=begun, running=report.is_running)
 
     def Drain(self, request: pb.DrainRequest, caller: Principal) -> pb.DrainResponse:
         """Take no more sessions, and write what waits. Return whether all was written."""
@@ -267,14 +252,10 @@ class AdminCalls:
         check_local(context.peer())
         page = self._requests.read(request.recording, request.after)
         records = [
-            pb.TraceRecord(
-                at_us=int(1e6 * one.at_s), chunks=one.names, ready=one.ready, tokens=one.tokens
-            )
+            as_message(pb.TraceRecord, one, at_us=int(1e6 * one.at_s), chunks=one.names)
             for one in page.lookups
         ]
-        return pb.TraceResponse(
-            recording=page.recording, records=records, last=page.last, lost=page.lost
-        )
+        return as_message(pb.TraceResponse, page, records=records)
 
     # --- explanations
 
@@ -286,58 +267,51 @@ class AdminCalls:
         space = self._space(request, context.peer())
         reply = pb.ExplainResponse()
         if request.digests:
-            limit = max(self._checks.limits.max_batch_chunks, messages.MAX_EXPLAINED)
+            limit = max(self._checks.max_batch_chunks, messages.MAX_EXPLAINED)
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity_of(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
-            reply.chunks.extend(_fitting(map(_reason, found.reasons), messages.MESSAGE_BYTES))
-            reply.near.extend(_fitting(map(_similar, found.similar), LIST_BYTES))
-            reply.left_out += len(found.reasons) + len(found.similar)
-            reply.left_out -= len(reply.chunks) + len(reply.near)
+            reply.left_out += _fill(
+                reply.chunks, map(_reason, found.reasons), messages.MESSAGE_BYTES
+            )
+            reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
-            self._add_recent(request.recent, reply)
+            misses = self._explainer.misses(request.recent)
+            reports = self._explainer.reports()
+            gates = (as_message(pb.Gate, one) for one in self._store.blends.gates.views())
+            reply.left_out += _fill(reply.recent, map(self._miss, misses), LIST_BYTES)
+            reply.left_out += _fill(reply.engines, map(self._report, reports), LIST_BYTES)
+            reply.left_out += _fill(reply.gates, gates, LIST_BYTES)
         if request.spaces:
             spaces, count = self._explainer.spaces.all(), self._catalog.queries.count_in
             known = (_space_message(one, count(one.namespace)) for one in spaces)
-            reply.spaces.extend(_fitting(known, 2 * LIST_BYTES))
-            reply.left_out += len(spaces) - len(reply.spaces)
+            reply.left_out += _fill(reply.spaces, known, 2 * LIST_BYTES)
         return reply
-
-    def _add_recent(self, count: int, reply: pb.ExplainResponse) -> None:
-        misses, reports = self._explainer.misses(count), self._explainer.reports()
-        gates = self._store.blends.gates.views()
-        reply.recent.extend(_fitting(self._misses(misses), LIST_BYTES))
-        reply.engines.extend(_fitting(map(self._report, reports), LIST_BYTES))
-        reply.gates.extend(_fitting((as_message(pb.Gate, gate) for gate in gates), LIST_BYTES))
-        reply.left_out += len(misses) + len(reports) + len(gates)
-        reply.left_out -= len(reply.recent) + len(reply.engines) + len(reply.gates)
 
     def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
         if request.session_id:
-            if request.recent or request.spaces:
-                fix = "ask for recent misses and spaces without a session, on the server's host"
-                raise InvalidRequestError("session_id", request.session_id, fix)
+            fix = "ask for recent misses and spaces without a session, on the server's host"
+            is_own = not (request.recent or request.spaces)
+            require(is_own, "session_id", request.session_id, fix)
             return self._sessions.get(request.session_id).namespace
         check_local(peer, "Explain without a session")
-        if request.digests and len(request.key_namespace) != DIGEST_BYTES:
-            raise InvalidRequestError(
-                "key_namespace", request.key_namespace.hex(), f"give {DIGEST_BYTES} bytes"
-            )
-        return Namespace(request.key_namespace)
+        space = Namespace(request.key_namespace)
+        is_one = len(space) == DIGEST_BYTES or not request.digests
+        require(is_one, "key_namespace", space.hex(), f"give {DIGEST_BYTES} bytes")
+        return space
 
-    def _misses(self, misses: Sequence[LoggedMiss]) -> Iterator[pb.Miss]:
-        for miss in misses:
-            reason = self._explainer.of_miss(miss)
-            yield pb.Miss(
-                ago_s=self._clock() - miss.facts.at_s,
-                client=miss.session.client,
-                model_id=miss.session.representation.model_id,
-                chunks=miss.asked,
-                ready=miss.ready,
-                pending=miss.pending,
-                state=reason.state,
-                reason=reason.text,
-            )
+    def _miss(self, miss: LoggedMiss) -> pb.Miss:
+        reason = self._explainer.of_miss(miss)
+        return as_message(
+            pb.Miss,
+            miss,
+            ago_s=self._clock() - miss.facts.at_s,
+            client=miss.session.client,
+            model_id=miss.session.representation.model_id,
+            chunks=miss.asked,
+            state=reason.state,
+            reason=reason.text,
+        )
 
     def _report(self, report: Report) -> pb.EngineReport:
         return pb.EngineReport(
@@ -348,22 +322,15 @@ class AdminCalls:
         )
 
 
-def _reason(reason: Reason) -> pb.ChunkReason:
-    return pb.ChunkReason(
-        digest=reason.key[DIGEST_BYTES:],
-        state=reason.state,
-        reason=reason.text,
-        copies=_copies(reason.copies),
-    )
+def _reason(one: Reason) -> pb.ChunkReason:
+    digest, copies = one.key[DIGEST_BYTES:], _copies(one.copies)
+    return pb.ChunkReason(digest=digest, state=one.state, reason=one.text, copies=copies)
 
 
 def _similar(similar: SimilarModel) -> pb.KnownSpace:
     message = _space_message(similar.space, similar.chunks)
     message.same_tokens = similar.has_tokens
-    message.differences.extend(
-        pb.Difference(field=one.field, stored=one.stored, asked=one.asked)
-        for one in similar.differing
-    )
+    message.differences.extend(as_message(pb.Difference, one) for one in similar.differing)
     return message
 
 
@@ -379,53 +346,41 @@ def _space_message(space: ModelNamespace, chunks: int, tenant: str = "") -> pb.K
 
 def _copies(copies: Iterable[tuple[str, ChunkInfo]]) -> list[pb.Copy]:
     return [
-        pb.Copy(
-            tier=tier,
-            codec=codec_name(info.codec_id),
-            size_bytes=info.size_bytes,
-            fidelity=info.fidelity,
-        )
+        as_message(pb.Copy, info, tier=tier, codec=codec_name(info.codec_id))
         for tier, info in copies
     ]
 
 
 def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     info = next(iter(held.copies.values()))
-    return pb.ChunkStat(
+    return as_message(
+        pb.ChunkStat,
+        held,
         digest=held.key[DIGEST_BYTES:],
         parent=info.parent,
         tokens=info.layout.tokens,
         raw_bytes=info.layout.raw_bytes,
         copies=_copies(held.copies.items()),
-        leases=held.leases,
         pinned=held.is_pinned,
-        hits=held.hits,
-        idle_s=held.idle_s,
-        pinned_s=held.pinned_s,
-        expires_s=held.expires_s,
-        priority=held.priority,
-        context_tokens=held.context_tokens,
         components=messages.layout_to_message(info.layout).components,
     )
 
 
 def _tier_status(slot: TierSlot) -> pb.TierStatus:
-    stats, reason = slot.tier.stats(), slot.reason
-    return pb.TierStatus(
-        name=slot.name,
-        capacity_bytes=stats.capacity_bytes,
-        used_bytes=stats.used_bytes,
-        chunks=stats.chunks,
-        codec=slot.encoder.name,
-        state="degraded" if reason else "serving",
-        reason=reason,
+    codec, why = slot.encoder.name, slot.reason
+    state = "degraded" if why else "serving"
+    return as_message(
+        pb.TierStatus, slot.tier.stats(), name=slot.name, codec=codec, state=state, reason=why
     )
 
 
-def _fitting(messages: Iterable[M], room_bytes: int) -> Iterator[M]:
-    """Yield *messages* until one does not fit into what is left of *room_bytes*."""
-    for message in messages:
+def _fill(field: MutableSequence[M], found: Iterable[M], room_bytes: int) -> int:
+    """Add *found* to *field* as far as *room_bytes* go. Return how many are left out."""
+    left = 0
+    for message in found:
         room_bytes -= message.ByteSize()
-        if room_bytes < 0:
-            return
-        yield message
+        if room_bytes >= 0:
+            field.append(message)
+        else:
+            left += 1
+    return left

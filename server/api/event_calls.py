@@ -15,9 +15,10 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     UnauthenticatedError,
 )
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import ROOT
 from kvstore.server.api.interceptors import principal_of
-from kvstore.server.telemetry.events import EventLog, EventReader, Page
+from kvstore.server.telemetry.events import EventLog, EventReader
 
 if TYPE_CHECKING:
     import grpc
@@ -77,9 +78,7 @@ class EventCalls:
             yield
         finally:
             with self._lock:
-                self._readers[tenant] -= 1
-                if not self._readers[tenant]:
-                    del self._readers[tenant]
+                self._readers -= Counter((tenant,))
 
     def _pages(
         self,
@@ -102,27 +101,14 @@ class EventCalls:
             page = reader.poll()
             now = self._clock()
             if page is not None:
-                yield _message(page)
+                events = [
+                    as_message(pb.ChunkEvent, one, parent=b"" if one.parent == ROOT else one.parent)
+                    for one in page.events
+                ]
+                yield as_message(pb.EventsResponse, page, events=events)
                 sent_at = now
             elif now - sent_at >= BEAT_S:
                 yield pb.EventsResponse(cursor=reader.cursor)
                 sent_at = now
             else:
                 log.ended.wait(POLL_S)
-
-
-def _message(page: Page) -> pb.EventsResponse:
-    return pb.EventsResponse(
-        cursor=page.cursor,
-        cleared=page.cleared,
-        events=[
-            pb.ChunkEvent(
-                key=one.key,
-                parent=b"" if one.parent == ROOT else one.parent,
-                tokens=one.tokens,
-                tier=one.tier,
-                fidelity=one.fidelity,
-            )
-            for one in page.events
-        ],
-    )

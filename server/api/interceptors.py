@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import structlog
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 MAX_MESSAGE_CHARS = 600
 """Trailers hold 8 KB, and each byte of a character may take three there."""
 
-T = TypeVar("T")
 Behavior = Callable[[Any, Any], Any]
 
 logger = structlog.get_logger(__name__)
@@ -52,17 +51,17 @@ def principal_of(context: object) -> Principal:
     return known or ANYBODY
 
 
+@dataclass(frozen=True, slots=True)
 class CallWrapper:
     """Wraps what answers gRPC's calls.
 
     KVStoreErrors are sent with their status and class name, anything else as INTERNAL. Each call
-    has its request id meanwhile, and a span where there is *tracing*. *trust* lets calls through
-    that it knows and admits, health always, and records what became of them.
+    has its request id meanwhile, and a span where there is ``tracing``. ``trust`` lets calls
+    through that it knows and admits, health always, and records what became of them.
     """
 
-    def __init__(self, trust: Trust | None = None, tracing: Tracing | None = None) -> None:
-        self._trust = trust
-        self._tracing = tracing
+    trust: Trust | None = None
+    tracing: Tracing | None = None
 
     def around(self, handler: Handler, method: str) -> Callable[..., Iterator[Any]]:
         """Return what yields the answers to a call of *method*: one, unless it streams them."""
@@ -70,10 +69,10 @@ class CallWrapper:
         many: Any = handler.stream_unary or handler.stream_stream
         behavior: Behavior = one or many
         is_open = SERVICES.get(method.strip("/").rpartition("/")[0]) == OPEN
-        trust = None if is_open else self._trust
-        span_of = self._tracing.scope_of(method) if self._tracing is not None else None
+        trust = None if is_open else self.trust
+        span_of = self.tracing.scope_of(method) if self.tracing is not None else None
 
-        def answers(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        def answers(request: Any, context: Any) -> Iterator[Any]:
             # Not reset: gRPC runs each call in a context of its own.
             CURRENT.set(RequestId(next(NUMBERS), context.invocation_metadata))
             call, outcome = AuthenticatedContext(context), "cancelled"
@@ -103,22 +102,15 @@ class CallWrapper:
                         took_s = trust.authorizer.clock() - started
                         trust.authorizer.counters.note_call(method, took_s)
                     if trust is not None and trust.audit is not None:
-                        trust.authorizer.note(
-                            call.principal,
-                            method,
-                            outcome,
-                            call.session,
-                            request if call.frames is None else call.frames,
-                            context.peer,
-                        )
+                        note, peer = trust.authorizer.note, context.peer
+                        about = request if call.frames is None else call.frames
+                        note(call.principal, method, outcome, call.session, about, peer)
 
         return answers
 
 
-def _caller(authenticator: Authenticator, context: grpc.ServicerContext) -> Principal:
-    metadata: Any = context.invocation_metadata() or ()
-    proofs: Any = context.auth_context()  # bytes by its stubs, where it has lists
-    return authenticator.principal_of(metadata, proofs)
+def _caller(authenticator: Authenticator, context: Any) -> Principal:
+    return authenticator.principal_of(context.invocation_metadata() or (), context.auth_context())
 
 
 def _each_admitted(
@@ -156,20 +148,6 @@ def guarded(behavior: Behavior, method: str) -> Behavior:
     return answer
 
 
-def packed_errors(
-    answers: Generator[T, None, None], failure: Callable[[str, str], T], method: str
-) -> Generator[T, None, None]:
-    """Yield *answers*; an error that ends them is packed as the last one by *failure*."""
-    CURRENT.set(RequestId(next(NUMBERS)))
-    try:
-        yield from answers
-    except Exception as error:  # noqa: BLE001
-        name, _, message = _describe(error, method)
-        yield failure(name, message)
-    finally:
-        CURRENT.set(None)
-
-
 @contextmanager
 def known_errors(method: str) -> Iterator[None]:
     """Log an error that is none of ours, and raise what callers get in its place."""
@@ -178,10 +156,10 @@ def known_errors(method: str) -> Iterator[None]:
     except KVStoreError:
         raise
     except Exception as error:
-        raise KVStoreError(_describe(error, method)[2]) from error
+        raise KVStoreError(describe(error, method)[2]) from error
 
 
-def _describe(error: Exception, method: str) -> tuple[str, str, str]:
+def describe(error: Exception, method: str) -> tuple[str, str, str]:
     """Return class name, status and text for the caller, and log what happened."""
     if isinstance(error, KVStoreError):
         name, status, message = type(error).__name__, error.status, str(error)
@@ -197,7 +175,7 @@ def _describe(error: Exception, method: str) -> tuple[str, str, str]:
 
 def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoReturn:
     if isinstance(error, KVStoreError) or context.is_active():
-        name, status, message = _describe(error, method)
+        name, status, message = describe(error, method)
     else:
         name, status, message = "KVStoreError", "CANCELLED", "the client went away"
     context.set_trailing_metadata(((ERROR_NAME, name),))

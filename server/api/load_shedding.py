@@ -4,7 +4,7 @@ A server that takes all that comes answers everything too late. Here each kind o
 queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
 thread that does nothing else, so that reads find room. No call is taken while reads wait too long,
 few or many: a limit in calls is seconds of long ones. What waited past its deadline is not begun.
-A StallGuard ends calls whose messages do not come.
+A StallGuard ends calls whose messages do not come: gRPC would wait for them without end.
 After M. Welsh and D. Culler, "Adaptive LoadShedder Control for Busy Internet Servers", USITS 2003.
 """
 
@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from typing_extensions import override
@@ -62,9 +61,9 @@ class StallGuard:
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
         self._clock = clock
-        self._waiting: OrderedDict[int, tuple[float, grpc.ServicerContext]] = OrderedDict()
-        self._last = 0
-        self._lock = threading.Lock()  # guards the two above
+        self._waiting: dict[grpc.ServicerContext, float] = {}
+        """Since when, the longest first."""
+        self._lock = threading.Lock()  # guards that
 
     def only(self, messages: Iterator[T], context: grpc.ServicerContext) -> T:
         """Return the one message of a call. Raises InvalidRequestError when there is none."""
@@ -77,13 +76,12 @@ class StallGuard:
         """Yield the messages of a call."""
         while True:
             with self._lock:
-                self._last = number = self._last + 1
-                self._waiting[number] = self._clock(), context
+                self._waiting[context] = self._clock()
             try:
                 message = next(messages, None)
             finally:
                 with self._lock:
-                    self._waiting.pop(number, None)
+                    self._waiting.pop(context, None)
             if message is None:
                 return
             yield message
@@ -93,13 +91,13 @@ class StallGuard:
         now = self._clock()
         ended: list[Any] = []
         with self._lock:
-            while self._waiting:
-                number, (since, context) = next(iter(self._waiting.items()))
-                are_many = len(self._waiting) > self._most
+            for context, since in self._waiting.items():
+                are_many = len(self._waiting) - len(ended) > self._most
                 if now - since < (GRACE_S if are_many else STALL_S):
                     break
-                del self._waiting[number]
                 ended.append(context)
+            for context in ended:
+                del self._waiting[context]
         for context in ended:
             context.cancel()
         return len(ended)
@@ -111,9 +109,8 @@ class StallGuard:
 class BoundedExecutor(futures.ThreadPoolExecutor):
     """Threads that answer one kind of call, and the calls that wait for them.
 
-    At most half of them wait in gRPC for the one message of a call, which nothing can end; later
-    calls wait in ``stall_guard``, a quarter more, which costs a tenth of a short answer. *clock*
-    gives monotonic seconds.
+    A quarter of them at most wait for long in ``stall_guard``, for the messages of their calls.
+    *clock* gives monotonic seconds.
     """
 
     def __init__(
@@ -124,13 +121,10 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
         self.stall_guard = StallGuard(workers // 4, clock)
         self._workers = workers
         self._clock = clock
-        self._most_silent = workers // 2
         self._queued_at: deque[float] = deque()
         """When each call that waits was queued, the oldest first."""
         self._waited_s = 0.0
-        self._silent = 0
-        self._here = threading.local()
-        self._count_lock = threading.Lock()  # guards the three above
+        self._count_lock = threading.Lock()  # guards the two above
 
     @property
     def is_late(self) -> bool:
@@ -147,18 +141,6 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
         """Whether the next call would wait too long."""
         return len(self._queued_at) >= self.limit
 
-    @property
-    def is_stalling(self) -> bool:
-        """Whether too many threads wait in gRPC for a message."""
-        return self._silent >= self._most_silent
-
-    def note_message(self) -> None:
-        """Record that the message of this thread's call is here, or waited for by the guard."""
-        if not self._here.has_message:
-            self._here.has_message = True
-            with self._count_lock:
-                self._silent -= 1
-
     @override
     def submit(self, fn: Callable[..., Any], /, *words: Any, **named: Any) -> futures.Future[Any]:
         with self._count_lock:
@@ -167,12 +149,7 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
         def begun(*words: Any, **named: Any) -> Any:
             with self._count_lock:
                 self._waited_s = self._clock() - self._queued_at.popleft()
-                self._silent += 1
-            self._here.has_message = False
-            try:
-                return fn(*words, **named)
-            finally:
-                self.note_message()  # a call that was cancelled never gets to its behavior
+            return fn(*words, **named)
 
         try:
             return super().submit(begun, *words, **named)
@@ -180,15 +157,6 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
             with self._count_lock:
                 self._queued_at.pop()
             raise
-
-
-class _Answers(NamedTuple):
-    """What answers the calls of one method: usually, while ``executor`` is stalling, and full."""
-
-    executor: BoundedExecutor
-    usual: Handler
-    watched: Handler
-    refusal: Handler
 
 
 class ConcurrencyLimit(int):
@@ -238,8 +206,8 @@ class LoadShedder(ServerInterceptor):
         self.refusals = futures.ThreadPoolExecutor(2, thread_name_prefix="rpc-refuse")
         self._counters = counters
         self._calls = calls
-        self._answers: dict[str, _Answers] = {}
-        """By method, of those that there are."""
+        self._answers: dict[str, tuple[BoundedExecutor, Handler, Handler]] = {}
+        """By method, of those that there are: what answers it, and refuses it."""
 
     def close(self) -> None:
         """Take no more calls; those at work are not waited for."""
@@ -264,62 +232,45 @@ class LoadShedder(ServerInterceptor):
             if handler is None:
                 return None
             answers = self._answers[method] = self._answered(handler, method)
-        if answers.executor.is_full:
-            return answers.refusal
-        return answers.watched if answers.executor.is_stalling else answers.usual
+        executor, usual, refusal = answers
+        return refusal if executor.is_full else usual
 
-    def _answered(self, handler: Handler, method: str) -> _Answers:
+    def _answered(self, handler: Handler, method: str) -> tuple[BoundedExecutor, Handler, Handler]:
         name = method.rpartition("/")[2]
         executor = self._writes if name in WRITES else self.reads
         if name == "Events":
             executor = self._events
-        answers, streams = self._calls.around(handler, method), handler.response_streaming
-        refuse, expire = guarded(self._refuse, method), guarded(self._expire, method)
-        receive: Behavior = executor.stall_guard.each
-        if not handler.request_streaming:
-            receive = guarded(executor.stall_guard.only, method)
+        answers, guard = self._calls.around(handler, method), executor.stall_guard
 
-        def answer(
-            request: Any, context: grpc.ServicerContext, receive: Behavior | None = None
-        ) -> Any:
-            executor.note_message()
+        def receive(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
             left_s = context.time_remaining()
             if left_s is not None and left_s < LEAST_LEFT_S:
-                return expire(request, context)
-            found = answers(request if receive is None else receive(request, context), context)
-            if streams:
+                self._counters.add("expired_calls")
+                raise DeadlineError("the call waited past its deadline")
+            take = guard.each if handler.request_streaming else guard.only
+            return take(requests, context)
+
+        received = guarded(receive, method)
+
+        def answer(requests: Any, context: grpc.ServicerContext) -> Any:
+            found = answers(received(requests, context), context)
+            if handler.response_streaming:
                 return found
             (only,) = found
             return only
 
-        is_watched = _handler(handler, partial(answer, receive=receive), executor, is_fed=True)
-        usual = is_watched if handler.request_streaming else _handler(handler, answer, executor)
-        refusal = _handler(handler, refuse, self.refusals, is_fed=True)
-        return _Answers(executor, usual, is_watched, refusal)
+        refusal = _handler(handler, guarded(self._refuse, method), self.refusals)
+        return executor, _handler(handler, answer, executor), refusal
 
     def _refuse(self, requests: Any, context: grpc.ServicerContext) -> Any:
         self._counters.add("shed_calls")
         raise QuotaExceededError("waiting calls", 0, "this server; it is overloaded, wait a little")
 
-    def _expire(self, requests: Any, context: grpc.ServicerContext) -> Any:
-        self._counters.add("expired_calls")
-        raise DeadlineError("the call waited past its deadline")
 
-
-def _handler(
-    handler: Handler,
-    behavior: Behavior,
-    pool: futures.ThreadPoolExecutor,
-    *,
-    is_fed: bool = False,
-) -> Handler:
-    """Return *handler* with *behavior*, run in *pool*, in the place of its own.
-
-    If it *is_fed* it takes its message, if it is only one, from an iterator.
-    """
+def _handler(handler: Handler, behavior: Behavior, pool: futures.ThreadPoolExecutor) -> Handler:
+    """Return *handler* with *behavior*, which takes messages from an iterator, run in *pool*."""
     behavior.experimental_thread_pool = pool  # type: ignore[attr-defined]
-    takes = "stream" if is_fed or handler.request_streaming else "unary"
     gives = "stream" if handler.response_streaming else "unary"
-    make = getattr(grpc, f"{takes}_{gives}_rpc_method_handler")
+    make = getattr(grpc, f"stream_{gives}_rpc_method_handler")
     made: Handler = make(behavior, handler.request_deserializer, handler.response_serializer)
     return made

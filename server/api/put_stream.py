@@ -162,9 +162,11 @@ class PutStream:
                 raise InvalidFrameError("frame", number, "the stream ended before it was whole")
             if not frame.is_whole:
                 raise InvalidFrameError("frame", frame.received_bytes, "the stream ended inside it")
+        results = []
         for frame in self._frames:
             self._commit(frame, is_last=not self._first.layer_major)
-        results = [frame.result for frame in self._frames if frame.result is not None]
+            assert frame.result is not None
+            results.append(frame.result)
         if not self._first.durable:
             return results
         keys = [frame.header.key for frame in self._frames]

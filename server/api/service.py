@@ -23,7 +23,7 @@ from kvstore.proto.unix_socket import Reach, pid_namespace
 from kvstore.server.api.get_stream import MAX_READ_PEERS, REACH, GetStream
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
-from kvstore.server.api.validation import BlendChecks, Checks, outcomes
+from kvstore.server.api.validation import BlendChecks, Checks, outcomes, require
 from kvstore.server.security.authorization import Trust, access_to
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
@@ -125,8 +125,8 @@ class DataCalls:
             key_namespace=session.namespace,
             heartbeat_ms=self._sessions.ttl_ms,
             max_message_bytes=messages.MESSAGE_BYTES,
-            max_frame_bytes=self._checks.limits.max_frame_bytes,
-            max_batch_chunks=self._checks.limits.max_batch_chunks,
+            max_frame_bytes=self._checks.max_frame_bytes,
+            max_batch_chunks=self._checks.max_batch_chunks,
             host_id=self._identity.host_id if unix else "",
             socket_path=str(unix.path) if unix else "",
             attach_token=session.attach_token if unix or self._identity.bulk_address else b"",
@@ -197,12 +197,8 @@ class DataCalls:
         keys = self._checks.keys(session, request.chains)
         chains = messages.chains_of(keys, request.lengths)
         plan, kept = self._store.plan(session, chains, request.ttl_ms / 1000)
-        return pb.PlanResponse(
-            order=plan.order,
-            uses=messages.pack_uses([plan.uses[key] for key in keys]),
-            kept=kept,
-            peak_chunks=plan.peak_chunks,
-        )
+        uses = messages.pack_uses([plan.uses[key] for key in keys])
+        return messages.as_message(pb.PlanResponse, plan, uses=uses, kept=kept)
 
     def Get(self, request: pb.GetRequest, session: Session) -> Iterator[pb.GetResponse]:
         """Yield chunks' frames or places; a lease of this call's own ends with it."""
@@ -268,25 +264,21 @@ class DataCalls:
 
     def Commit(self, request: pb.CommitRequest, session: Session) -> pb.CommitResponse:
         """Copy reserved chunks from the session's staging memory, and store them."""
-        if len(request.reservation_ids) != len(request.offsets):
-            raise InvalidRequestError(
-                "offsets", len(request.offsets), "give one for each reservation"
-            )
-        self._checks.batch("reservation_ids", len(request.reservation_ids))
+        count, offsets = len(request.reservation_ids), request.offsets
+        require(len(offsets) == count, "offsets", len(offsets), "give one for each reservation")
+        self._checks.batch("reservation_ids", count)
         if request.durable:
             self._checks.durable(self._store)
         unix_server, writes = self._unix_server, self._store.writes
         if unix_server is None:
             raise InvalidRequestError("via", "shm", "this server has no shared memory; use Put")
-        unix_server.staging(session.session_id)
+        staging = unix_server.staging(session.session_id)
         keys, results = [], []
         try:
-            for reservation_id, offset in zip(
-                request.reservation_ids, request.offsets, strict=True
-            ):
+            for reservation_id, offset in zip(request.reservation_ids, offsets, strict=True):
                 ticket = writes.claim(session, reservation_id)
                 try:
-                    frame = unix_server.written(session.session_id, offset, ticket.frame_bytes)
+                    frame = staging.part(offset, ticket.frame_bytes)
                 except KVStoreError:
                     writes.discard(ticket)
                     raise
@@ -310,29 +302,28 @@ class DataCalls:
         """Put frames out of the session's ring."""
         count = len(request.headers)
         self._checks.batch("headers", count)
-        if count != len(request.offsets):
-            raise InvalidRequestError("offsets", len(request.offsets), "give one for each header")
+        offsets = request.offsets
+        require(len(offsets) == count, "offsets", len(offsets), "give one for each header")
         hints = messages.hints_from_message(request.hints)
         deadline = self._checks.deadline(request.deadline_ms)
         headers = [self._raw_header(session, data) for data in request.headers]
         if self._device_puts is None:
             results = [PutResult(PutOutcome.refused, _NO_DEVICE)] * count
         else:
-            frames = list(zip(headers, request.offsets, strict=True))
+            frames = list(zip(headers, offsets, strict=True))
             results = self._device_puts.put(session, frames, request.event, deadline, hints)
         return pb.PutResponse(**outcomes(results))
 
     def _raw_header(self, session: Session, data: bytes) -> FrameHeader:
         """Return the header of a raw frame that *session* may put. Raises what it is not."""
         header = parse_header(as_bytes(data))
-        if len(data) != header.header_bytes:
-            raise InvalidRequestError("headers", len(data), f"this one has {header.header_bytes}")
+        size_bytes = header.header_bytes
+        require(len(data) == size_bytes, "headers", len(data), f"this one has {size_bytes}")
         info, _ = self._checks.chunk(session, header.info(), None)
         check_put(header, info, session)
         wanted = (0, raw_frame_bytes(header.layout))
-        if (header.codec_id, header.frame_bytes) != wanted:
-            found = (header.codec_id, header.frame_bytes)
-            raise InvalidRequestError("codec_id, frame_bytes", found, f"raw: {wanted}")
+        found = (header.codec_id, header.frame_bytes)
+        require(found == wanted, "codec_id, frame_bytes", found, f"raw: {wanted}")
         return header
 
     def AnnouncePuts(
@@ -346,12 +337,10 @@ class DataCalls:
     def Weigh(self, request: pb.WeighRequest, session: Session) -> pb.WeighResponse:
         """Remember which tokens of chunks matter, until they are encoded."""
         keys = self._checks.keys(session, request.digests)
-        if len(request.weights) != len(keys):
-            raise InvalidRequestError("weights", len(request.weights), f"{len(keys)} chunks")
+        count, fix = len(request.weights), f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
+        require(count == len(keys), "weights", count, f"{len(keys)} chunks")
         for weights in request.weights:
-            if not 0 < len(weights) <= MAX_CHUNK_TOKENS:
-                fix = f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
-                raise InvalidRequestError("weights", len(weights), fix)
+            require(0 < len(weights) <= MAX_CHUNK_TOKENS, "weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
             self._store.models.note_importance(key, weights)
         return pb.WeighResponse()
@@ -390,14 +379,14 @@ class DataCalls:
         if not self._identity.bulk_address:
             raise InvalidRequestError("bulk", "off", "peers read through it: start with --bulk")
         session = self._sessions.open_peer(node_id, caller)
-        return pb.OpenPeerResponse(
+        return messages.as_message(
+            pb.OpenPeerResponse,
+            self._identity,
             session_id=session.session_id,
             attach_token=session.attach_token,
             heartbeat_ms=self._sessions.ttl_ms,
-            max_frame_bytes=self._checks.limits.max_frame_bytes,
-            max_batch_chunks=self._checks.limits.max_batch_chunks,
-            bulk_address=self._identity.bulk_address,
-            bulk_certificate=self._identity.bulk_certificate,
+            max_frame_bytes=self._checks.max_frame_bytes,
+            max_batch_chunks=self._checks.max_batch_chunks,
         )
 
     def _lent(self) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,12 @@ from kvstore.proto import unix_socket
 from kvstore.proto.errors import KVStoreError, UnauthenticatedError
 from kvstore.proto.types import DIGEST_BYTES
 from kvstore.proto.unix_socket import METHODS, Packet, pack_answer, pack_failure, unpack_call
-from kvstore.server.api.interceptors import known_errors, packed_errors
+from kvstore.server.api.interceptors import describe, known_errors
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session
+from kvstore.server.telemetry.tracing import CURRENT, NUMBERS, RequestId
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from kvstore.proto.kvstore_pb2_grpc import KVStoreServicer
     from kvstore.server.telemetry.tracing import Tracing
 
@@ -28,24 +28,18 @@ _NO_CONTEXT: Any = None
 """The service's methods take gRPC's context and do not look at it."""
 
 
+@dataclass(frozen=True, slots=True)
 class UnixCalls:
-    """Runs a call against *service* and packs what it answers, errors included.
+    """Runs a call against ``service`` and packs what it answers, errors included.
 
-    *authorizer* checks the session's roles and rate, and records what became of the call.
-    *after_lookup* is called once the answer to a lookup is on its way.
+    ``authorizer`` checks the session's roles and rate, and records what became of the call.
+    ``after_lookup`` is called once the answer to a lookup is on its way.
     """
 
-    def __init__(
-        self,
-        service: KVStoreServicer,
-        authorizer: Authorizer,
-        after_lookup: Callable[[], None],
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._service = service
-        self._authorizer = authorizer
-        self._after_lookup = after_lookup
-        self._tracing = tracing
+    service: KVStoreServicer
+    authorizer: Authorizer
+    after_lookup: Callable[[], None]
+    tracing: Tracing | None = None
 
     def answer(
         self, session: Session, head: unix_socket.Request, body: bytes
@@ -53,10 +47,18 @@ class UnixCalls:
         """Yield the packets of the answer. Closing the iterator ends the call."""
         method = METHODS.get(head.arg)
         name = "call" if method is None else method.name
-        yield from packed_errors(self._packets(session, head, body), pack_failure, name)
+        CURRENT.set(RequestId(next(NUMBERS)))
+        try:
+            with known_errors(name):
+                yield from self._packets(session, head, body)
+        except KVStoreError as error:
+            kind, _, message = describe(error, name)
+            yield pack_failure(kind, message)
+        finally:
+            CURRENT.set(None)
         if name == "Lookup":  # the caller has its answer: an error here is for the log alone
             with suppress(KVStoreError), known_errors(name):
-                self._after_lookup()
+                self.after_lookup()
 
     def _packets(
         self, session: Session, head: unix_socket.Request, body: bytes
@@ -64,12 +66,14 @@ class UnixCalls:
         method, request = unpack_call(head, body)
         if request.session_id != session.session_id:  # type: ignore[attr-defined]
             raise UnauthenticatedError("session_id: call on the connection of your session")
-        authorizer, outcome = self._authorizer, "cancelled"
+        authorizer, outcome = self.authorizer, "cancelled"
         started = authorizer.clock()
         try:
             authorizer.admit_on(session, method)
-            with self._traced(method, request):
-                reply = getattr(self._service, method)(request, _NO_CONTEXT)
+            chunks = len(getattr(request, "digests", b"")) // DIGEST_BYTES
+            tracing = self.tracing
+            with tracing.call(method, "unix", chunks) if tracing is not None else nullcontext():
+                reply = getattr(self.service, method)(request, _NO_CONTEXT)
                 if isinstance(reply, GeneratorType):
                     with closing(reply):
                         for message in reply:
@@ -83,12 +87,6 @@ class UnixCalls:
         finally:
             authorizer.counters.note_call(method, authorizer.clock() - started)
             authorizer.note(session.owner, method, outcome, session, request, lambda: "unix")
-
-    def _traced(self, method: str, request: Message) -> AbstractContextManager[None]:
-        if self._tracing is None:
-            return nullcontext()
-        chunks = len(getattr(request, "digests", b"")) // DIGEST_BYTES
-        return self._tracing.call(method, "unix", chunks)
 
 
 def send_packets(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -41,7 +40,6 @@ from kvstore.proto.unix_socket import (
     peer_ids,
 )
 from kvstore.server.api.unix_calls import send_packets
-from kvstore.server.api.written_pages import WrittenPages
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 
@@ -98,14 +96,49 @@ class _Peer:
     session: Session | None = None
     challenge: Challenge | None = None
     """Of its hello, until it is answered."""
-    staging_map: mmap.mmap | None = None
+    staging: Staging | None = None
+    """What it attached."""
 
 
-class Staging(NamedTuple):
-    """A session's memory, and what of it was written."""
+class Staging:
+    """A session's *memory*, and which of its pages were written: to read another would allocate it,
+    and the server would pay.
 
-    memory: Bytes
-    written: WrittenPages
+    It has seals that keep what was written, so that no page is looked up twice. Thread-safe.
+    """
+
+    def __init__(self, memory: mmap.mmap, descriptor: int) -> None:
+        self.memory: Bytes = np.frombuffer(memory, np.uint8)
+        self._descriptor = os.dup(descriptor)
+        self._known = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.bool_)
+        self._lock = threading.Lock()  # guards the two above, also during a look
+
+    def part(self, offset: int, size_bytes: int) -> Bytes:
+        """Return a part of it; what lies outside has no bytes.
+
+        Raises InvalidRequestError for what was never written.
+        """
+        is_inside = 0 < size_bytes <= len(self.memory) - offset
+        if is_inside and not self._has(offset, size_bytes):
+            raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
+        return self.memory[offset : offset + size_bytes]
+
+    def _has(self, offset: int, size_bytes: int) -> bool:
+        first, stop = offset // mmap.PAGESIZE, -(-(offset + size_bytes) // mmap.PAGESIZE)
+        with self._lock, suppress(OSError):  # holes to the end, or closed
+            for page in first + np.flatnonzero(~self._known[first:stop]):
+                start = int(page) * mmap.PAGESIZE
+                if os.lseek(self._descriptor, start, os.SEEK_DATA) != start:
+                    return False
+                self._known[page] = True
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close the descriptor; nothing more is looked up. Call once."""
+        with self._lock:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class UnixServer:
@@ -183,17 +216,6 @@ class UnixServer:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
         return staging
 
-    def written(self, session_id: int, offset: int, size_bytes: int) -> Bytes:
-        """Return a part of a session's staging memory; what lies outside has no bytes.
-
-        Raises InvalidRequestError for what it never wrote: to read that would allocate it, and the
-        server would pay.
-        """
-        memory, written = self.staging(session_id)
-        if offset + size_bytes <= len(memory) and not written.has(offset, size_bytes):
-            raise InvalidRequestError("offsets", offset, f"write {size_bytes} bytes there first")
-        return memory[offset : offset + size_bytes]
-
     def is_alive(self) -> bool:
         """Whether every serving thread lives."""
         return all(thread.is_alive() for thread in self._threads)
@@ -242,19 +264,18 @@ class UnixServer:
                     self._waiting += 1
 
     def _accept(self) -> None:
-        connection: socket.socket | None = None
         try:
             connection, _ = self._listener.accept()
+            connection.setblocking(False)
         except BlockingIOError:
-            pass  # the peer is gone again
+            return  # the peer is gone again
         except OSError as error:
             logger.warning("cannot accept", server="unix", reason=str(error))
             self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: some may be closed meanwhile
-        with suppress(OSError, ValueError):  # closing
-            self._poll.modify(self._listener, _ONCE)
-        if connection is None:
             return
-        connection.setblocking(False)
+        finally:
+            with suppress(OSError, ValueError):  # closing
+                self._poll.modify(self._listener, _ONCE)
         if not is_trusted(connection):
             self._authorizer.note_on(None, _ATTACH, PermissionDeniedError.__name__, 0, _ORIGIN)
             connection.close()
@@ -414,14 +435,13 @@ class UnixServer:
             if not self._has_room(_STAGING_DESCRIPTORS):
                 most = self._limits.max_descriptors
                 raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
-            written = WrittenPages(os.dup(descriptor), len(memory))
-            self._staging[session.session_id] = Staging(np.frombuffer(memory, np.uint8), written)
-            peer.session, peer.staging_map = session, memory
+            peer.staging = self._staging[session.session_id] = Staging(memory, descriptor)
+            peer.session = session
             session.is_attached = True
 
     def _ring(self, peer: _Peer, request: Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
-        if peer.staging_map is None:
+        if peer.staging is None:
             raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
@@ -441,20 +461,19 @@ class UnixServer:
             peer.session = session
 
     def _hang_up(self, peer: _Peer) -> None:
-        staging: Staging | None = None
+        session, staging = peer.session, peer.staging
         with self._lock:
             if self._peers.pop(peer.connection.fileno(), None) is None:
                 return
-            if peer.session is not None and peer.staging_map is not None:
-                # A commit that runs holds its own reference to the mapping until it is done.
-                staging = self._staging.pop(peer.session.session_id)
-        if staging is not None:  # a look at it may still run, which takes a moment
-            staging.written.close()
+            if session is not None and staging is not None:
+                del self._staging[session.session_id]
         with suppress(OSError, ValueError):
             self._poll.unregister(peer.connection)
         peer.connection.close()
-        if peer.session is not None and peer.staging_map is not None:
-            self._sessions.close(peer.session.session_id)
+        if session is not None and staging is not None:
+            # A commit that runs holds its own reference to the mapping until it is done.
+            staging.close()
+            self._sessions.close(session.session_id)
 
 
 def _proven(peer: _Peer, request: Request) -> Session:
@@ -487,9 +506,9 @@ def listen(path: Path) -> socket.socket:
 
     Raises InvalidRequestError when the path cannot be used or another server listens there.
     """
-    _make_folder(path.parent)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        _make_folder(path.parent)
         if os.path.lexists(path):
             if not path.is_socket():
                 fix = "something else is there; choose another with --socket"
@@ -500,29 +519,23 @@ def listen(path: Path) -> socket.socket:
         path.chmod(0o600)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
-    except (OSError, InvalidRequestError) as error:
+    except BaseException as error:
         listener.close()
-        if isinstance(error, InvalidRequestError):
-            raise
-        raise InvalidRequestError(
-            "socket_path", str(path), f"{error.strerror or error}; choose another with --socket"
-        ) from None
+        if isinstance(error, OSError):
+            fix = f"{error.strerror or error}; choose another with --socket"
+            raise InvalidRequestError("socket_path", str(path), fix) from None
+        raise
     return listener
 
 
 def _make_folder(folder: Path) -> None:
     """Make the socket's folder, or refuse one in which others could swap the socket."""
-    try:
-        missing = [one for one in folder.parents if not one.exists()]
-        for one in (*reversed(missing), folder):
-            one.mkdir(mode=0o700, exist_ok=True)
-        real, owners = folder.resolve(), _trusted_owners()
-        folders = {real, *real.parents, *folder.parents}
-        swappable = [one for one in folders if _is_swappable(one, owners)]
-    except OSError as error:
-        raise InvalidRequestError(
-            "socket_path", str(folder), f"{error.strerror}; choose another with --socket"
-        ) from None
+    missing = [one for one in folder.parents if not one.exists()]
+    for one in (*reversed(missing), folder):
+        one.mkdir(mode=0o700, exist_ok=True)
+    real, owners = folder.resolve(), _trusted_owners()
+    folders = {real, *real.parents, *folder.parents}
+    swappable = [one for one in folders if _is_swappable(one, owners)]
     if swappable:
         fix = f"others could swap the socket in {max(swappable)}: chmod go-w, or give --socket"
         raise InvalidRequestError("socket_path", str(folder), fix)

@@ -56,57 +56,57 @@ _SUM_SLACK = 1.01
 """Attention weights of a row sum up to 1, in sixteen bits or so."""
 
 
+def require(is_met: object, field: str, value: object, fix: str) -> None:
+    """Raise InvalidRequestError unless *is_met*."""
+    if not is_met:
+        raise InvalidRequestError(field, value, fix)
+
+
 @dataclass(frozen=True, slots=True)
-class ServiceLimits:
-    """What messages are held to; server/settings/settings.py has what each is for."""
+class Checks:
+    """Checks messages against limits; server/settings/settings.py has what each is for.
+
+    ``clock`` returns monotonic seconds.
+    """
 
     max_batch_chunks: int
     max_frame_bytes: int
     default_deadline_ms: int
-
-
-class Checks:
-    """Checks messages against *limits*. *clock* returns monotonic seconds."""
-
-    def __init__(self, limits: ServiceLimits, clock: Callable[[], float]) -> None:
-        self.limits = limits
-        self.clock = clock
+    clock: Callable[[], float]
 
     def deadline(self, deadline_ms: int) -> float:
         """Return the point in time *deadline_ms* from now; 0 means the default."""
         if deadline_ms > MAX_DEADLINE_MS:
             raise InvalidRequestError("deadline_ms", deadline_ms, f"at most {MAX_DEADLINE_MS}")
-        return self.clock() + (deadline_ms or self.limits.default_deadline_ms) / 1000
+        return self.clock() + (deadline_ms or self.default_deadline_ms) / 1000
 
     def durable(self, store: Store) -> None:
         """Refuse a durable put where nothing survives a restart."""
-        if not store.can_be_durable:
-            fix = "start the server with a disk tier whose codec loses nothing"
-            raise InvalidRequestError("durable", True, fix)
+        fix = "start the server with a disk tier whose codec loses nothing"
+        require(store.can_be_durable, "durable", True, fix)
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
-        return keys_of_digests(digests, session.namespace, self.limits.max_batch_chunks)
+        return keys_of_digests(digests, session.namespace, self.max_batch_chunks)
 
     def batch(self, field: str, count: int) -> None:
         """Refuse a batch over the limit."""
-        if count > self.limits.max_batch_chunks:
-            raise InvalidRequestError(field, count, f"at most {self.limits.max_batch_chunks}")
+        if count > self.max_batch_chunks:
+            raise InvalidRequestError(field, count, f"at most {self.max_batch_chunks}")
 
     def ranges(self, ranges: Sequence[pb.FrameRange], count: int) -> None:
         """Refuse ranges that are empty, of chunks that are not in the request, or too many."""
         self.batch("ranges", len(ranges))
         for one in ranges:
             if one.index >= count or one.start >= one.stop:
-                wrong = (one.index, one.start, one.stop)
                 fix = f"an index below {count}, and a start before the stop"
-                raise InvalidRequestError("ranges", wrong, fix)
+                raise InvalidRequestError("ranges", (one.index, one.start, one.stop), fix)
 
     def skipped(self, request: pb.GetRequest, count: int) -> SkippedRows | None:
         """Return the rows of *count* chunks that *request* does not want."""
-        if request.skip_rows and not request.layer_major:
-            raise InvalidRequestError("skip_rows", len(request.skip_rows), "with layer_major only")
-        return SkippedRows.unpack(request.skip_rows, count)
+        rows = request.skip_rows
+        require(request.layer_major or not rows, "skip_rows", len(rows), "with layer_major only")
+        return SkippedRows.unpack(rows, count)
 
     def chunk(
         self,
@@ -125,9 +125,9 @@ class Checks:
         if streamed_bytes not in (None, size_bytes):
             raise InvalidRequestError("frame_bytes", streamed_bytes, f"its header: {size_bytes}")
         if shard is not None:
-            if size_bytes != shard_frame_bytes(shard):
-                fix = f"a raw rectangle like this has {shard_frame_bytes(shard)}"
-                raise InvalidRequestError("frame_bytes", size_bytes, fix)
+            own_bytes = shard_frame_bytes(shard)
+            fix = f"a raw rectangle like this has {own_bytes}"
+            require(size_bytes == own_bytes, "frame_bytes", size_bytes, fix)
             part = ChunkPart(shard, size_bytes, is_streamed=streamed_bytes is not None)
             info = ChunkInfo(info.key, info.parent, shard.whole, 0, raw_frame_bytes(shard.whole))
         if info.key[:DIGEST_BYTES] != session.namespace:
@@ -139,8 +139,8 @@ class Checks:
         if not info.layout.is_of(session.representation):
             expected = KVLayout.of(session.representation, info.layout.tokens)
             raise LayoutMismatchError("layout", info.layout, f"this session's is {expected}")
-        if info.size_bytes > self.limits.max_frame_bytes:
-            fix = f"at most {self.limits.max_frame_bytes}"
+        if info.size_bytes > self.max_frame_bytes:
+            fix = f"at most {self.max_frame_bytes}"
             raise InvalidRequestError("frame_bytes", info.size_bytes, fix)
         codec_by_id(info.codec_id)
         return info, part
@@ -153,15 +153,14 @@ class Checks:
         A part comes with the info of the chunk that it is of.
         """
         keys = self.keys(session, request.digests)
-        parents = split_digests(request.parents, self.limits.max_batch_chunks)
-        if not len(keys) == len(parents) == len(request.frame_bytes) == len(request.layout):
-            raise InvalidRequestError(
-                "digests", len(keys), "give as many parents, frame_bytes and layout entries"
-            )
+        parents = split_digests(request.parents, self.max_batch_chunks)
+        counts = {len(keys), len(parents), len(request.frame_bytes), len(request.layout)}
+        fix = "give as many parents, frame_bytes and layout entries"
+        require(len(counts) == 1, "digests", len(keys), fix)
         self.batch("layouts", len(request.layouts))
         layouts = [messages.layout_from_message(message) for message in request.layouts]
-        if any(index >= len(layouts) for index in request.layout):
-            raise InvalidRequestError("layout", max(request.layout), "index into layouts")
+        last = max(request.layout, default=-1)
+        require(last < len(layouts), "layout", last, "index into layouts")
         rows = zip(keys, parents, request.layout, request.frame_bytes, strict=True)
         return [
             self.chunk(session, ChunkInfo(key, parent, layouts[at][0], 0, size), layouts[at][1])
@@ -174,39 +173,33 @@ class BlendChecks:
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
-        self._limit = min(MAX_ASKED_CHUNKS, checks.limits.max_batch_chunks)
+        self._limit = min(MAX_ASKED_CHUNKS, checks.max_batch_chunks)
 
     # --- resolve
 
     def question(self, session: Session, request: pb.ResolveRequest) -> Question:
         """Return the question of *request*. Raises InvalidRequestError that names what is wrong."""
-        if not 1 <= len(request.segments) <= MAX_SEGMENTS:
-            count = len(request.segments)
-            raise InvalidRequestError("segments", count, f"give 1 to {MAX_SEGMENTS}")
-        total = sum(len(one.tokens) for one in request.segments)
-        if total > self._limit:
-            raise InvalidRequestError("segments.tokens", total, f"at most {self._limit} chunks")
-        if request.tag.startswith(ACCURACY_TAG):
-            fix = "use another: this is of lossy copies, which blending says nothing of"
-            raise InvalidRequestError("tag", request.tag, fix)
-        if request.max_variants > MAX_VARIANTS:
-            fix = f"at most {MAX_VARIANTS}"
-            raise InvalidRequestError("max_variants", request.max_variants, fix)
+        count, tag, variants = len(request.segments), request.tag, request.max_variants
+        require(1 <= count <= MAX_SEGMENTS, "segments", count, f"give 1 to {MAX_SEGMENTS}")
+        total, most = sum(len(one.tokens) for one in request.segments), self._limit
+        require(total <= most, "segments.tokens", total, f"at most {most} chunks")
+        fix = "use another: this is of lossy copies, which blending says nothing of"
+        require(not tag.startswith(ACCURACY_TAG), "tag", tag, fix)
+        require(variants <= MAX_VARIANTS, "max_variants", variants, f"at most {MAX_VARIANTS}")
         at, segments = 0, []
         for message in request.segments:
-            if not at <= message.start < message.stop:
-                wrong = (message.start, message.stop)
-                raise InvalidRequestError("segments", wrong, f"in order, none before {at}")
+            wrong, fix = (message.start, message.stop), f"in order, none before {at}"
+            require(at <= message.start < message.stop, "segments", wrong, fix)
             segments.append(self._segment(session.namespace, message))
             at = message.stop
         engine = messages.engine_from_message(request)
         return Question(
             tuple(segments),
-            check_tag(request.tag),
+            check_tag(tag),
             request.trial,
             self._checks.deadline(request.deadline_ms),
             messages.fidelity_of(request.min_fidelity),
-            request.max_variants or MAX_VARIANTS,
+            variants or MAX_VARIANTS,
             engine.prefill if engine is not None else None,
         )
 
@@ -214,19 +207,18 @@ class BlendChecks:
         tokens = message.tokens
         contents = split_digests(message.contents, self._limit)
         chains = split_digests(message.chains, self._limit)
-        if len(contents) != len(tokens) or len(chains) not in (0, len(tokens)):
-            wrong = (len(tokens), len(contents), len(chains))
-            fix = "give a content digest for each chunk, and a chain digest for each or for none"
-            raise InvalidRequestError("segments.contents", wrong, fix)
+        wrong = (len(tokens), len(contents), len(chains))
+        fits = len(contents) == len(tokens) and len(chains) in (0, len(tokens))
+        fix = "give a content digest for each chunk, and a chain digest for each or for none"
+        require(fits, "segments.contents", wrong, fix)
+        least, most = MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS
         for count in tokens:
-            if not MIN_CHUNK_TOKENS <= count <= MAX_CHUNK_TOKENS:
-                fix = f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
-                raise InvalidRequestError("segments.tokens", count, fix)
+            fix = f"a chunk has {least} to {most} tokens"
+            require(least <= count <= most, "segments.tokens", count, fix)
+        wrong = (message.start, message.stop, sum(tokens))
         left = message.stop - message.start - sum(tokens)
-        if not 0 <= left < MIN_CHUNK_TOKENS:
-            wrong = (message.start, message.stop, sum(tokens))
-            fix = f"its chunks cover it, up to {MIN_CHUNK_TOKENS - 1} tokens at its end"
-            raise InvalidRequestError("segments.stop", wrong, fix)
+        fix = f"its chunks cover it, up to {least - 1} tokens at its end"
+        require(0 <= left < least, "segments.stop", wrong, fix)
         keys = [ChunkKey(space + digest) for digest in chains] or [ChunkKey(b"")] * len(tokens)
         chunks = tuple(map(PromptChunk, keys, contents, tokens))
         return PromptSegment(message.start, message.stop, chunks, message.approximate)
@@ -235,14 +227,12 @@ class BlendChecks:
 
     def report_keys(self, session: Session, request: pb.ReportReuseRequest) -> list[ChunkKey]:
         """Return the variants of *request*. Raises InvalidRequestError."""
-        if len(request.chunks) > self._limit:
-            raise InvalidRequestError("chunks", len(request.chunks), f"at most {self._limit}")
-        keys = []
-        for one in request.chunks:
-            if len(one.digest) != DIGEST_BYTES:
-                raise InvalidRequestError("chunks.digest", one.digest.hex(), "give 16 bytes")
-            keys.append(ChunkKey(session.namespace + one.digest))
-        return keys
+        count, digests = len(request.chunks), [one.digest for one in request.chunks]
+        require(count <= self._limit, "chunks", count, f"at most {self._limit}")
+        for digest in digests:
+            is_one = len(digest) == DIGEST_BYTES
+            require(is_one, "chunks.digest", digest.hex(), "give 16 bytes")
+        return [ChunkKey(session.namespace + digest) for digest in digests]
 
     def report(
         self, request: pb.ReportReuseRequest, keys: Sequence[ChunkKey], tokens: Sequence[int]
@@ -252,9 +242,8 @@ class BlendChecks:
         Raises InvalidRequestError that names what cannot be.
         """
         for key, count in zip(keys, tokens, strict=True):
-            if not count:
-                fix = "no variant here, or gone since; resolve again"
-                raise InvalidRequestError("chunks.digest", key[DIGEST_BYTES:].hex(), fix)
+            fix = "no variant here, or gone since; resolve again"
+            require(count, "chunks.digest", key[DIGEST_BYTES:].hex(), fix)
         ratio = check_number("ratio", request.ratio, 1.0)
         for name in ("load_ms", "compute_ms", "full_ms"):
             check_number(name, getattr(request, name), MAX_REPORTED_MS)
@@ -300,47 +289,39 @@ def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | 
     scores, mean = _deviations(message.deviations, tokens), UNKNOWN
     if scores is not None and (scores >= 0).any():
         mean = float(scores[scores >= 0].mean())
-    if message.query_attention:
+    if packed := message.query_attention:
         fix = f"a byte for each of {tokens} tokens"
-        _check_size("query_attention", message.query_attention, tokens, fix)
-        attention = np.frombuffer(message.query_attention, np.uint8).astype(np.float32)
+        require(len(packed) == tokens, "chunks.query_attention", len(packed), fix)
+        attention = np.frombuffer(packed, np.uint8).astype(np.float32)
         if scores is not None:
             attention = np.where(scores >= 0, scores * attention, np.float32(UNKNOWN))
         scores = attention
-    if message.selected:
+    if packed := message.selected:
         fix = f"a bit for each of {tokens} tokens, in whole bytes"
-        _check_size("selected", message.selected, -(-tokens // 8), fix)
-        if tokens % 8 and message.selected[-1] >> tokens % 8:
-            fix = f"no bits behind that of the last of {tokens} tokens"
-            raise InvalidRequestError("chunks.selected", message.selected[-1], fix)
+        require(len(packed) == -(-tokens // 8), "chunks.selected", len(packed), fix)
+        fix = f"no bits behind that of the last of {tokens} tokens"
+        require(not packed[-1] >> (tokens % 8 or 8), "chunks.selected", packed[-1], fix)
     return Measured(mean, _context(message, tokens), message.intra_mass), scores
-
-
-def _check_size(field: str, packed: bytes, size_bytes: int, fix: str) -> None:
-    if len(packed) != size_bytes:
-        raise InvalidRequestError(f"chunks.{field}", len(packed), fix)
 
 
 def _deviations(packed: bytes, tokens: int) -> Scores | None:
     if not packed:
         return None
-    _check_size("deviations", packed, 2 * tokens, f"two bytes for each of {tokens} tokens")
+    fix = f"two bytes for each of {tokens} tokens"
+    require(len(packed) == 2 * tokens, "chunks.deviations", len(packed), fix)
     values = np.frombuffer(packed, "<f2").astype(np.float32)
-    if not (np.isfinite(values) & ((values >= 0) | (values == UNKNOWN))).all():
-        fix = "finite, not negative; -1 for tokens that were not measured"
-        raise InvalidRequestError("chunks.deviations", "no such deviations", fix)
+    are_known = (np.isfinite(values) & ((values >= 0) | (values == UNKNOWN))).all()
+    fix = "finite, not negative; -1 for tokens that were not measured"
+    require(are_known, "chunks.deviations", "no such deviations", fix)
     return values
 
 
 def _context(message: pb.ChunkReport, tokens: int) -> tuple[Context, ...]:
-    if len(message.context) > MAX_CONTEXT:
-        fix = f"at most the {MAX_CONTEXT} nearest"
-        raise InvalidRequestError("chunks.context", len(message.context), fix)
+    name, count = "chunks.context", len(message.context)
+    require(count <= MAX_CONTEXT, name, count, f"at most the {MAX_CONTEXT} nearest")
     masses = [ContextMass(one.content, one.tokens, one.mass) for one in message.context]
-    if len({one.content for one in masses}) < len(masses):
-        raise InvalidRequestError("chunks.context", len(masses), "each content once")
+    require(len({one.content for one in masses}) == count, name, count, "each content once")
     whole = check_number("chunks.intra_mass", message.intra_mass) + sum(m.mass for m in masses)
-    if whole > _SUM_SLACK * tokens:
-        fix = f"the weights of {tokens} rows sum up to {tokens} at most"
-        raise InvalidRequestError("chunks.context", whole, fix)
+    fix = f"the weights of {tokens} rows sum up to {tokens} at most"
+    require(whole <= _SUM_SLACK * tokens, name, whole, fix)
     return tuple(Context(one.content, one.tokens, one.mass) for one in masses)

@@ -6,10 +6,9 @@ The same as the gRPC service's Get and Put; only the bytes move otherwise.
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from collections.abc import Generator
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -29,7 +28,7 @@ from kvstore.server.api.get_stream import GetStream
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import Checks
 from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, PartSender, Sending, receive_put
+from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES, Sending, receive_put, send_parts
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Session, SessionTable
 from kvstore.server.settings.values import GET_BYTES, Limits
@@ -48,7 +47,8 @@ REFUSED_BYTES = 64 << 20
 REASONS_CHARS = 3 << 18
 """Of all frames of a put, so that one message has them."""
 YIELD_S = 0.001
-"""Before a part for another server, while this one's own clients are sent frames."""
+YIELD_WITHIN_S = 0.01
+"""Before a part for another server, when one of this one's own clients was just sent one."""
 METHODS = {"get": "Get", "find": "Lookup", "put": "Put"}
 """The service's method for each kind of request, in the audit log."""
 
@@ -99,9 +99,8 @@ class BulkService:
         self.tracing: Tracing | None = None
         self._store = store
         self._checks = checks
-        self._own_gets = 0
-        """Gets of this server's own clients that frames are sent to now: other servers wait."""
-        self._lock = threading.Lock()  # guards that
+        self._client_sent_at = -math.inf
+        """When one of this server's own clients was last sent a part."""
 
     def is_over(self, caller: Caller) -> bool:
         """Whether its session has ended, or the time that a guest was given."""
@@ -123,63 +122,53 @@ class BulkService:
         request, is_peer = message.get, caller.session.is_peer
         if bool(request.key_namespace) != is_peer:
             raise PermissionDeniedError("key_namespace: servers name theirs, and clients none")
-        sender = PartSender(caller.wire, message.request, self.clock)
+        about: AbstractContextManager[object] = nullcontext()
         try:
             self._admit(caller, request.session_id, "OpenPeer" if is_peer else "Get")
-            if is_peer:
-                yield from self._get_of_peer(caller, sender, request)
-            else:
-                deadline = self._checks.deadline(request.deadline_ms)
-                first_bytes = FIRST_PART_BYTES if _is_whole(request) else bulk.MAX_PAYLOAD_BYTES
-                with self._own_gets_changed(1), self._traced("Get"):
-                    get = GetStream(self._store, self._checks, caller.session, request, deadline)
-                    parts = cast("Generator[LayerPart, None, None]", get.parts())
-                    for until in sender.send_all(parts, deadline, first_bytes=first_bytes):
-                        with self._own_gets_changed(-1):  # it waits, and takes nothing
-                            yield until
+            parts, deadline = self._parts(caller, request)
+            if not is_peer:
+                about = self._traced("Get")
+            elif caller.guest is None:  # guests are bounded by their threads, as other clients
+                about = self.peer_server.admitted(GET_BYTES)
+            first_bytes = bulk.MAX_PAYLOAD_BYTES
+            if caller.is_client and _is_whole(request):
+                first_bytes = FIRST_PART_BYTES
+            pause = self._yield_to_clients if is_peer else self._note_client
+            with about:
+                frames = yield from send_parts(
+                    caller.wire, message.request, parts, deadline, first_bytes, pause
+                )
         except KVStoreError as error:
-            if sender.is_broken:
-                raise
             self._refuse(caller, message, error)
             return
-        if sender.is_broken:
+        if frames is None:
             raise TierUnavailableError("peer", "it did not take what it asked for")
-        done = pb.StreamMessage(request=message.request, done=sender.frames_sent)
-        self._answer(caller, "Get", sender.frames_sent, done)
+        done = pb.StreamMessage(request=message.request, done=frames)
+        self._answer(caller, "Get", frames, done)
 
-    def _get_of_peer(self, caller: Caller, sender: PartSender, request: pb.GetRequest) -> Sending:
-        """Send what is in memory to another server, or to its client, which is a guest here."""
-        until, guest = self.clock() + request.deadline_ms / 1000, caller.guest
-        if guest is None:
-            with self.peer_server.admitted(GET_BYTES):
-                parts = self.peer_server.parts(request)
-                yield from sender.send_all(parts, until, self._yield_to_clients)
-            return
-        # Guests are not counted at the peer server: their threads bound them, as other clients.
-        if self.is_over(caller):
-            raise UnauthenticatedError("until_s: over; ask your server to be let in again")
-        if request.key_namespace != guest.key_namespace or not _is_whole(request):
-            raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
-        yield from sender.send_all(
-            self.peer_server.parts(request),
-            min(until, self.clock() + GUEST_GET_S),
-            self._yield_to_clients,
-            first_bytes=FIRST_PART_BYTES,
-        )
+    def _parts(
+        self, caller: Caller, request: pb.GetRequest
+    ) -> tuple[Generator[LayerPart, None, None], float]:
+        """Return what is sent, and by when: to another server, or its client, what is in memory."""
+        if not caller.session.is_peer:
+            deadline = self._checks.deadline(request.deadline_ms)
+            get = GetStream(self._store, self._checks, caller.session, request, deadline)
+            return cast("Generator[LayerPart, None, None]", get.parts()), deadline
+        deadline, guest = self.clock() + request.deadline_ms / 1000, caller.guest
+        if guest is not None:
+            if self.is_over(caller):
+                raise UnauthenticatedError("until_s: over; ask your server to be let in again")
+            if request.key_namespace != guest.key_namespace or not _is_whole(request):
+                raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
+            deadline = min(deadline, self.clock() + GUEST_GET_S)
+        return self.peer_server.parts(request), deadline
+
+    def _note_client(self) -> None:
+        self._client_sent_at = self.clock()
 
     def _yield_to_clients(self) -> None:
-        if self._own_gets:
+        if self.clock() - self._client_sent_at < YIELD_WITHIN_S:
             time.sleep(YIELD_S)
-
-    @contextmanager
-    def _own_gets_changed(self, change: int) -> Iterator[None]:
-        with self._lock:
-            self._own_gets += change
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._own_gets -= change
 
     # --- finds and puts
 

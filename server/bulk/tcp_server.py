@@ -211,9 +211,13 @@ class BulkServer:
             if has_room:
                 strangers[link] = origin
         if has_room:
-            self._hellos.submit(self._welcome, link, origin, self._clock() + HELLO_S)
-        else:
-            link.close()
+            try:
+                self._hellos.submit(self._welcome, link, origin, self._clock() + HELLO_S)
+                return
+            except RuntimeError:  # the system gives no thread
+                with self._lock:
+                    strangers.pop(link, None)
+        link.close()
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
         """Hang up on stalled gets and ended sessions; listen again."""
@@ -235,7 +239,8 @@ class BulkServer:
     # --- threads that answer
 
     def _welcome(self, link: socket.socket, origin: str, until: float) -> None:
-        """Shake hands and receive a connection's first message."""
+        """Shake hands, and attach a connection by its first message."""
+        stream: Caller | None = None
         try:
             link.settimeout(HELLO_S)
             if isinstance(link, ssl.SSLSocket):
@@ -245,39 +250,36 @@ class BulkServer:
             wire.set_timeout(HELLO_S, until)
             message, _ = wire.receive(ATTACH_BYTES)
             with known_errors("stream Attach"):
-                stream = self._attached(wire, message, origin)
+                try:
+                    stream = self._attached(wire, message, origin)
+                except KVStoreError as error:
+                    wire.send(bulk.failure(message.request, error))
+                    raise
+            wire.send(pb.StreamMessage(request=message.request, ready=True))
+            self._wait_again(stream)
         except (OSError, KVStoreError) as error:
             link.close()
             name = type(error).__name__
             logger.info("refused", method="stream", error=name, reason=str(error))
             self.service.authorizer.note_on(None, "Attach", name, 0, origin)
-        else:
-            self._wait_again(stream)
+            if stream is not None:
+                self._drop(stream)
         finally:
             with self._lock:
                 self._strangers.pop(link, None)
 
     def _attached(self, wire: FramedSocket, message: pb.StreamMessage, origin: str) -> Caller:
-        try:
-            if not message.HasField("attach"):
-                raise UnauthenticatedError("say first whose connection it is")
-            attach = message.attach
-            session = self.service.sessions.get(attach.session_id)
-            guest = attach if attach.key_namespace else None
-            stream = Caller(wire, session, origin, guest)
-            is_genuine = bulk.is_genuine(attach, session.attach_token)
-            is_genuine = is_genuine and (guest is None or session.is_peer)
-            if not is_genuine or self.service.is_over(stream):
-                raise UnauthenticatedError("token: not this session's; open a session first")
-            self._take_room(stream)
-        except KVStoreError as error:
-            wire.send(bulk.failure(message.request, error))
-            raise
-        try:
-            wire.send(pb.StreamMessage(request=message.request, ready=True))
-        except KVStoreError:
-            self._drop(stream)
-            raise
+        if not message.HasField("attach"):
+            raise UnauthenticatedError("say first whose connection it is")
+        attach = message.attach
+        session = self.service.sessions.get(attach.session_id)
+        guest = attach if attach.key_namespace else None
+        stream = Caller(wire, session, origin, guest)
+        is_genuine = bulk.is_genuine(attach, session.attach_token)
+        is_genuine = is_genuine and (guest is None or session.is_peer)
+        if not is_genuine or self.service.is_over(stream):
+            raise UnauthenticatedError("token: not this session's; open a session first")
+        self._take_room(stream)
         return stream
 
     def _take_room(self, stream: Caller) -> None:

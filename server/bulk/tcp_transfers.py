@@ -31,78 +31,51 @@ Sending: TypeAlias = Generator[float, None, None]
 to go on, or to be closed, in any thread."""
 
 
-class PartSender:
-    """Sends the parts that answer get number *request* over *wire*; *clock* is the wire's."""
+def send_parts(
+    wire: FramedSocket,
+    request: int,
+    parts: Generator[LayerPart, None, None],
+    deadline: float,
+    first_bytes: int,
+    pause: Callable[[], None],
+) -> Generator[float, None, int | None]:
+    """Send *parts* in answer to get number *request* until one does not come to its end, or the
+    reader wants no more. Return how many frames begin in them.
 
-    def __init__(self, wire: FramedSocket, request: int, clock: Callable[[], float]) -> None:
-        self.frames_sent = 0
-        self.is_broken = False
-        """The other end is gone or late, in the midst of a frame: nothing more can be sent."""
-        self._request = request
-        self._wire = wire
-        self._clock = clock
-        self._deadline = 0.0
-        self._is_cancelled = False
-
-    def send_all(
-        self,
-        parts: Generator[LayerPart, None, None],
-        deadline: float,
-        pause: Callable[[], None] = lambda: None,
-        *,
-        first_bytes: int = bulk.MAX_PAYLOAD_BYTES,
-    ) -> Sending:
-        """Send *parts* until one does not come to its end, or the reader wants no more.
-
-        *deadline* is on the clock of the wire; *pause* is called before each message. The first of
-        a frame has *first_bytes* at most. Each part's memory is in use no more when the next is
-        taken.
-        """
-        self._deadline = deadline
-        self._wire.set_timeout(TAKES_S, deadline)
-        with closing(parts):
-            for part in parts:
-                yield from self._send(part, first_bytes, pause)
-                if self.is_broken or self._is_cancelled:
-                    return
-                self.frames_sent += not part.offset
-
-    def _send(self, part: LayerPart, first_bytes: int, pause: Callable[[], None]) -> Sending:
-        head = pb.StreamPart(index=part.chunk, frame_bytes=part.frame_bytes, tier=part.tier)
-        message = pb.StreamMessage(request=self._request, part=head)
-        stop = 0
-        while stop < len(part.data):
-            pause()
-            start, at = stop, part.offset + stop
-            stop += bulk.MAX_PAYLOAD_BYTES if at else first_bytes
-            message.part.offset = at
-            self.is_broken = True
-            try:
-                if self._wire.has_more():
-                    self._receive_cancel()
-                left = [] if self._is_cancelled else message_of(message, [part.data[start:stop]])
-                while left:
-                    try:
-                        self._wire.send_some(left)
-                    except DeadlineError:
-                        now = self._clock()
-                        if now >= self._deadline:
-                            return
-                        yield min(now + bulk.SILENCE_S, self._deadline)
-            except KVStoreError:
-                return
-            self.is_broken = False
-            if self._is_cancelled:
-                return
-
-    def _receive_cancel(self) -> None:
-        """Take in that the reader wants no more. Raises as ``FramedSocket.receive``."""
-        self._wire.set_timeout(bulk.SILENCE_S, self._deadline)
-        message, _ = self._wire.receive()
-        if not message.cancel or message.request != self._request:
-            kind = message.WhichOneof("body")
-            raise InvalidRequestError("kind", kind, "cancel a get, or wait for it")
-        self._is_cancelled = True
+    None: the other end is gone or late, in the midst of a frame: nothing more can be sent.
+    *deadline* is on the clock of the wire; *pause* is called before each message. The first of a
+    frame has *first_bytes* at most. Each part's memory is in use no more when the next is taken.
+    """
+    frames = 0
+    wire.set_timeout(TAKES_S, deadline)
+    with closing(parts):
+        for part in parts:
+            head = pb.StreamPart(index=part.chunk, frame_bytes=part.frame_bytes, tier=part.tier)
+            message = pb.StreamMessage(request=request, part=head)
+            stop = 0
+            while stop < len(part.data):
+                pause()
+                start, at = stop, part.offset + stop
+                stop += bulk.MAX_PAYLOAD_BYTES if at else first_bytes
+                message.part.offset = at
+                try:
+                    if wire.has_more():
+                        wire.set_timeout(bulk.SILENCE_S, deadline)
+                        said, _ = wire.receive()
+                        return frames if said.cancel and said.request == request else None
+                    left = message_of(message, [part.data[start:stop]])
+                    while left:
+                        try:
+                            wire.send_some(left)
+                        except DeadlineError:
+                            now = wire.clock()
+                            if now >= deadline:
+                                return None
+                            yield min(now + bulk.SILENCE_S, deadline)
+                except KVStoreError:
+                    return None
+            frames += not part.offset
+    return frames
 
 
 def receive_put(

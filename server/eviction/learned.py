@@ -97,13 +97,10 @@ class LearnedEviction(LruEviction):
 
     The shape of Cold-RL (learned cache eviction with a deadline, beside NGINX): the K
     objects used longest ago, features of each, a mask of victims from one decision, and
-    native LRU when the decision takes longer than 500 us. Ours departs in the scorer: boosted
-    stumps fitted offline to whether a chunk was used again (``bench/train_scorer.py``), worked
-    out by numpy here, in place of a network in a sidecar; and only leaves are candidates.
-
-    *clock* returns seconds and measures the budget; without one there is none. A decision that
-    took longer counts in ``fallbacks`` and is not used: this call goes on as LRU. A victim costs
-    O(K) at most, whatever is known. 57 bytes a row.
+    native LRU when the decision takes longer than 500 us on *clock*, which counts in
+    ``fallbacks``. Ours departs in the scorer: boosted stumps fitted offline to whether a chunk
+    was used again, in place of a network in a sidecar; and only leaves are candidates. A victim
+    costs O(K) at most, whatever is known. 57 bytes a row.
     """
 
     def __init__(

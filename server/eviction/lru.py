@@ -282,9 +282,8 @@ class DiscardHintEviction(LruEviction):
     equals LRU decides, and that only leaves are candidates: a parent labelled "discard" waits
     for all that continues it.
 
-    **Not robust.** It follows the bit: where half of the bits are wrong it is far below LRU. For
-    hints whose truth is not known use ``hit_density``, where the hint is a class whose
-    reliability is learnt. 27 bytes a row.
+    **Not robust**: where half of the bits are wrong it is far below LRU; ``hit_density`` learns
+    how reliable hints are. 27 bytes a row.
     """
 
     def __init__(self, history: AccessHistory) -> None:

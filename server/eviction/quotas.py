@@ -343,10 +343,6 @@ class MissRatioCurve:
         ratios = (self._hits + self._expected - self._sampled) / self._expected
         return dict(zip(SCALES, np.clip(ratios, 0.0, 1.0).tolist(), strict=True))
 
-    def __len__(self) -> int:
-        """Sampled chunks that are remembered."""
-        return len(self._used)
-
 
 class PartitionUse(NamedTuple):
     """What a tenant or category takes of a tier."""

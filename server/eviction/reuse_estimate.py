@@ -1,8 +1,4 @@
-"""How likely a chunk is asked for again, learned from how old chunks of its class were when asked.
-
-The counts behind the value rule of placement: a copy on a slower tier pays only when its chunk
-is asked for again before that tier gives it up.
-"""
+"""How likely a chunk is requested again before a slower tier evicts it: for the value rule."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ class ReuseForecast:
     """The chance of each chunk that *history* remembers, by a kind of its own.
 
     A kind is how often it was asked for (1, 2, more), whether it ends its prompt, how long that
-    was, and whether the prompt continued a known one: few, which are soon known well. ``asked``
+    was, and whether the prompt continued a known one: few, which are soon known well. ``requested``
     comes before that of *history*, ``seen`` after it. One byte a row. Not thread-safe.
     """
 

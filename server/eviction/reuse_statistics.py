@@ -112,9 +112,6 @@ class AgeSlots:
         share = (count - before) / (behind[slot] - before)
         return float(youngest_s + share * (ages_s[slot] - youngest_s))
 
-    def __len__(self) -> int:
-        return len(self._starts_s)
-
 
 AGE_BINS = 40
 """Bins of age: one up to a second, then three an octave; the last has no end."""

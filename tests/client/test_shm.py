@@ -221,7 +221,7 @@ class TestShmTransport(TransportContract):
         keys = store(client, 1, 2)
         plane = server.node.unix_server
         assert plane is not None
-        (peer,) = (peer for peer in plane._peers.values() if peer.staging_map)
+        (peer,) = (peer for peer in plane._peers.values() if peer.staging)
         peer.connection.shutdown(socket.SHUT_RDWR)
         assert eventually(lambda: len(server.node.sessions) == 0)
         assert_reads(client, keys)

@@ -32,7 +32,7 @@ from kvstore.proto.types import (
 )
 from kvstore.server.api.grpc_server import servicer_of
 from kvstore.server.api.service import Backend, Identity
-from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.api.validation import Checks
 from kvstore.server.store.scrub import Scrub
 
 REPRESENTATION = make_representation(layers=2, kv_heads=2, head_dim=4)
@@ -86,7 +86,7 @@ class NetworkSchedule:
 
     def _start(self) -> None:
         world = self.world
-        checks = Checks(ServiceLimits(64, 1 << 16, 1000), world.clock)
+        checks = Checks(64, 1 << 16, 1000, world.clock)
         identity = Identity(1, "simulated", "", 0.0)
         tiers = [slot.name for slot in world.slots]
         self._scrub = Scrub(world.store.moves, tiers, 0)

@@ -88,10 +88,6 @@ class Ghosts:
         ghosts = tree.nodes - tree.resident
         return ghosts > limits.nodes or tree.tokens - tree.kept_tokens > limits.tokens
 
-    def __len__(self) -> int:
-        """Entries in the queue, those included that turned out to be no ghosts."""
-        return len(self._queue)
-
 
 class Checkpoints(NamedTuple):
     """The positions of one request whose states are to be kept: two at most."""

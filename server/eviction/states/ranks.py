@@ -123,8 +123,6 @@ Learnt by ``python -m bench.policy_hybrid --learn`` on the token traces in data/
 (all our own, synthetic but for one cut from Mooncake's conversation trace, Apache-2.0): the counts
 that a rank without a prior had at the end of each trace, the mean over three capacities, summed
 over six traces and times 0.3, so that what is seen outweighs them after some thousand requests.
-Only differences between classes and ages matter, and they hold for traces of kinds that were
-left out (docs/benchmarks.md).
 """
 
 _STRENGTH = 20.0

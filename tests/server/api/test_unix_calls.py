@@ -593,7 +593,7 @@ def test_plane_that_closes_while_calls_run_hangs_up_and_leaves_nothing(
     for peer in peers:
         peer.send_call("Lookup", pb.LookupRequest())
         assert own.begun.acquire(timeout=20)
-    connections = [p.connection for p in own.plane._peers.values() if p.staging_map is None]
+    connections = [p.connection for p in own.plane._peers.values() if p.staging is None]
     own.plane.close()
     assert [peer.is_hung_up() for peer in (own.host, *peers)] == [True] * 3
     # Closed under a thread that is about to send, its number could be another file's by then.
@@ -648,7 +648,7 @@ def test_session_that_ends_just_behind_its_call_kills_no_thread(
     own.let_go.set()
     own.plane.answer = own.answer
     peer = own.join()
-    (served,) = (p.connection for p in own.plane._peers.values() if p.staging_map is None)
+    (served,) = (p.connection for p in own.plane._peers.values() if p.staging is None)
 
     def end_session(connection: socket.socket) -> None:
         if connection is served and own.begun.acquire(blocking=False):

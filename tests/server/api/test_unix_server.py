@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from kvstore.proto.types import KVLayout
 from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
 from kvstore.server.api.unix_server import SlabFile, UnixLimits, UnixServer
-from kvstore.server.api.written_pages import WrittenPages
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import SessionTable
 
@@ -152,14 +150,14 @@ def test_staging_memory_is_looked_at_once_however_many_frames_are_in_it(
         looks[0] += 1
         return lseek(descriptor, offset, whence)
 
-    monkeypatch.setattr(unix_server, "WrittenPages", partial(WrittenPages, lseek=counting))
+    monkeypatch.setattr(os, "lseek", counting)
     plane = server.node.unix_server
     assert plane is not None
     with staging(size_bytes=size_bytes, written=True) as descriptor:
         assert connect().attach(terms, descriptor, size_bytes=size_bytes) is Reply.ok
-        for offset in range(0, size_bytes, mmap.PAGESIZE):
-            plane.written(terms.session_id, offset, mmap.PAGESIZE)
-    assert looks == [1]
+        for offset in [*range(0, size_bytes, mmap.PAGESIZE)] * 2:
+            plane.staging(terms.session_id).part(offset, mmap.PAGESIZE)
+    assert looks == [size_bytes // mmap.PAGESIZE]
 
 
 def test_nobody_waits_for_a_look_at_another_s_staging_memory(
@@ -177,12 +175,12 @@ def test_nobody_waits_for_a_look_at_another_s_staging_memory(
 
     plane = server.node.unix_server
     assert plane is not None
-    monkeypatch.setattr(unix_server, "WrittenPages", partial(WrittenPages, lseek=slow))
+    monkeypatch.setattr(os, "lseek", slow)
     with staging(written=True) as descriptor:
         peer = connect()
         assert peer.attach(terms, descriptor) is Reply.ok
-        check = (terms.session_id, 0, STAGING_BYTES)
-        thread = threading.Thread(target=plane.written, args=check)
+        look = plane.staging(terms.session_id).part
+        thread = threading.Thread(target=look, args=(0, STAGING_BYTES))
         thread.start()
         try:
             assert looks.wait(20)

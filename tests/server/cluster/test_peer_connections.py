@@ -433,6 +433,21 @@ def test_strangers_who_only_begin_keep_nobody_out(
                 one.close()
 
 
+def test_a_stranger_for_whom_there_is_no_thread_is_hung_up_on(
+    terms: pb.OpenPeerResponse, server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    assert server.node.bulk is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(server.node.bulk._hellos, "submit", refuse)
+        with connected(terms) as stranger:
+            assert ends(stranger)
+    assert server.node.is_alive()
+    reached(terms).close()
+
+
 def test_a_first_word_may_come_in_pieces(terms: pb.OpenPeerResponse, server: LocalServer) -> None:
     if terms.bulk_certificate:
         pytest.skip("TLS cuts it as it likes")

@@ -130,7 +130,7 @@ def test_the_queue_has_one_entry_for_a_node_however_often_it_is_seen() -> None:
         one.see(1, 1)
         one.trim()
 
-    assert len(one.ghosts) == 1
+    assert len(one.ghosts._queue) == 1
 
 
 @pytest.mark.parametrize("nodes", [1, 7, 50])
@@ -143,7 +143,7 @@ def test_limits_hold_whatever_comes(nodes: int) -> None:
 
         branches = sum(len(node.children) > 1 for node in nodes_of(one.tree))
         assert one.tree.nodes - branches <= nodes
-        assert len(one.ghosts) <= one.tree.nodes
+        assert len(one.ghosts._queue) <= one.tree.nodes
     assert one.forgotten
 
 

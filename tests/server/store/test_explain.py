@@ -49,7 +49,7 @@ from kvstore.proto.types import (
 )
 from kvstore.server.api.grpc_server import servicer_of
 from kvstore.server.api.service import Backend, Identity
-from kvstore.server.api.validation import Checks, ServiceLimits
+from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.explain import (
     MAX_COUNTS,
@@ -304,7 +304,7 @@ def test_a_question_that_makes_no_sense_is_refused(server: LocalServer) -> None:
 
 
 def test_who_is_on_another_host_needs_a_session(server: LocalServer) -> None:
-    checks = Checks(ServiceLimits(4096, 1 << 28, 2000), time.monotonic)
+    checks = Checks(4096, 1 << 28, 2000, time.monotonic)
     identity = Identity(1, "", "", 0.0)
     servicer = servicer_of(Backend(server.node.store, server.node.sessions, checks, identity))
     context: Any = SimpleNamespace(peer=lambda: "ipv4:10.1.2.3:4567")
