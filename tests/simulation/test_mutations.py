@@ -17,7 +17,7 @@ from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.holds import Holds, Leases
+from kvstore.server.index.holds import Holds
 from kvstore.server.store import writes
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutTicket, Reservations
@@ -89,7 +89,7 @@ def leases_do_not_pin(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_do_not_expire(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "expire", lambda *_: 0)
+    patch.setattr(Holds, "expire", lambda *_: 0)
 
 
 def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
