@@ -174,7 +174,7 @@ class AdminCalls:
         return pb.QuotaResponse(tenants=[self._quota_of(tenant)])
 
     def _quota_of(self, tenant: str) -> pb.TenantQuota:
-        used = self._catalog.leases_of(tenant)
+        used = self._catalog.leases.by_tenant[tenant]
         limits = self._limits.of(tenant)
         reply = as_message(pb.TenantQuota, limits, tenant=tenant, used_leases=used)
         for tier, use in self._catalog.eviction.quotas_of(tenant).items():

@@ -346,10 +346,6 @@ class Catalog:
             self.in_flight.drop(lambda put: put.until <= now)
             return self._holds.expire(now)
 
-    def leases_of(self, tenant: str) -> int:
-        """Return how many leases *tenant* has."""
-        return self.leases.by_tenant[tenant]
-
     # --- pins, hints and announced uses
 
     def pin(self, keys: Iterable[ChunkKey], ttl_s: float) -> int:
