@@ -342,7 +342,7 @@ class DataCalls:
         for weights in request.weights:
             require(0 < len(weights) <= MAX_CHUNK_TOKENS, "weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
-            self._store.importance.note(key, weights)
+            self._store.models.note_importance(key, weights)
         return pb.WeighResponse()
 
     # --- blending
