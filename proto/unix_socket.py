@@ -52,8 +52,6 @@ Packet: TypeAlias = bytes
 T = TypeVar("T", bound=Message)
 K = TypeVar("K")
 
-_F_ADD_SEALS = 1033
-_F_GET_SEALS = 1034
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 ARENA_SLAB = 0
 """The number of a device's memory; slabs of CPU memory count from 1."""
@@ -180,7 +178,7 @@ def create_memfd(name: str, size_bytes: int) -> int:
 def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mmap.mmap:
     """Map a memfd of the other side for reading. Raises InvalidRequestError."""
     try:
-        is_sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & seals == seals
+        is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals == seals
     except OSError:  # no memfd
         is_sealed = False
     if not is_sealed:
@@ -198,7 +196,7 @@ def device_token(identity: str) -> bytes:
 
 def add_seals(descriptor: int, seals: int) -> None:
     """Seal a memfd for good."""
-    fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def host_id() -> str:

@@ -310,8 +310,7 @@ class CpuTier(Tier):
     @override
     def scan(self) -> Iterator[ChunkInfo]:
         with self._lock:
-            infos = self._sealed.infos()
-        return iter(infos)
+            return iter(self._sealed.infos())
 
     @override
     def stats(self) -> TierStats:

@@ -289,8 +289,7 @@ class DiskTier(Tier):
     @override
     def scan(self) -> Iterator[ChunkInfo]:
         with self._lock:
-            infos = self._chunks.infos()
-        return iter(infos)
+            return iter(self._chunks.infos())
 
     @override
     def stats(self) -> TierStats:

@@ -8,6 +8,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -68,6 +69,7 @@ class DirectoryId(NamedTuple):
         return None if words is None else cls(words[0], int(words[1]), int(words[2]))
 
 
+@dataclass(eq=False)
 class DataFile:
     """One file of frames. It has one owner from its first frame until it is deleted; nobody owns a
     blank one.
@@ -76,19 +78,16 @@ class DataFile:
     shared. The descriptor is closed with the last reference: no read or sync meets a closed one.
     """
 
-    __slots__ = (
-        "directory", "fd", "free", "is_known", "number", "owner", "size_bytes", "sync_failures",
-    )  # fmt: skip
+    directory: DiskDirectory
+    number: int
+    size_bytes: int
+    fd: int = -1
+    owner: str | None = None
+    is_known: bool = True
+    sync_failures: int = 0
 
-    def __init__(self, directory: DiskDirectory, number: int, size_bytes: int) -> None:
-        self.directory = directory
-        self.number = number
-        self.size_bytes = size_bytes
-        self.fd = -1
-        self.free = FreeList(size_bytes, BLOCK_BYTES)
-        self.owner: str | None = None
-        self.is_known = True
-        self.sync_failures = 0
+    def __post_init__(self) -> None:
+        self.free = FreeList(self.size_bytes, BLOCK_BYTES)
 
     @property
     def path(self) -> Path:
