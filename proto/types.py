@@ -120,6 +120,7 @@ class LayerGroup:
             raise RepresentationError(
                 "layer_ids", self.layer_ids, "name each layer of the group once, ascending"
             )
+        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))  # a list is no key
         if not 0 <= self.layer_ids[0] <= self.layer_ids[-1] < MAX_LAYERS:
             fix = f"number layers from 0 to {MAX_LAYERS - 1}"
             raise RepresentationError("layer_ids", self.layer_ids, fix)
