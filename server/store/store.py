@@ -20,11 +20,7 @@ from kvstore.server.index.known_models import ImportanceTable, ModelRegistry
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.values import GateTerms, StateRule
 from kvstore.server.store.lookup import Lookup
-from kvstore.server.store.parallel_writes import (
-    UNFINISHED_PERCENT,
-    UNFINISHED_S,
-    ParallelWrites,
-)
+from kvstore.server.store.parallel_writes import UNFINISHED_PERCENT, UNFINISHED_S, ParallelWrites
 from kvstore.server.store.plans import BatchPlan, plan_batch
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
@@ -135,7 +131,7 @@ class Store:
     def _flushed(
         self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
     ) -> tuple[str, set[ChunkKey]]:
-        """Flush; return why that failed, and which *keys* are not on the medium after it."""
+        """Return why it failed, and which *keys* are not on the medium after it."""
         # A name of its own: a flush that already runs may have begun before our chunks came.
         name = b"flush" + self._new_id().to_bytes(8, "little")
         lost: set[ChunkKey] = set()
@@ -255,19 +251,14 @@ class Store:
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
             if gone and not tier:
                 self.catalog.outcomes.note(key, Fate.deleted)
-            self._purge(key, deadline)
+            for slot in self.tiers.slots.values():  # what was cast out, now or before
+                if self.catalog.is_orphan(slot.name, key):
+                    deletion = self.moves.eviction.delete_from(slot, key, urgent=True)
+                    self._outcome(deletion, deadline)
             self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
-
-    def _purge(self, key: ChunkKey, deadline: float) -> None:
-        """Free what was cast out of *key*, now or before, on every tier that answers."""
-        for slot in self.tiers.slots.values():
-            if self.catalog.is_orphan(slot.name, key):
-                ticket = self.moves.eviction.delete_from(slot, key, urgent=True)
-                if ticket is not None:
-                    self._outcome(ticket, deadline)
 
     # --- life
 
@@ -311,7 +302,6 @@ class Store:
             work()
 
     def _drop_expired(self) -> None:
-        """Free chunks whose time to live is up, but those that somebody reads."""
         for key in self.catalog.expired_keys():
             for name in self.catalog.holders(key):
                 if self.catalog.cast_out(name, key, even_if_held=False):
