@@ -24,7 +24,7 @@ from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store, StoreLimits
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.admission import make_admission
+from kvstore.server.tiering.admission import ADMISSIONS
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
@@ -114,7 +114,7 @@ class Core:
         rule = self.admissions.get(tier.name)
         return TierSlot(
             tier, TierCodec(codec), self.policy(tier, self.metadata), breaker, self.clock,
-            admission=make_admission(rule) if rule else None,
+            admission=ADMISSIONS[rule] if rule else None,
             is_exclusive=tier.name in self.exclusive,
         )  # fmt: skip
 
