@@ -31,6 +31,7 @@ def bench_import(report: Report) -> None:
 
 def bench_metadata(folder: Path, report: Report) -> None:
     """Traced bytes of everything kept per chunk that lies in CPU memory and on disk."""
+    import gc
     import tracemalloc
 
     from kvstore.proto.frame import raw_frame_bytes
@@ -62,6 +63,7 @@ def bench_metadata(folder: Path, report: Report) -> None:
         parent = digest
     for tier in tiers:
         tier.flush()
+    gc.collect()  # written rows and their batch name one another
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     for tier in tiers:

@@ -14,7 +14,7 @@ from bench.tier_replay import LoadModel, TierCounts, TierReplay, TierTerms
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
-from kvstore.server.tiering.admission import ADMISSIONS, make_admission
+from kvstore.server.tiering.admission import ADMISSIONS
 
 SIZES = ((0.01, 0.10), (0.05, 0.25))
 """Fast and slow tier as shares of the footprint."""
@@ -54,7 +54,7 @@ def run_two_tier(
     rows = _rows(requests)
     places = [int(share * len(rows)) for share in shares]
     terms = TierTerms(places[0], places[1], is_exclusive)
-    model, rule = LoadModel(), make_admission(admission)
+    model, rule = LoadModel(), ADMISSIONS[admission]
     forecast = ReuseForecast(AccessHistory(model.block_tokens), model.block_tokens)
     replay = TierReplay(LruEviction(), LruEviction(), terms, rule, forecast)
     times: list[float] = []

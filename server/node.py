@@ -134,7 +134,7 @@ class Node:
         self.sessions.on_close.append(store.end_session)
         self.trust = self._open(Trust(config, self.sessions, clock))
         self.trust.authorizer.counters = self.counters
-        store.catalog.limit_leases(self.trust.authorizer.lease_terms)
+        store.catalog.leases.tenant_of = self.trust.authorizer.lease_terms
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:
             self._open(self._tracing)

@@ -34,7 +34,7 @@ from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import format_size
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.admission import make_admission
+from kvstore.server.tiering.admission import ADMISSIONS
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.codec_choice import QUEUE
 from kvstore.server.tiering.moves import Moves
@@ -173,7 +173,7 @@ def make_policies(
         what_ifs={tier: MissRatioCurve(size) for tier, size in capacities.items() if size},
         policy_names=names,
     )
-    looks_ahead = any(make_admission(rule).looks_ahead for rule in config.write.values())
+    looks_ahead = any(ADMISSIONS[rule].looks_ahead for rule in config.write.values())
     if looks_ahead or any(config.write_budget.values()):
         metadata.forecast = ReuseForecast(metadata.history)
     by_tier: dict[str, EvictionPolicy] = {}
@@ -241,7 +241,7 @@ def build_store(
     moves = Moves(Tiers(slots), catalog, work_queue, counters, clock, move_timeout_ms)
     store = Store(moves, config, new_id)
     attach_refills(store)
-    store.importance = models.importance
+    store.models = models
     return store
 
 
@@ -257,7 +257,7 @@ def _slot(
         encoder.name = f"{name}, measuring"
     rule = config.write.get(tier.name)
     return TierSlot(
-        tier, encoder, policy, breaker, clock, make_admission(rule) if rule else None,
+        tier, encoder, policy, breaker, clock, ADMISSIONS[rule] if rule else None,
         is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
     )  # fmt: skip
 

@@ -114,8 +114,8 @@ class LocalServer:
         store = self.node.store
         return Usage(
             tuple((slot.name, slot.tier.stats()) for slot in store.tiers.slots.values()),
-            store.catalog.lease_count(),
-            store.catalog.state.holds.leases.pins.total(),
+            len(store.catalog.leases),
+            store.catalog.leases.pins.total(),
             store.catalog.in_flight.count(),
             len(store.writes),
         )

@@ -119,8 +119,8 @@ class AdminCalls:
         eviction = self._catalog.eviction
         for chunk in chunks if request.ranks else ():
             for copy in chunk.copies:
-                turn = eviction.rank(copy.tier, ChunkKey(session.namespace + chunk.digest))
-                copy.before, copy.at_least = turn.before, turn.is_at_least
+                key = ChunkKey(session.namespace + chunk.digest)
+                copy.before, copy.at_least = eviction.rank(copy.tier, key)
                 copy.policy = eviction.policy_report(copy.tier).name
         return pb.StatResponse(chunks=chunks)
 
@@ -160,7 +160,7 @@ class AdminCalls:
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
         tenants = [tenant]
         if tenant == EVERY_TENANT:
-            tenants = sorted({*self._catalog.eviction.quota_tenants(), *self._limits.tenants()})
+            tenants = sorted({*self._catalog.eviction.partitions.tenants, *self._limits.tenants()})
         return pb.QuotaResponse(tenants=map(self._quota_of, tenants))
 
     def SetQuota(self, request: pb.SetQuotaRequest, caller: Principal) -> pb.QuotaResponse:
@@ -174,7 +174,7 @@ class AdminCalls:
         return pb.QuotaResponse(tenants=[self._quota_of(tenant)])
 
     def _quota_of(self, tenant: str) -> pb.TenantQuota:
-        used = self._catalog.leases_of(tenant)
+        used = self._catalog.leases.by_tenant[tenant]
         limits = self._limits.of(tenant)
         reply = as_message(pb.TenantQuota, limits, tenant=tenant, used_leases=used)
         for tier, use in self._catalog.eviction.quotas_of(tenant).items():
@@ -223,7 +223,7 @@ class AdminCalls:
         reply.ghosts = catalog.evicted_count()
         reply.gates.extend(as_message(pb.Gate, gate) for gate in self._store.blends.gates.views())
         reply.sessions = len(self._sessions)
-        reply.leases = catalog.lease_count()
+        reply.leases = len(catalog.leases)
         reply.counters.update(self._store.counters.snapshot())
         reply.socket_path = str(self._unix_server.path) if self._unix_server else ""
         if directory is not None:

@@ -342,7 +342,7 @@ class DataCalls:
         for weights in request.weights:
             require(0 < len(weights) <= MAX_CHUNK_TOKENS, "weights", len(weights), fix)
         for key, weights in zip(keys, request.weights, strict=True):
-            self._store.importance.note(key, weights)
+            self._store.models.note_importance(key, weights)
         return pb.WeighResponse()
 
     # --- blending
@@ -352,8 +352,12 @@ class DataCalls:
         started = self._clock()
         question = self._blend_checks.question(session, request)
         blends = self._store.blends
-        found = blends.resolve(session, question)
-        reply = messages.resolution_to_message(found, blends.tier_names)
+        reply = messages.as_message(
+            pb.ResolveResponse,
+            blends.resolve(session, question),
+            tier_names=blends.tier_names,
+            tier=lambda variant: blends.tier_names.index(variant.tier),
+        )
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 

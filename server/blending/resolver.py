@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
 from kvstore.proto.blend import (
     ACCURACY_TAG,
     UNKNOWN,
@@ -142,7 +140,7 @@ class VariantChoice:
             overlap = prefix_overlap(facts.context, self.places, self._chunks_before)
             overhead = fix_overhead(impact, overlap)
         slot = self.sources[one.source]
-        load_ms = _load_ms(slot, one.size_bytes)
+        load_ms = 1e3 * slot.load_s(one.size_bytes)
         variant = Variant(
             ChainDigest(facts.key[DIGEST_BYTES:]), facts.parent, position, slot.name,
             load_ms, one.size_bytes, one.fidelity,
@@ -167,11 +165,8 @@ class VariantChoice:
         sizes: Counter[str] = Counter()
         for one in chosen:
             sizes[one.variant.tier] += one.variant.size_bytes
-        return sum(_load_ms(slot, sizes[slot.name]) for slot in self.sources if sizes[slot.name])
-
-
-def _load_ms(slot: TierSlot, size_bytes: int) -> float:
-    return 1e3 * float(slot.load_s(np.array([size_bytes], np.int64))[0])
+        loads = (slot.load_s(sizes[slot.name]) for slot in self.sources if sizes[slot.name])
+        return 1e3 * sum(loads)
 
 
 CountReady: TypeAlias = Callable[[Session, Sequence[ChunkKey], float, Fidelity], int]

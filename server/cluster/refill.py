@@ -109,7 +109,7 @@ class Refill:
         try:
             moves.copy_now(key, self._slot)
         except KVStoreError:
-            moves.placement.cancelled(name, key)
+            moves.placement.note_write(name, key)
             self._queue({key: True})
             self._rests_until_s = moves.clock() + CHECK_S
             return False

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 
@@ -20,13 +20,10 @@ from kvstore.server.index.hints import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Holds, Leases
 
 MAX_EVENTS = 32
-"""Events that wait; one more, and its caller applies the first."""
+"""Events that wait, and chunks that are joined to one; one more, and the first is applied."""
 
-MAX_LOOKUPS = 4
-"""Lookups among them, each of which may take 0.3 ms: who needs a policy waits for all."""
-
-MAX_CHAINS = 4
-"""Chains of more than one chunk among them, for the same reason."""
+MAX_ROWS = 2048
+"""Rows among them, which take a millisecond: who needs a policy waits for all."""
 
 _TOGETHER_S = 0.1
 """Chunks of a chain that come this soon after one another count as stored together."""
@@ -36,33 +33,48 @@ _LATELY = 1 / 16
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The prompt of *keys* was looked up, of which *known* are here or remembered.
+    """The prompt of *keys* was looked up, of which *rows* are here or remembered.
 
     ``is_again`` for a lookup that was counted already.
     """
 
-    known: Rows
+    rows: Rows
     keys: Sequence[ChunkKey]
     now_s: float
     is_again: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stored:
     """Chunks were sealed on the tier of policy *number*, of which each continues the one before,
     the first *parent*. *facts*, of each but for its *flops*, if no tier had them before.
     """
 
     number: int
-    rows: Sequence[int]
+    rows: list[int]
     parent: int
     size_bytes: int
     facts: InsertInfo | None
-    flops: Sequence[float]
+    flops: list[float]
     now_s: float
+    is_joined: bool = False
+    """Whether *facts* are those of the last, and the others are full."""
 
-
-_Event: TypeAlias = Lookup | Stored
+    def join(self, other: Stored) -> bool:
+        """Add a chunk that continues these, unless something else tells them apart."""
+        fits = (
+            other.parent == self.rows[-1] != other.rows[0]
+            and len(other.rows) == 1
+            and len(self.rows) < MAX_EVENTS
+            and (other.number, other.size_bytes) == (self.number, self.size_bytes)
+            and abs(other.now_s - self.now_s) <= _TOGETHER_S
+            and (other.facts and other.facts._replace(tokens_full=True)) == self.facts
+        )
+        if fits:
+            self.rows += other.rows
+            self.flops += other.flops
+            self.facts, self.now_s, self.is_joined = other.facts, other.now_s, True
+        return fits
 
 
 class AccessLog:
@@ -87,37 +99,29 @@ class AccessLog:
         self._forecast = forecast
         self._chunk_bytes = [0.0] * len(policies)
         """About what a chunk takes lately, by policy."""
-        self._events: deque[_Event] = deque()
-        self._lookups = self._chains = 0
+        self._events: deque[Lookup | Stored] = deque()
+        self._rows = 0
 
-    def note(self, event: _Event) -> None:
+    def note(self, event: Lookup | Stored) -> None:
         """Keep an event until it is applied."""
-        if len(self._events) >= MAX_EVENTS:
-            self.apply_next()
-        if isinstance(event, Lookup):
-            while self._lookups >= MAX_LOOKUPS:
-                self.apply_next()
-            self._lookups += 1
-        elif len(event.rows) > 1:
-            while self._chains >= MAX_CHAINS:
-                self.apply_next()
-            self._chains += 1
+        last = self._events[-1] if self._events else None
+        self._rows += len(event.rows)
+        if isinstance(event, Stored) and isinstance(last, Stored) and last.join(event):
+            return
         self._events.append(event)
+        while len(self._events) > MAX_EVENTS or (self._rows > MAX_ROWS and len(self._events) > 1):
+            self.apply_next()
 
     def apply_next(self) -> bool:
-        """Apply the first event, and those that belong to it; False if there was none."""
+        """Apply the first event; False if there was none."""
         if not self._events:
             return False
         event = self._events.popleft()
+        self._rows -= len(event.rows)
         if isinstance(event, Lookup):
-            self._lookups -= 1
-            self._ask(event)
+            self._apply_lookup(event)
         else:
-            self._chains -= len(event.rows) > 1
-            run = [event]
-            while self._events and _continues(run[-1], self._events[0]):
-                run.append(self._events.popleft())  # type: ignore[arg-type]
-            self._store(run)
+            self._apply_stored(event)
         return True
 
     def apply_all(self) -> None:
@@ -125,63 +129,44 @@ class AccessLog:
         while self.apply_next():
             pass
 
-    def _ask(self, event: Lookup) -> None:
+    def _apply_lookup(self, event: Lookup) -> None:
         if not event.is_again:
             if self._forecast is not None:
-                self._forecast.requested(event.known, len(event.keys), event.now_s)
-            self._history.requested(event.known, len(event.keys), event.now_s)
+                self._forecast.requested(event.rows, len(event.keys), event.now_s)
+            self._history.requested(event.rows, len(event.keys), event.now_s)
             if event.keys and any(self._chunk_bytes):
                 ids = identities(event.keys)
                 for what_if, size in zip(self._what_ifs, self._chunk_bytes, strict=True):
                     if what_if is not None and size:
                         what_if.requested(ids, int(size))
         for policy in self._policies:
-            policy.touch(event.known, event.now_s)
+            policy.touch(event.rows, event.now_s)
 
-    def _store(self, run: Sequence[Stored]) -> None:
-        first, facts, now_s = run[0], run[-1].facts, run[-1].now_s
-        number, size_bytes, parent = first.number, first.size_bytes, first.parent
+    def _apply_stored(self, event: Stored) -> None:
+        number, size_bytes, facts, now_s = event.number, event.size_bytes, event.facts, event.now_s
         usual = self._chunk_bytes[number] or float(size_bytes)
         self._chunk_bytes[number] = usual + (size_bytes - usual) * _LATELY
-        names = [row for one in run for row in one.rows]
         # Of rows that come together all but the last count as full.
-        is_apart = len(run) == 1 and facts is not None and not facts.tokens_full
-        for part in [[row] for row in names] if is_apart else [names]:
+        is_apart = facts is not None and not facts.tokens_full and not event.is_joined
+        parent = event.parent
+        for part in [[row] for row in event.rows] if is_apart else [event.rows]:
             rows = np.array(part, np.intp)
             if facts is not None:
                 self._history.seen_chain(rows, parent, facts, now_s)
             self._policies[number].insert_chain(rows, parent, size_bytes, now_s)
             parent = part[-1]
-        for one in run:
-            if one.facts is None:
-                continue
-            parent = one.parent
-            for row, flops in zip(one.rows, one.flops, strict=True):
-                self._history.flops[row] = flops
-                if self._forecast is not None:
-                    self._forecast.seen(row, parent, one.facts, now_s)
-                parent = row
+        if facts is None:
+            return
+        full, parent = facts._replace(tokens_full=True), event.parent
+        for row, flops in zip(event.rows, event.flops, strict=True):
+            self._history.flops[row] = flops
+            if self._forecast is not None:
+                is_short = is_apart or row == event.rows[-1]
+                self._forecast.seen(row, parent, facts if is_short else full, now_s)
+            parent = row
 
     def __len__(self) -> int:
         return len(self._events)
-
-
-def _continues(last: Stored, event: _Event) -> bool:
-    """Whether the chunk of *event* continues that of *last* and nothing else tells them apart."""
-    if not isinstance(event, Stored) or len(event.rows) > 1 or len(last.rows) > 1:
-        return False
-    if event.parent != last.rows[0] or event.rows[0] == last.rows[0]:
-        return False
-    if (event.number, event.size_bytes) != (last.number, last.size_bytes):
-        return False
-    if abs(event.now_s - last.now_s) > _TOGETHER_S:
-        return False
-    one, before = event.facts, last.facts
-    if one is None or before is None:
-        return one is before
-    return before.tokens_full and (one.group, one.reuse, one.prompt_chunks) == (
-        before.group, before.reuse, before.prompt_chunks,
-    )  # fmt: skip
 
 
 class CatalogListener(Protocol):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.proto.errors import QuotaExceededError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.access_history import MAX_CHUNKS, SavedHistory
@@ -16,8 +17,8 @@ from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.index.access_log import CatalogListener, CatalogState, Lookup, Stored
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
-from kvstore.server.index.hints import ChunkMetadata, PutInfo
-from kvstore.server.index.holds import Lease, Leases, LeaseTerms, TenantOf
+from kvstore.server.index.hints import NEVER, ChunkMetadata, PutInfo
+from kvstore.server.index.holds import Lease, Leases, LeaseTerms
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.telemetry.events import Outcomes
@@ -60,7 +61,8 @@ class Catalog:
     """The index, the eviction policies and who holds what, kept in step under one lock.
 
     *metadata* gets an event before the policies, which rank by it. ``listeners`` are called with
-    copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock.
+    copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock. ``leases``
+    are for reading, one entry at a time.
     """
 
     def __init__(
@@ -74,15 +76,15 @@ class Catalog:
         metadata = metadata or ChunkMetadata()
         self.state = state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
         self._lock, self._clock = state.lock, clock
-        self._index, self._holds = state.index, state.holds
+        self._index, self._holds, self.leases = state.index, state.holds, leases
         self._metadata, self._access_log = metadata, state.access_log
         self.in_flight, self.eviction = InFlightPuts(state), EvictionState(state)
         self.queries = CatalogQueries(state, self.in_flight)
         self.listeners: list[CatalogListener] = []
         self.outcomes = Outcomes(clock)
         """What became of chunks that are not here."""
-        self._orphans: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
-        """Copies that were forgotten and that their tier has not freed yet."""
+        self.orphans: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
+        """By tier what was cast out and may still lie there. For reading."""
 
     # --- copies
 
@@ -102,7 +104,7 @@ class Catalog:
         with self._lock:
             row = self._index.row(info.key)
             if row and self._index.layouts[row] != info.layout:  # all copies of a chunk are alike
-                self._orphans[tier].add(info.key)
+                self.orphans[tier].add(info.key)
                 return
             self._sealed(tier, (info,), put_info, is_new=not row)
         self.state.news.set()
@@ -112,14 +114,12 @@ class Catalog:
     ) -> None:
         """Note the copy of one chunk, or of a chain of one layout and size that is new."""
         index, known, uses = self._index, self._metadata, self._holds.uses
-        if orphans := self._orphans[tier]:
+        if orphans := self.orphans[tier]:
             orphans.difference_update([info.key for info in infos])
         rows = index.add(tier, infos)
         facts, flops = None, [0.0]
         if is_new:
             facts, flops = known.facts(rows, infos, put_info or _UNKNOWN)
-        if known.hints.awaited:
-            known.hints.arrived(rows)
         if is_new and uses.batches:
             for info in infos:
                 if put_info is not None:  # who put it has used it
@@ -152,7 +152,7 @@ class Catalog:
             for listener in self.listeners:
                 listener.removed(tier, key, is_last=is_last)
             if to_orphans:
-                self._orphans[tier].add(key)
+                self.orphans[tier].add(key)
         return known
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
@@ -169,20 +169,10 @@ class Catalog:
                 return False
             return self._forget(tier, key, to_orphans=True)
 
-    def orphans(self, tier: str) -> set[ChunkKey]:
-        """Return what was cast out of *tier* and may still lie there."""
-        with self._lock:
-            return set(self._orphans[tier])
-
-    def is_orphan(self, tier: str, key: ChunkKey) -> bool:
-        """Whether the chunk was cast out of *tier* and may still lie there."""
-        with self._lock:
-            return key in self._orphans[tier]
-
     def purged(self, tier: str, key: ChunkKey) -> None:
         """The tier has freed an orphan."""
         with self._lock:
-            self._orphans[tier].discard(key)
+            self.orphans[tier].discard(key)
 
     def copies(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Return the chunk's copies by tier name; empty when there is none."""
@@ -204,12 +194,6 @@ class Catalog:
         with self._lock:
             row = self._index.row(key)
             return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
-
-    def any_size_bytes(self, key: ChunkKey) -> int:
-        """Return the size of the chunk's frame on the fastest tier that has it; 0 without one."""
-        with self._lock:
-            row = self._index.row(key)
-            return self._index.any_size_bytes(row) if row else 0
 
     def evicted_count(self) -> int:
         """Chunks without a copy that are remembered."""
@@ -245,10 +229,10 @@ class Catalog:
         found: list[ChunkInfo | None] = []
         for start in range(0, len(keys), AT_ONCE):
             with self._lock:
-                rows = index.rows(keys[start : start + AT_ONCE])
-                held, _ = index.sizes(tier, rows, Fidelity.none)
-                both = zip(rows.tolist(), held.tolist(), strict=True)
-                found += [index.info(tier, row) if is_here else None for row, is_here in both]
+                rows = index.rows(keys[start : start + AT_ONCE]).tolist()
+                found += [
+                    index.info(tier, row) if tier in index.holders(row) else None for row in rows
+                ]
         return found
 
     # --- lookups and leases
@@ -271,10 +255,8 @@ class Catalog:
         index, hints = self._index, self._metadata.hints
         with self._lock:
             now_s = self._clock()
-            known = rows = index.known_prefix(keys)
-            if hints.expiring:
-                rows = hints.unexpired(rows, now_s)
-            rows = index.readable(rows, min_fidelity)
+            known = index.known_prefix(keys)
+            rows = index.readable(hints.unexpired(known, now_s), min_fidelity)
             if not again:
                 np.frombuffer(index.hits, np.uint32)[rows] += 1
             self._access_log.note(Lookup(known, keys, now_s, again))
@@ -341,22 +323,9 @@ class Catalog:
         """Lease what exists of a prefix; return it and its length. Raises QuotaExceededError."""
         with self._lock:
             now_s = self._clock()
-            rows = self._index.prefix(keys)
-            if self._metadata.hints.expiring:
-                rows = self._metadata.hints.unexpired(rows, now_s)
+            rows = self._metadata.hints.unexpired(self._index.prefix(keys), now_s)
             known = len(self._index.readable(rows, Fidelity.none))
             return self._holds.lease(keys[:known], terms, now_s), known
-
-    def lease(self, lease_id: int, session_id: int) -> Lease:
-        """Return a live lease. Raises LeaseExpiredError."""
-        with self._lock:
-            return self._holds.leases.get(lease_id, session_id, self._clock())
-
-    def leased(self, lease_id: int, session_id: int) -> Sequence[ChunkKey]:
-        """Return the chunks of a lease, be its time up or not; none if there is no such lease."""
-        with self._lock:
-            lease = self._holds.leases.find(lease_id, session_id)
-            return () if lease is None else lease.keys
 
     def release(self, lease_id: int, session_id: int) -> bool:
         """End a lease."""
@@ -368,7 +337,7 @@ class Catalog:
         with self._lock:
             self._holds.uses.drop(lambda batch: batch.session_id == session_id)
             self.in_flight.drop(lambda put: put.session_id == session_id)
-            return self._holds.leases.release_session(session_id)
+            return self._holds.leases.drop(lambda lease: lease.session_id == session_id)
 
     def expire(self) -> int:
         """End leases and pins whose time is up; return how many leases."""
@@ -376,25 +345,6 @@ class Catalog:
             now = self._clock()
             self.in_flight.drop(lambda put: put.until <= now)
             return self._holds.expire(now)
-
-    def is_leased(self, lease_id: int) -> bool:
-        """Whether there is such a lease; its time may be up."""
-        with self._lock:
-            return lease_id in self._holds.leases
-
-    def lease_count(self) -> int:
-        """Live leases."""
-        return len(self._holds.leases)
-
-    def limit_leases(self, tenant_of: TenantOf) -> None:
-        """Have *tenant_of* say whose sessions are and how many leases each tenant may have."""
-        with self._lock:
-            self._holds.leases.tenant_of = tenant_of
-
-    def leases_of(self, tenant: str) -> int:
-        """Return how many leases *tenant* has."""
-        with self._lock:
-            return self._holds.leases.by_tenant[tenant]
 
     # --- pins, hints and announced uses
 
@@ -404,7 +354,8 @@ class Catalog:
             until = self._clock() + ttl_s
             rows = [(key, row) for key in keys if (row := self._index.row(key))]
             for key, row in rows:
-                self._holds.pins.pin(key, self._index.any_size_bytes(row), until)
+                if not self._holds.pins.pin(key, self._index.any_size_bytes(row), until):
+                    raise QuotaExceededError("pin_limit_bytes", self._holds.pin_limit_bytes, "pins")
             return len(rows)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> int:
@@ -420,20 +371,24 @@ class Catalog:
             self._access_log.apply_all()
             rows = [row for key in keys if (row := index.row(key))]
             self._metadata.hinted(np.array(rows, np.intp), hints, now)
-            return sum(
-                not table.extend(index.key(row), index.any_size_bytes(row), now + ms / 1000)
-                for table, ms in (
-                    (self._holds.pins, hints.pin_ms),
-                    (self._holds.handed_over, hints.handover_ms),
-                )
-                for row in (rows if ms else ())
-            )
+            ignored = 0
+            pins, handed_over = self._holds.pins, self._holds.handed_over
+            for table, ms in ((pins, hints.pin_ms), (handed_over, hints.handover_ms)):
+                for key, row in ((index.key(row), row) for row in rows if ms):
+                    until = max(now + ms / 1000, table.until(key))
+                    ignored += not table.pin(key, index.any_size_bytes(row), until)
+            return ignored
 
     def expired_keys(self) -> list[ChunkKey]:
         """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
         with self._lock:
-            rows = self._metadata.hints.expired(self._clock(), EXPIRED_AT_ONCE)
-            return [self._index.key(row) for row in rows]
+            index, hints, keys = self._index, self._metadata.hints, list[ChunkKey]()
+            for row in hints.expired(self._clock(), EXPIRED_AT_ONCE):
+                if index.holders(row):
+                    keys.append(index.key(row))
+                else:  # it did not come again after the restart
+                    hints.set_expiry(row, NEVER)
+            return keys
 
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
         """Keep *key* from eviction while it is moved; return its copies. Pair with ``let_go``."""
@@ -518,7 +473,7 @@ class Catalog:
     def restore(self, saved: SavedHistory) -> int:
         """Remember what an earlier run did; return how many chunks. Before any other event.
 
-        What engines said of chunks counts from ``note_sealed`` on. Raises InvalidRequestError.
+        Raises InvalidRequestError.
         """
         known = self._metadata
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -46,22 +47,15 @@ class ResumeRequirements(NamedTuple):
     @classmethod
     def of_groups(cls, groups: Iterable[LayerGroup]) -> ResumeRequirements:
         """Return what layers of *groups* need. A window of w sees the w - 1 tokens before."""
-        needs = cls()
-        for group in groups:
-            width = max(1, group.window_tokens - 1) if group.kind is LayerKind.window else 0
-            needs = needs.and_also(cls(group.kind is LayerKind.state, width))
-        return needs
+        kinds = [(group.kind, group.window_tokens) for group in groups]
+        widths = [max(1, width - 1) for kind, width in kinds if kind is LayerKind.window]
+        return cls(any(kind is LayerKind.state for kind, _ in kinds), max(widths, default=0))
 
     @classmethod
     def of_layout(cls, layout: KVLayout) -> ResumeRequirements:
         """Return what a chunk of *layout* gives away of its model's needs."""
         windows = [c.tokens for c in layout.components if c.kind is LayerKind.window]
         return cls(layout.has(LayerKind.state), max(windows, default=0))
-
-    def and_also(self, other: ResumeRequirements) -> ResumeRequirements:
-        """Return what fulfils both."""
-        tokens = max(self.window_tokens, other.window_tokens)
-        return ResumeRequirements(self.state or other.state, tokens)
 
     @property
     def flags(self) -> int:
@@ -84,8 +78,9 @@ class StateCheckpoints:
 
     def need(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Take note of what the model of *space* needs where a prefix ends."""
-        known = self.needs.get(space)
-        self.needs[space] = known.and_also(needs) if known else needs
+        known = self.needs.get(space, needs)
+        tokens = max(known.window_tokens, needs.window_tokens)
+        self.needs[space] = ResumeRequirements(known.state or needs.state, tokens)
         if len(self.needs) > MAX_CHECKPOINT_SPACES:
             self.needs.popitem(last=False)
 
@@ -186,6 +181,13 @@ _COMMON, _WHOLE = 1, 2
 """Marks of a row."""
 
 
+@lru_cache(_LAYOUTS_KEPT)
+def _kept_layout(layout: KVLayout) -> tuple[KVLayout, ResumeRequirements, int]:
+    """Return the first of the equal layouts, its ``of_layout`` and the flags of that."""
+    needs = ResumeRequirements.of_layout(layout)
+    return layout, needs, needs.flags
+
+
 class ChunkIndex:
     """Chunks by key, each in a row of columns. Not thread-safe: the catalog's lock guards it.
 
@@ -235,8 +237,6 @@ class ChunkIndex:
         """How often the chunk was found; a lookup that names it twice finds it once."""
         self.layouts: list[KVLayout | None] = []
         """Of chunks with a copy."""
-        self._known_layouts: dict[KVLayout, tuple[KVLayout, ResumeRequirements, int]] = {}
-        """What is kept of each layout: one of the equal ones, its ``of_layout`` and their flags."""
         self.ends = StateCheckpoints()
         self.evicted = EvictedEntries()
         self._copies = {tier: CopyColumns(array("Q"), array("H"), array("B")) for tier in tiers}
@@ -255,7 +255,7 @@ class ChunkIndex:
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
         """Note copies on *tier* of one chunk, or of a new chain of one layout; return the rows."""
         rows: list[int] = []
-        for info in infos:
+        for info in infos:  # written out: a put waits for it
             rows.append(self._table.add(info.key))
             if rows[-1] == len(self._holders):
                 self._extend()
@@ -271,13 +271,7 @@ class ChunkIndex:
 
     def _describe(self, rows: Sequence[int], infos: Sequence[ChunkInfo]) -> None:
         """Keep what is the same in all copies."""
-        known = self._known_layouts.get(infos[0].layout)
-        if known is None:
-            if len(self._known_layouts) >= _LAYOUTS_KEPT:
-                self._known_layouts.clear()
-            needs = ResumeRequirements.of_layout(infos[0].layout)
-            known = self._known_layouts[infos[0].layout] = (infos[0].layout, needs, needs.flags)
-        layout, needs, flags = known
+        layout, needs, flags = _kept_layout(infos[0].layout)
         if flags:
             self.ends.need(Namespace(infos[0].key[:DIGEST_BYTES]), needs)
         parent = infos[0].parent_key
@@ -404,10 +398,6 @@ class ChunkIndex:
     def is_common(self, row: int) -> bool:
         """Whether two whole chunks continued this one, or one behind it, since it is known."""
         return bool(self._marks[row] & _COMMON)
-
-    def is_alone_on(self, tier: str, row: int) -> bool:
-        """Whether *tier* and no other has a copy."""
-        return self._holders[row] == 1 << self.tiers.index(tier)
 
     def size_bytes(self, tier: str, row: int) -> int:
         """Return the size of the frame on *tier*, which there must be."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -27,13 +27,6 @@ class Wanted(NamedTuple):
 EVERYBODY = Wanted()
 
 
-class EvictionRank(NamedTuple):
-    """How many others go before a chunk; at least so many where no more were looked at."""
-
-    before: int
-    is_at_least: bool = False
-
-
 class TierUse(NamedTuple):
     """What a tenant takes of a tier, and may take."""
 
@@ -51,7 +44,7 @@ class EvictionState:
 
     def __init__(self, state: CatalogState) -> None:
         self._state = state
-        self._index = state.index
+        self._index, self.partitions = state.index, state.metadata.partitions
         self.leaving: dict[ChunkKey, str] = {}
         """Chunks being evicted, and the tier they leave."""
         self._unclaimed = threading.Condition(state.lock)
@@ -59,8 +52,9 @@ class EvictionState:
     def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
         """Return the partition that a chunk counts against, be it here or only to come."""
         with self._state.lock:
-            row, known = self._index.row(key), self._state.metadata
-            return known.hints.partitions[row] if row else known.partitions.number(tenant, category)
+            if row := self._index.row(key):
+                return self._state.metadata.hints.partitions[row]
+            return self.partitions.number(tenant, category)
 
     def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
         """Return what a partition has to free on *tier* to take so many bytes and chunks more."""
@@ -76,26 +70,30 @@ class EvictionState:
         tier: str,
         need_bytes: int,
         limit: int,
-        among: Sequence[ChunkKey] | None = None,
         wanted: Wanted = EVERYBODY,
+        allocated: Callable[[int], int] = int,
     ) -> list[ChunkKey]:
         """Choose what to evict and keep others from choosing the same. Pair with ``unclaim``.
 
-        With *among* every chunk of it that may go is chosen, whatever the policy says.
+        A frame of n bytes frees *allocated* (n) of those that are needed.
         """
-        index = self._index
+        index, victims = self._index, list[ChunkKey]()
         with self._state.lock:
             self._state.access_log.apply_all()
-            if among is None:
-                found: dict[int, ChunkKey] = {}
-                for row in self._candidates(tier, wanted):
-                    if need_bytes <= 0 or len(found) == limit:
-                        break
-                    if row not in found:
-                        found[row] = index.key(row)
-                        need_bytes -= index.size_bytes(tier, row)
-                among = list(found.values())
-            victims = [key for key in among if not self.stays(key)]
+            for row in self._candidates(tier, wanted):
+                if need_bytes <= 0 or len(victims) == limit:
+                    break
+                key = index.key(row)
+                if key not in self.leaving:
+                    victims.append(key)
+                    self.leaving[key] = tier
+                    need_bytes -= allocated(index.size_bytes(tier, row))
+        return victims
+
+    def claim(self, tier: str, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Claim those of *keys* that may go, whatever the policy says."""
+        with self._state.lock:
+            victims = [key for key in keys if not self.stays(key)]
             self.leaving.update(dict.fromkeys(victims, tier))
             return victims
 
@@ -119,7 +117,7 @@ class EvictionState:
         named: Counter[int] = Counter()
 
         def spares(row: int) -> bool:
-            is_way = index.continued(row) > named[row] and index.is_alone_on(tier, row)
+            is_way = index.continued(row) > named[row] and index.holders(row) == [tier]
             return is_way or stays(row)
 
         for row in self._ordered(tier, wanted, spares):
@@ -138,16 +136,13 @@ class EvictionState:
         parent = self._index.parents.__getitem__
         return self._state.metadata.hints.in_order(rows, parent, len(policy))
 
-    def rank(self, tier: str, key: ChunkKey) -> EvictionRank:
-        """Return how many others *tier* would evict before *key*; nobody is."""
+    def rank(self, tier: str, key: ChunkKey) -> tuple[int, bool]:
+        """Return how many others *tier* would evict before *key*, and whether it may be more."""
         with self._state.lock:
             self._state.access_log.apply_all()
-            row, before = self._index.row(key), 0
-            for victim in islice(self._candidates(tier, EVERYBODY), LOOKED_AT):
-                if victim == row:
-                    return EvictionRank(before)
-                before += 1
-            return EvictionRank(before, is_at_least=True)
+            victims = list(islice(self._candidates(tier, EVERYBODY), LOOKED_AT))
+            row = self._index.row(key)
+            return (victims.index(row), False) if row in victims else (len(victims), True)
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
         """The eviction is over, whatever became of it."""
@@ -184,14 +179,10 @@ class EvictionState:
             self._state.access_log.apply_all()
             return PolicyReport.of(name, policy, known.what_ifs.get(tier), known.partitions.names)
 
-    def quota_tenants(self) -> tuple[str, ...]:
-        """Return the tenants whose chunks are counted."""
-        return self._state.metadata.partitions.tenants
-
     def quotas_of(self, tenant: str) -> dict[str, TierUse]:
         """Return by tier what *tenant* takes; none when its chunks are not counted."""
-        number = self._state.metadata.partitions.number(tenant)
-        if tenant not in self.quota_tenants():
+        number = self.partitions.number(tenant)
+        if tenant not in self.partitions.tenants:
             return {}
         with self._state.lock:
             self._state.access_log.apply_all()
@@ -203,7 +194,7 @@ class EvictionState:
 
     def set_quotas(self, tenant: str, quotas: Mapping[str, Quota]) -> None:
         """Hold *tenant* to other quotas, by tier. Raises InvalidRequestError, changing nothing."""
-        number = self._state.metadata.partitions.number(tenant)
+        number = self.partitions.number(tenant)
         with self._state.lock:
             checked = []
             for tier, quota in quotas.items():

@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +40,12 @@ class RowHints:
     """
 
     def __init__(self) -> None:
-        self._priorities = array("B")
-        self._expiries = array("d")
+        self.priorities = array("B")
+        self.expiries = array("d")
         self.partitions = array("H")
-        self.columns = (self._priorities, self._expiries, self.partitions)
+        self.columns = (self.priorities, self.expiries, self.partitions)
         self._times: list[tuple[float, int]] = []
         """When which row may expire, a heap; entries that are no longer true are skipped."""
-        self.awaited: dict[int, tuple[float, int]] = {}
-        """What an earlier run knew of chunks that are not here yet, by row."""
         self.expiring = 0
         """Chunks that expire some time."""
         self._prioritized = 0
@@ -55,12 +54,12 @@ class RowHints:
 
     def set_priority(self, row: int, priority: int) -> None:
         """Give a chunk a priority of 1 to 100; 0 takes it back."""
-        self._prioritized += bool(priority) - bool(self._priorities[row])
-        self._priorities[row] = priority
+        self._prioritized += bool(priority) - bool(self.priorities[row])
+        self.priorities[row] = priority
 
     def priority(self, row: int) -> int:
         """Return the priority of a chunk."""
-        return self._priorities[row] or NO_PRIORITY
+        return self.priorities[row] or NO_PRIORITY
 
     def in_order(
         self, victims: Iterator[int], parent: Callable[[int], int], count: int
@@ -70,13 +69,10 @@ class RowHints:
         if not self._prioritized or window < 2:
             yield from victims
             return
-        ahead: list[int] = []
-        for victim in victims:
-            ahead.append(victim)
-            if len(ahead) == window:
-                yield ahead.pop(self._lowest(ahead, parent))
+        ahead = list(islice(victims, window))
         while ahead:
             yield ahead.pop(self._lowest(ahead, parent))
+            ahead += islice(victims, 1)
 
     def _lowest(self, ahead: list[int], parent: Callable[[int], int]) -> int:
         waiting: set[int] = set()
@@ -91,8 +87,8 @@ class RowHints:
 
     def set_expiry(self, row: int, expires_s: float) -> None:
         """Let a chunk expire at *expires_s*; NEVER takes it back."""
-        self.expiring += (expires_s != NEVER) - (self._expiries[row] != NEVER)
-        self._expiries[row] = expires_s
+        self.expiring += (expires_s != NEVER) - (self.expiries[row] != NEVER)
+        self.expiries[row] = expires_s
         if expires_s != NEVER:
             heapq.heappush(self._times, (expires_s, row))
             if len(self._times) > 2 * self.expiring + _STALE_TIMES:
@@ -100,19 +96,17 @@ class RowHints:
                 self._times = sorted(set(self._times))  # sorted is a heap
 
     def _is_true(self, time: tuple[float, int]) -> bool:
-        return self._expiries[time[1]] == time[0]
-
-    def expiry(self, row: int) -> float:
-        """Return when a chunk expires; NEVER if it does not."""
-        return self._expiries[row]
+        return self.expiries[time[1]] == time[0]
 
     def is_expired(self, row: int, now_s: float) -> bool:
         """Whether the chunk's time is up."""
-        return NEVER != self._expiries[row] <= now_s
+        return NEVER != self.expiries[row] <= now_s
 
     def unexpired(self, rows: Rows, now_s: float) -> Rows:
-        """Return *rows* up to the first whose time is up; all when none is ``expiring``."""
-        expiries = np.frombuffer(self._expiries)[rows]
+        """Return *rows* up to the first whose time is up."""
+        if not self.expiring:
+            return rows
+        expiries = np.frombuffer(self.expiries)[rows]
         late = (expiries != NEVER) & (expiries <= now_s)
         return rows[: int(late.argmax())] if late.any() else rows
 
@@ -136,30 +130,20 @@ class RowHints:
 
     def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Write what is known of *rows* into *chunks*, of ``access_history.CHUNK``."""
-        chunks["priority"] = np.frombuffer(self._priorities, np.uint8)[rows]
-        expiries = np.frombuffer(self._expiries)[rows]
+        chunks["priority"] = np.frombuffer(self.priorities, np.uint8)[rows]
+        expiries = np.frombuffer(self.expiries)[rows]
         left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
         chunks["left_s"] = left_s
 
     def restore(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
-        """Take what an earlier run wrote: it counts once the chunks have arrived here again."""
+        """Take what an earlier run wrote."""
         spoken = np.flatnonzero((chunks["left_s"] > 0) | (chunks["priority"] > 0))
-        for at in spoken.tolist():
-            left_s = float(chunks["left_s"][at])
-            expires_s = now_s + left_s if left_s else NEVER
-            self.awaited[int(rows[at])] = (expires_s, int(chunks["priority"][at]))
-
-    def arrived(self, rows: Sequence[int]) -> None:
-        """Chunks have copies: what an earlier run knew of them counts now."""
-        for row in rows:
-            if row in self.awaited:
-                expires_s, priority = self.awaited.pop(row)
-                self.set_expiry(row, expires_s)
-                self.set_priority(row, min(priority, MAX_PRIORITY))
+        for row, chunk in zip(rows[spoken].tolist(), chunks[spoken], strict=True):
+            self.set_priority(row, min(int(chunk["priority"]), MAX_PRIORITY))
+            self.set_expiry(row, now_s + float(chunk["left_s"]) if chunk["left_s"] else NEVER)
 
     def forget(self, row: int) -> None:
         """The chunk is nowhere any more."""
-        self.awaited.pop(row, None)
         self.set_priority(row, 0)
         self.set_expiry(row, NEVER)
         self.partitions[row] = 0

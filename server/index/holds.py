@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 from kvstore.proto.errors import LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey
@@ -44,23 +45,22 @@ class Leases:
         self._limit = limit_per_session
         self._new_id = new_id
         self._leases: dict[int, Lease] = {}
-        self._by_session: dict[int, set[int]] = {}
+        self._by_session: Counter[int] = Counter()
         self.pins: Counter[ChunkKey] = Counter()
         self.tenant_of: TenantOf = lambda session_id: ("", 0)
         self.by_tenant: Counter[str] = Counter()
 
     def grant(self, session_id: int, keys: Iterable[ChunkKey], deadline: float) -> Lease:
         """Pin *keys* for a session. Raises QuotaExceededError."""
-        owned = self._by_session.get(session_id, ())
-        if len(owned) >= self._limit:
+        if self._by_session[session_id] >= self._limit:
             raise QuotaExceededError("max_leases_per_session", self._limit, f"session {session_id}")
         tenant, most = self.tenant_of(session_id)
         if most and self.by_tenant[tenant] >= most:
             raise QuotaExceededError("leases", most, f"tenant {tenant!r}")
         lease = Lease(self._new_id(), session_id, list(keys), deadline, tenant)
-        self.by_tenant[tenant] += 1
         self._leases[lease.lease_id] = lease
-        self._by_session.setdefault(session_id, set()).add(lease.lease_id)
+        self._by_session[session_id] += 1
+        self.by_tenant[tenant] += 1
         pins, held = self.pins, self.pins.get
         for key in lease.keys:
             pins[key] = held(key, 0) + 1
@@ -82,34 +82,24 @@ class Leases:
 
     def release(self, lease_id: int, session_id: int) -> bool:
         """Unpin what the lease holds. Return whether the session had such a lease."""
-        lease = self._leases.get(lease_id)
-        if lease is None or lease.session_id != session_id:
+        lease = self.find(lease_id, session_id)
+        if lease is None:
             return False
         del self._leases[lease_id]
-        owned = self._by_session[session_id]
-        owned.discard(lease_id)
-        if not owned:
-            del self._by_session[session_id]
-        self.by_tenant[lease.tenant] -= 1
-        if not self.by_tenant[lease.tenant]:
-            del self.by_tenant[lease.tenant]
+        _count_down(self._by_session, session_id)
+        _count_down(self.by_tenant, lease.tenant)
         pins = self.pins
         for key in lease.keys:
             if left := pins.pop(key) - 1:
                 pins[key] = left
         return True
 
-    def release_session(self, session_id: int) -> int:
-        """Release every lease of a session that ended. Return how many."""
-        owned = list(self._by_session.get(session_id, ()))
-        return sum(self.release(lease_id, session_id) for lease_id in owned)
+    def drop(self, is_over: Callable[[Lease], bool]) -> int:
+        """Release the leases that are over. Return how many."""
+        over = [lease for lease in self._leases.values() if is_over(lease)]
+        return sum(self.release(lease.lease_id, lease.session_id) for lease in over)
 
-    def expire(self, now: float) -> int:
-        """Release every lease whose deadline has passed. Return how many."""
-        late = [lease for lease in self._leases.values() if lease.deadline <= now]
-        return sum(self.release(lease.lease_id, lease.session_id) for lease in late)
-
-    def __contains__(self, lease_id: int) -> bool:
+    def __contains__(self, lease_id: object) -> bool:
         return lease_id in self._leases
 
     def pin(self, key: ChunkKey) -> None:
@@ -118,11 +108,15 @@ class Leases:
 
     def unpin(self, key: ChunkKey) -> None:
         """Undo one ``pin``."""
-        if left := self.pins.pop(key) - 1:
-            self.pins[key] = left
+        _count_down(self.pins, key)
 
     def __len__(self) -> int:
         return len(self._leases)
+
+
+def _count_down(counter: Counter[Any], key: object) -> None:
+    if left := counter.pop(key) - 1:
+        counter[key] = left
 
 
 MAX_ANNOUNCED = 1 << 18
@@ -131,7 +125,7 @@ MAX_BATCHES = 256
 """Announcements at once; of more nothing is kept."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Batch:
     """What one announcement still needs of each chunk, and until when it is valid."""
 
@@ -151,18 +145,16 @@ class PlannedUses:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self.batches: list[_Batch] = []
-        self._count = 0
         self.kept: dict[ChunkKey, int] = {}
         """Bytes of each chunk kept, on whatever tier it was noted first."""
         self.kept_bytes = 0
 
     def announce(self, session_id: int, uses: Mapping[ChunkKey, int], until: float) -> None:
         """A batch will use chunks so often."""
-        room = MAX_ANNOUNCED - self._count
-        left = dict(list(uses.items())[:room])
+        room = MAX_ANNOUNCED - sum(len(batch.left) for batch in self.batches)
+        left = dict(islice(uses.items(), room))
         if left and len(self.batches) < MAX_BATCHES:
             self.batches.append(_Batch(session_id, until, left))
-            self._count += len(left)
 
     def keep(self, key: ChunkKey, size_bytes: int) -> bool:
         """A chunk of so many bytes is here: keep it if it is needed. False if that is too much."""
@@ -182,14 +174,11 @@ class PlannedUses:
         batches = sorted(self.batches, key=lambda batch: batch.session_id != session_id)
         for key in keys:
             batch = next((batch for batch in batches if key in batch.left), None)
-            if batch is None:
-                continue
-            batch.left[key] -= 1
-            if not batch.left[key]:
-                del batch.left[key]
-                self._count -= 1
-                if not self._is_needed(key):
-                    self.gone(key)
+            if batch is not None:
+                batch.left[key] -= 1
+                if not batch.left[key]:
+                    del batch.left[key]
+                    self._review([key])
         self.drop(lambda batch: not batch.left)
 
     def gone(self, key: ChunkKey) -> None:
@@ -199,11 +188,12 @@ class PlannedUses:
     def drop(self, is_over: Callable[[_Batch], bool]) -> None:
         """Forget the announcements that are over."""
         over = [batch for batch in self.batches if is_over(batch)]
-        if not over:
-            return
-        self.batches = [batch for batch in self.batches if not is_over(batch)]
-        self._count -= sum(len(batch.left) for batch in over)
-        for key in [key for batch in over for key in batch.left]:
+        self.batches = [batch for batch in self.batches if batch not in over]
+        for batch in over:
+            self._review(batch.left)
+
+    def _review(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
             if not self._is_needed(key):
                 self.gone(key)
 
@@ -220,30 +210,24 @@ class Pins:
         self.pinned: dict[ChunkKey, tuple[float, int]] = {}
         """Until when each chunk is pinned, and its bytes."""
 
-    def pin(self, key: ChunkKey, size_bytes: int, until: float) -> None:
-        """Pin a chunk, or pin it again until then. Raises QuotaExceededError."""
+    def pin(self, key: ChunkKey, size_bytes: int, until: float) -> bool:
+        """Pin a chunk, or pin it again until then; False when the limit does not allow it."""
         before = self.pinned.get(key, (0.0, 0))[1]
         if self._used_bytes - before + size_bytes > self._limit_bytes:
-            raise QuotaExceededError("pin_limit_bytes", self._limit_bytes, "pins")
+            return False
         self._used_bytes += size_bytes - before
         self.pinned[key] = (until, size_bytes)
-
-    def extend(self, key: ChunkKey, size_bytes: int, until: float) -> bool:
-        """Pin a chunk for no less long than it is; False when the limit does not allow it."""
-        until = max(until, self.pinned.get(key, (until, 0))[0])
-        try:
-            self.pin(key, size_bytes, until)
-        except QuotaExceededError:
-            return False
         return True
+
+    def until(self, key: ChunkKey) -> float:
+        """Return until when a chunk is pinned; 0 for one that is not."""
+        return self.pinned.get(key, (0.0, 0))[0]
 
     def unpin(self, key: ChunkKey) -> bool:
         """End a pin; return whether there was one."""
-        pinned = self.pinned.pop(key, None)
-        if pinned is None:
-            return False
-        self._used_bytes -= pinned[1]
-        return True
+        is_pinned = key in self.pinned
+        self._used_bytes -= self.pinned.pop(key, (0.0, 0))[1]
+        return is_pinned
 
     def expire(self, now: float) -> None:
         """End the pins whose time is up."""
@@ -256,6 +240,7 @@ class Holds:
 
     def __init__(self, leases: Leases, pin_limit_bytes: int) -> None:
         self.leases = leases
+        self.pin_limit_bytes = pin_limit_bytes
         self.pins = Pins(pin_limit_bytes)
         self.handed_over = Pins(pin_limit_bytes // 2)
         """Chunks that another engine is about to read."""
@@ -290,4 +275,4 @@ class Holds:
         self.pins.expire(now)
         self.handed_over.expire(now)
         self.uses.drop(lambda batch: batch.until <= now)
-        return self.leases.expire(now)
+        return self.leases.drop(lambda lease: lease.deadline <= now)

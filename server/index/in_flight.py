@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 from kvstore.server.index.access_log import CatalogState
@@ -12,17 +12,13 @@ from kvstore.server.index.hints import NEVER
 
 MAX_ANNOUNCED_CHUNKS = 1 << 16
 """Chunks announced at once; of more nothing is known before they come."""
-MAX_ANNOUNCEMENTS = 1024
-"""Announcements at once."""
 
 
-@dataclass(slots=True, eq=False)
-class Announcement:
-    """What one call announced and has not come yet. ``until`` is in the clock's seconds."""
+class Announcement(NamedTuple):
+    """Who announced a chunk, and until when that holds, in the clock's seconds."""
 
     session_id: int
     until: float
-    left: set[ChunkKey]
 
 
 class InFlightPuts:
@@ -35,7 +31,6 @@ class InFlightPuts:
         """How many put each chunk now. Under the lock."""
         self.announced: dict[ChunkKey, Announcement] = {}
         """Chunks that a session is about to put. Under the lock."""
-        self._announcements: list[Announcement] = []
         self._no_waits = False
         self._arrived = threading.Condition(state.lock)
 
@@ -49,7 +44,7 @@ class InFlightPuts:
             if row and index.holders(row, Fidelity.exact):
                 if hints.is_expired(row, self._state.clock()):
                     hints.set_expiry(row, NEVER)
-                self._end_announced(key)
+                self.announced.pop(key, None)
                 return False
             self.writers[key] = self.writers.get(key, 0) + 1
             return True
@@ -60,8 +55,7 @@ class InFlightPuts:
             left = self.writers.pop(key) - 1
             if left:
                 self.writers[key] = left
-            if key in self.announced:
-                self._end_announced(key)
+            self.announced.pop(key, None)
             self._arrived.notify_all()
 
     def count(self) -> int:
@@ -74,40 +68,23 @@ class InFlightPuts:
     def announce(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> int:
         """Note that *keys* come within *ttl_s*, or with 0 do not; return how many are new."""
         with self._state.lock:
+            known = self.announced
             if not ttl_s:
-                count = 0
-                for key in keys:
-                    one = self.announced.get(key)
-                    if one is not None and one.session_id == session_id:
-                        self._end_announced(key)
-                        count += 1
+                ours = {key for key in keys if key in known and known[key].session_id == session_id}
+                for key in ours:
+                    del known[key]
                 self._arrived.notify_all()
-                return count
+                return len(ours)
             absent = [key for key in keys if not self._index.row(key)]
-            room = max(0, MAX_ANNOUNCED_CHUNKS - len(self.announced))
-            new = set(absent[:room]) - self.announced.keys()
-            if not new or len(self._announcements) >= MAX_ANNOUNCEMENTS:
-                return 0
-            made = Announcement(session_id, self._state.clock() + ttl_s, new)
-            self._announcements.append(made)
-            self.announced.update(dict.fromkeys(new, made))
+            new = set(absent[: max(0, MAX_ANNOUNCED_CHUNKS - len(known))]) - known.keys()
+            known.update(dict.fromkeys(new, Announcement(session_id, self._state.clock() + ttl_s)))
             return len(new)
-
-    def _end_announced(self, key: ChunkKey) -> None:
-        """A chunk came, or will not come."""
-        announcement = self.announced.pop(key, None)
-        if announcement is not None:
-            announcement.left.discard(key)
-            if not announcement.left:
-                self._announcements.remove(announcement)
 
     def drop(self, is_over: Callable[[Announcement], bool]) -> None:
         """End the announcements that are over. Under the lock."""
-        over = [one for one in self._announcements if is_over(one)]
-        for announcement in over:
-            for key in announcement.left:
-                del self.announced[key]
-            self._announcements.remove(announcement)
+        over = [key for key, announcement in self.announced.items() if is_over(announcement)]
+        for key in over:
+            del self.announced[key]
         if over:
             self._arrived.notify_all()
 

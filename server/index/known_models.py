@@ -22,54 +22,24 @@ OVERHEAD_BYTES = 256
 """What a chunk takes beside its bytes, so that very short ones are bounded, too."""
 
 
-class ImportanceTable:
-    """A byte for each token, by chunk. Thread-safe.
-
-    At most *limit_bytes* are kept, whatever became of the chunks: a chunk may be encoded again,
-    for another tier.
-    """
-
-    def __init__(self, limit_bytes: int = MAX_IMPORTANCE_BYTES) -> None:
-        self._limit_bytes = limit_bytes
-        self._weights: OrderedDict[ChunkKey, bytes] = OrderedDict()
-        self.size_bytes = 0
-        self._lock = threading.Lock()  # guards the two above
-
-    def note(self, key: ChunkKey, weights: bytes) -> None:
-        """Remember *weights* of the tokens of *key*, in place of earlier ones."""
-        with self._lock:
-            self._drop(key)
-            self._weights[key] = weights
-            self.size_bytes += len(weights) + OVERHEAD_BYTES
-            while self.size_bytes > self._limit_bytes:
-                self._drop(next(iter(self._weights)))
-
-    def _drop(self, key: ChunkKey) -> None:
-        gone = self._weights.pop(key, None)
-        if gone is not None:
-            self.size_bytes -= len(gone) + OVERHEAD_BYTES
-
-    def of(self, header: FrameHeader) -> Importance | None:
-        """Return f32 (tokens,) for the chunk of *header*; None without as many weights."""
-        with self._lock:
-            weights = self._weights.get(header.key)
-        if weights is None or len(weights) != header.layout.tokens:
-            return None
-        found: Importance = np.frombuffer(weights, np.uint8).astype(np.float32)
-        return found
-
-
 MAX_KNOWN_MODELS = 256
 """Beyond them the one seen longest ago is forgotten: its chunks are encoded without terms."""
 
 
 class KnownModels:
-    """Encode terms by representation digest: all that a frame names of its model. Thread-safe."""
+    """What a frame does not say and its codec needs. Thread-safe.
 
-    def __init__(self) -> None:
-        self.importance = ImportanceTable()
+    By representation digest the model; by chunk a byte for each token, how much it matters. Of
+    these *limit_bytes* are kept, whatever became of the chunks: one may be encoded again, for
+    another tier.
+    """
+
+    def __init__(self, limit_bytes: int = MAX_IMPORTANCE_BYTES) -> None:
+        self._limit_bytes = limit_bytes
         self._models: OrderedDict[bytes, Representation] = OrderedDict()
-        self._lock = threading.Lock()  # guards the dictionary
+        self._weights: OrderedDict[ChunkKey, bytes] = OrderedDict()
+        self.weights_bytes = 0
+        self._lock = threading.Lock()  # guards the three above
 
     def note(self, session: Session) -> None:
         """Remember the model of a session that was opened."""
@@ -78,18 +48,39 @@ class KnownModels:
     def learn(self, digest: bytes, representation: Representation) -> None:
         """Remember *representation*, whose digest is *digest*."""
         with self._lock:
-            self._models.pop(digest, None)
             self._models[digest] = representation
+            self._models.move_to_end(digest)
             if len(self._models) > MAX_KNOWN_MODELS:
                 self._models.popitem(last=False)
 
+    def note_importance(self, key: ChunkKey, weights: bytes) -> None:
+        """Remember *weights* of the tokens of *key*, in place of earlier ones."""
+        with self._lock:
+            self._drop_importance(key)
+            self._weights[key] = weights
+            self.weights_bytes += len(weights) + OVERHEAD_BYTES
+            while self.weights_bytes > self._limit_bytes:
+                self._drop_importance(next(iter(self._weights)))
+
+    def _drop_importance(self, key: ChunkKey) -> None:
+        gone = self._weights.pop(key, None)
+        if gone is not None:
+            self.weights_bytes -= len(gone) + OVERHEAD_BYTES
+
+    def importance(self, header: FrameHeader) -> Importance | None:
+        """Return f32 (tokens,) for the chunk of *header*; None without as many weights."""
+        weights = self._weights.get(header.key, b"")
+        if len(weights) != header.layout.tokens:
+            return None
+        found: Importance = np.frombuffer(weights, np.uint8).astype(np.float32)
+        return found
+
     def terms_of(self, header: FrameHeader) -> EncodeTerms | None:
         """Return the terms of the model that the frame of *header* is of; None if not known."""
-        with self._lock:
-            model = self._models.get(header.representation)
+        model = self._models.get(header.representation)
         if model is None:
             return None
-        terms = EncodeTerms.of(model, self.importance.of(header), header.layout)
+        terms = EncodeTerms.of(model, self.importance(header), header.layout)
         return terms if len(terms.layer_ids) == header.layout.segment_count else None
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,15 +41,6 @@ class ChunkDetails:
     """Until its time to live is up; 0: it has none."""
     priority: int = 0
     context_tokens: int = 0
-
-
-class UsedPrefix(NamedTuple):
-    """A prefix by its last chunk: how often lookups found it, and how many tokens it has."""
-
-    key: ChunkKey
-    hits: int
-    tokens: int
-    tiers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +85,7 @@ class CatalogQueries:
                 return None
             self._state.access_log.apply_all()
             now_s, known, holds = self._state.clock(), self._state.metadata, self._state.holds
-            history, expiry_s, idle_s = known.history, known.hints.expiry(row), -1.0
+            history, expiry_s, idle_s = known.history, known.hints.expiries[row], -1.0
             if history.knows(row):
                 idle_s = max(0.0, history.time_s(now_s) - history.last_s.item(row))
             pinned = holds.pins.pinned
@@ -123,8 +113,8 @@ class CatalogQueries:
         keys = self.keys_from(space + prefix)
         if after:
             keys = [key for key in keys if key[DIGEST_BYTES:] > after]
-        found = (self.details(key) for key in keys)
-        return list(islice((held for held in found if held is not None), limit or None))
+        found = (held for held in map(self.details, keys) if held is not None)
+        return list(islice(found, limit or None))
 
     def keys_from(self, start: bytes) -> list[ChunkKey]:
         """Return the keys of the chunks here that begin with *start*, in order."""
@@ -141,22 +131,15 @@ class CatalogQueries:
         halves = keys.view(f"V{DIGEST_BYTES}").reshape(-1, 2)[:, 0]
         return Counter(map(Namespace, halves.tolist()))
 
-    def top_prefixes(self, count: int) -> list[UsedPrefix]:
-        """Return the most used prefixes, each by its last chunk, the most used first."""
+    def top_prefixes(self, count: int) -> list[ChunkDetails]:
+        """Return the last chunks of the most used prefixes, the most used first."""
         with self._lock:
             hits = np.frombuffer(self._index.hits, np.uint32).copy()
             parents = np.frombuffer(self._index.parents, np.uint32).copy()
         rows = _ends(hits, parents, count)  # a million rows are gone through while nobody waits
         with self._lock:
-            index = self._index
-            return [
-                UsedPrefix(
-                    index.key(row), index.hits[row], index.context_tokens(row) + index.tokens(row),
-                    tuple(index.holders(row)),
-                )
-                for row in rows
-                if index.holders(row)
-            ]  # fmt: skip
+            keys = [self._index.key(row) for row in rows]
+        return [held for held in map(self.details, keys) if held is not None]
 
     def reuse_estimate(self, key: ChunkKey, *, ahead: bool = True) -> ReuseEstimate | None:
         """Return what to expect of a chunk, hits and chance if *ahead*; None without a copy."""

@@ -136,7 +136,7 @@ class Lookup:
         load_us = np.zeros(ready, "<u4")
         for number in set(sources.tobytes()):
             here = sources == number
-            load_us[here] = self._sources[number].load_us(sizes[here])
+            load_us[here] = np.minimum(1e6 * self._sources[number].fetch_s(sizes[here]), 0xFFFFFFFF)
         plan = None
         if engine:
             self._moves.placement.note_engine(session.namespace, engine.prefill)
@@ -169,7 +169,7 @@ class Lookup:
                 placement = self._moves.placement
                 is_due = placement.admits(slot, key, Trigger.asked)
                 if is_due and self._moves.copy_to(key, slot) is None:
-                    placement.cancelled(slot.name, key)
+                    placement.note_write(slot.name, key)
 
     def _plan(
         self, keys: Sequence[ChunkKey], found: PrefixMatch, ready: int, engine: EngineTerms
@@ -181,8 +181,8 @@ class Lookup:
         sources, sizes = found.sources[:ready], found.sizes[:ready]
         for number in sorted(set(sources.tobytes())):
             here, slot = sources == number, self._sources[number]
-            decode_s[here] = slot.decode_s(sizes[here])
-            load_s[here] = slot.load_s(sizes[here]) - decode_s[here]
+            decode_s[here] = slot.decode_s_per_byte * sizes[here]
+            load_s[here] = slot.fetch_s(sizes[here])
         usual = max(tokens[:ready], default=0)
         total = max(engine.prompt_tokens, sum(tokens[:ready]) + (len(keys) - ready) * usual)
         question = PlanQuestion(
@@ -301,7 +301,7 @@ class Lookup:
             return True
 
         slot.guarded(work, "find")
-        orphans = self._catalog.orphans(slot.name)
+        orphans = self._catalog.orphans[slot.name]
         infos = [info for info in found if info is not None and info.key not in orphans]
         if infos:
             self._learn(slot, infos)

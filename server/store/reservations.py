@@ -214,7 +214,7 @@ class Reservations:
             if moves.placement.admits(lower, key, Trigger.stored) and (
                 lower.breaker.is_open or moves.copy_to(key, lower) is None
             ):
-                moves.placement.cancelled(lower.name, key)
+                moves.placement.note_write(lower.name, key)
                 self.counters.add("skipped_copies")
         return PutResult(PutOutcome.stored)
 

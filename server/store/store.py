@@ -14,7 +14,7 @@ from kvstore.server.blending.resolver import Blending
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.hints import PutInfo
 from kvstore.server.index.holds import LeaseTerms
-from kvstore.server.index.known_models import ImportanceTable, ModelRegistry
+from kvstore.server.index.known_models import KnownModels, ModelRegistry
 from kvstore.server.security.sessions import Session
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import GateTerms
@@ -50,7 +50,7 @@ class Store:
         limits = config.limits
         self.moves = moves
         self.tiers = moves.tiers
-        self.importance = ImportanceTable()
+        self.models = KnownModels()
         """Which tokens of chunks matter; the same as the encoders'."""
         self.catalog = moves.catalog
         self.counters = moves.counters
@@ -134,7 +134,7 @@ class Store:
             # By the medium itself: a flush that failed before may have taken chunks
             # that the catalog still names.
             found = slot.tier.find(keys)
-            orphans = self.catalog.orphans(slot.name)
+            orphans = self.catalog.orphans[slot.name]
             for key, info in zip(keys, found, strict=True):
                 if info is None or key in orphans:
                     self.catalog.forget(slot.name, key)
@@ -205,7 +205,8 @@ class Store:
     def release(self, session: Session, lease_id: int, hints: Hints = NO_HINTS) -> bool:
         """End a lease, whose chunks *hints* are of. Return whether the session had it."""
         if hints != NO_HINTS:
-            keys = self.catalog.leased(lease_id, session.session_id)
+            lease = self.catalog.leases.find(lease_id, session.session_id)
+            keys = lease.keys if lease is not None else ()
             self.counters.add("ignored_pins", self.catalog.hint(keys, hints))
         released = self.catalog.release(lease_id, session.session_id)
         if lease_id in self._prefetch.by_lease and released:
@@ -223,7 +224,8 @@ class Store:
             terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000)
             lease, known = self.catalog.grant(keys, terms)
             return lease.lease_id, known
-        leased = set(self.catalog.lease(lease_id, session.session_id).keys)
+        now_s = self.moves.clock()
+        leased = set(self.catalog.leases.get(lease_id, session.session_id, now_s).keys)
         for key in keys:
             if key not in leased:
                 raise InvalidRequestError(
@@ -253,7 +255,7 @@ class Store:
     def _purge(self, key: ChunkKey, deadline: float) -> None:
         """Free what was cast out of *key*, now or before, on every tier that answers."""
         for slot in self.tiers.slots.values():
-            if self.catalog.is_orphan(slot.name, key):
+            if key in self.catalog.orphans[slot.name]:
                 ticket = self.moves.eviction.delete_from(slot, key, urgent=True)
                 if ticket is not None:
                     self._outcome(ticket, deadline)
@@ -294,7 +296,7 @@ class Store:
         self._drop_expired()
         self.reads.promote_due()
         self._lookup.drop_remote_hints()
-        self._prefetch.sweep(self.catalog.is_leased)
+        self._prefetch.sweep(self.catalog.leases)
         self.moves.drop_duplicates()
         for work in self.on_tick:
             work()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 
 LEAST_CHANCE = 0.1
@@ -116,20 +116,12 @@ SECOND_ACCESS = TierAdmission(frozenset(Trigger), least_hits=2, looks_ahead=True
 first time maybe before an eviction."""
 BY_VALUE = TierAdmission(_LEAVING, least_value=LEAST_CHANCE, looks_ahead=True)
 """A copy, on eviction, of what is worth more than the tier's price."""
-_BY_NAME = {
+ADMISSIONS: Mapping[str, TierAdmission] = {
     "through": WRITE_THROUGH,
     "evict": WRITE_BACK,
     "selective": SECOND_ACCESS,
     "auto": BY_VALUE,
 }
-ADMISSIONS = tuple(_BY_NAME)
-
-
-def make_admission(name: str) -> TierAdmission:
-    """Return the admission called *name*. Raises InvalidRequestError."""
-    if name not in _BY_NAME:
-        raise InvalidRequestError("admission", name, f"use one of {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]
 
 
 PRESSURE_WINDOW_S = 10.0
@@ -176,12 +168,10 @@ class WriteBudget:
 
     Copies are paid for when they are admitted, so that a full queue of them cannot overrun it;
     those that need no admission (durable puts) as they are written, into debt if need be. Not
-    thread-safe: the owner locks. Raises InvalidRequestError.
+    thread-safe: the owner locks.
     """
 
     def __init__(self, bytes_a_day: int, now_s: float) -> None:
-        if bytes_a_day <= 0:
-            raise InvalidRequestError("bytes_a_day", bytes_a_day, "above 0")
         self.bytes_a_day = bytes_a_day
         self._burst_bytes = bytes_a_day / BURSTS_A_DAY
         self._left_bytes = self._burst_bytes
@@ -238,9 +228,6 @@ class PromoteOnSecondHit:
         """Count the next read as the first."""
         self._once.pop(key, None)
 
-    def __len__(self) -> int:
-        return len(self._once)
-
 
 PRICE_WEIGHT = 1 / 64
 """What one victim adds to the price."""
@@ -254,28 +241,21 @@ class EvictionValue:
 
     The value of a chunk on a tier is the chance of a request before it would be evicted, times the
     seconds that a hit there saves, over its bytes. A tier that evicted nothing yet has room, and
-    takes everything: its price is 0. Not thread-safe: the owner locks.
+    takes everything. Not thread-safe: the owner locks.
     """
 
     def __init__(self) -> None:
-        self.per_byte = 0.0
-        """The price, in seconds a byte."""
-        self._is_known = False
+        self.per_byte: float | None = None
+        """The price, in seconds a byte; None before the first eviction."""
 
     def note_eviction(self, value_per_byte: float) -> None:
         """The tier evicts a chunk of this value."""
-        step = value_per_byte - self.per_byte
-        self.per_byte += step * PRICE_WEIGHT if self._is_known else step
-        self._is_known = True
+        before = value_per_byte if self.per_byte is None else self.per_byte
+        self.per_byte = before + PRICE_WEIGHT * (value_per_byte - before)
 
     def takes(self, value_per_byte: float) -> bool:
         """Whether a chunk of this value, read a second time, is worth what has to go for it."""
-        return value_per_byte >= LEAST_SHARE * self.per_byte
-
-
-def value_per_byte(chance: float, saved_s: float, size_bytes: int) -> float:
-    """Return the seconds that a byte of a chunk is expected to save; 0 where nothing is saved."""
-    return chance * max(0.0, saved_s) / max(1, size_bytes)
+        return value_per_byte >= LEAST_SHARE * (self.per_byte or 0.0)
 
 
 MAX_REMEMBERED = 1 << 14
@@ -319,6 +299,3 @@ class StateAdmission:
         """Whether the state of *key* was turned away, and did not come again."""
         with self._lock:
             return key in self._turned_away
-
-    def __len__(self) -> int:
-        return len(self._partings) + len(self._turned_away)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -44,19 +43,17 @@ QUEUE = "codec"
 logger = structlog.get_logger(__name__)
 
 
-def auto_codec(
-    slot: TierSlot, least: Fidelity, probe: ChunkKey, clock: Callable[[], float]
-) -> bool:
+def auto_codec(moves: Moves, slot: TierSlot, least: Fidelity, probe: ChunkKey) -> bool:
     """Measure, choose a codec for *slot* that loses no more than *least*, and use it.
 
-    *probe* names a chunk that nobody else can name; *clock* returns monotonic seconds. Raises
-    nothing: what fails leaves what was.
+    *probe* names a chunk that nobody else can name. Raises nothing: what fails leaves what was.
     """
-    sample = make_sample()
+    sample, clock = make_sample(), moves.clock
     layout, link = sample.template.layout, slot.bytes_per_s
-    info = ChunkInfo(probe, sample.template.parent, layout, 0, raw_frame_bytes(layout))
+    size_bytes = min(raw_frame_bytes(layout), slot.tier.max_frame_bytes())
+    info = ChunkInfo(probe, sample.template.parent, layout, 0, size_bytes)
     try:
-        link = _link_bytes_per_s(slot, info, clock) or link
+        link = _link_bytes_per_s(moves, slot, info) or link
     except (TierFullError, TierUnavailableError) as error:
         logger.warning("link not measured", tier=slot.name, error=str(error))
     # No codec decodes faster than raw frames are copied: on such links none is looked at.
@@ -70,33 +67,19 @@ def auto_codec(
     return True
 
 
-def _link_bytes_per_s(slot: TierSlot, info: ChunkInfo, clock: Callable[[], float]) -> float:
+def _link_bytes_per_s(moves: Moves, slot: TierSlot, info: ChunkInfo) -> float:
     """Return the speed of reading what was just written; 0 where the medium loses it."""
-    tier, end = slot.tier, clock() + CALIBRATION_S * LINK_SHARE
-    info = replace(info, size_bytes=min(info.size_bytes, tier.max_frame_bytes()))
-    frame = np.zeros(info.size_bytes, np.uint8)
-    reservation = tier.reserve(info)
-    fastest = 0.0
-
-    def write() -> bool:
-        tier.write(reservation, frame)
-        return True
-
+    clock, fastest = moves.clock, 0.0
+    end, frame = clock() + CALIBRATION_S * LINK_SHARE, np.zeros(info.size_bytes, np.uint8)
+    is_there = moves.write(slot, slot.tier.reserve(info), frame)
     try:
-        slot.guarded(write)
-    except TierUnavailableError:
-        tier.abort(reservation)
-        raise
-    try:
-        if not slot.guarded(lambda: tier.seal(reservation)):
-            return 0.0
-        while not fastest or clock() < end:
+        while is_there and (not fastest or clock() < end):
             begin = clock()
-            if not slot.guarded(lambda: tier.read(info.key, frame)):
-                break
-            fastest = max(fastest, info.size_bytes / max(clock() - begin, 1e-9))
+            is_there = slot.guarded(lambda: slot.tier.read(info.key, frame))
+            if is_there:
+                fastest = max(fastest, info.size_bytes / max(clock() - begin, 1e-9))
     finally:
-        slot.guarded(lambda: tier.delete(info.key))
+        slot.guarded(lambda: slot.tier.delete(info.key))
     return fastest
 
 
@@ -136,10 +119,10 @@ def begin_choices(
     In a queue of its own, as some compile for seconds: nobody waits for it.
     """
     for slot in moves.tiers.lower:
-        name, clock = names[slot.name], moves.clock
-        work: Callable[[], bool] = partial(_warm_up, slot.encoder, clock)
+        name = names[slot.name]
+        work: Callable[[], bool] = partial(_warm_up, slot.encoder, moves.clock)
         if is_auto(name):
             probe = ChunkKey(random_bytes(KEY_BYTES))  # of a namespace that no session has
-            work = partial(auto_codec, slot, auto_fidelity(name), probe, clock)
+            work = partial(auto_codec, moves, slot, auto_fidelity(name), probe)
         if name != "raw":
             moves.work_queue.submit(QUEUE, slot.name.encode(), work)

@@ -18,14 +18,12 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity
-from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.eviction_state import EVERYBODY, Wanted
 from kvstore.server.telemetry.events import Fate
-from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import Trigger
 from kvstore.server.tiering.placement import Placement
-from kvstore.server.tiering.tier_slot import SpaceRequest, Tiers, TierSlot
-from kvstore.server.tiering.work_queue import Ticket, WorkQueue
+from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
+from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import Reservation
 
 MAX_ROUNDS = 1000
@@ -33,26 +31,15 @@ VICTIMS_PER_ROUND = 64
 
 
 class Eviction:
-    """Makes room on the slots of *tiers*, and frees copies that were forgotten. Thread-safe.
+    """Makes room on the slots of *placement*, and frees copies that were forgotten. Thread-safe.
 
     *copy_to* demotes a victim that no slower tier has.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        catalog: Catalog,
-        work_queue: WorkQueue,
-        counters: Counters,
-        placement: Placement,
-        copy_to: Callable[..., Ticket | None],
-    ) -> None:
-        self._tiers = tiers
-        self._catalog = catalog
-        self._work_queue = work_queue
-        self._counters = counters
-        self._placement = placement
-        self._copy_to = copy_to
+    def __init__(self, placement: Placement, copy_to: Callable[..., Ticket | None]) -> None:
+        self._placement, self._copy_to = placement, copy_to
+        self._tiers, self._catalog = placement.tiers, placement.catalog
+        self._work_queue, self._counters = placement.work_queue, placement.counters
         self._awaited: dict[int, tuple[int, int]] = {}
         """Bytes and chunks, by partition, that puts into CPU memory have reserved."""
         self._lock = threading.Lock()  # guards it
@@ -69,8 +56,12 @@ class Eviction:
         if size > (most := tier.max_frame_bytes()):
             fix = f"tier {tier.name!r} takes {most} at most"
             raise InvalidRequestError("frame_bytes", size, fix)
-        if request.is_original and slot.name in self._catalog.holders(request.info.key):
-            self._replace_lossy(slot, request)
+        key = request.info.key
+        if request.is_original and slot.name in self._catalog.holders(key):  # a lossy copy
+            if not self._catalog.cast_out(slot.name, key, even_if_held=False):
+                raise TierFullError(slot.name, size, 0)
+            self._counters.add("replaced_copies")
+            self.discard(slot, key)
         need = tier.allocated_bytes(size)
         limit = tier.capacity_bytes - request.headroom_bytes
         wanted = EVERYBODY
@@ -95,18 +86,25 @@ class Eviction:
 
     def _free_own(self, slot: TierSlot, own: Wanted, request: SpaceRequest) -> None:
         """Evict of a partition what it would be over its quota. Raises TierFullError."""
-        size, eviction = request.info.size_bytes, self._catalog.eviction
+        size = request.info.size_bytes
         awaited = self._awaited if slot is self._tiers.cpu else {}
         awaited_bytes, chunks = awaited.get(own.partition, (0, 0))
-        need_bytes, need_chunks = size + awaited_bytes, 1 + chunks
         for _ in range(MAX_ROUNDS):
-            owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
-            if not owed:
+            if not self._free_owed(slot, own, size + awaited_bytes, 1 + chunks, request.deadline):
                 return
-            victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
-            self._evict(slot, victims, owed, request.deadline)
-            self._counters.add("evicted_for_quota_chunks", len(victims))
         raise TierFullError(slot.name, size, 0)
+
+    def _free_owed(
+        self, slot: TierSlot, own: Wanted, need_bytes: int, need_chunks: int, deadline: float
+    ) -> bool:
+        """Evict a round of what a partition owes for what it needs; False if it owes nothing."""
+        eviction = self._catalog.eviction
+        owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
+        if owed:
+            victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, own)
+            self._evict(slot, victims, owed, deadline)
+            self._counters.add("evicted_for_quota_chunks", len(victims))
+        return owed > 0
 
     def partition(self, request: SpaceRequest) -> int:
         """Return the partition whose quota a request counts against."""
@@ -126,16 +124,9 @@ class Eviction:
         """Evict what the partition of a chunk that came is over its quota, as far as may go:
         threads that reserve side by side look before each other's room counts.
         """
-        eviction = self._catalog.eviction
-        own = Wanted(eviction.partition(key, "", ""), is_own=True)
-        owed = eviction.owed_bytes(slot.name, own.partition, 0)
-        if not owed:
-            return
-        victims = eviction.claim_victims(slot.name, owed, VICTIMS_PER_ROUND, wanted=own)
-        if victims:
-            with suppress(TierFullError):  # their demotions go on
-                self._evict(slot, victims, owed, slot.clock())
-                self._counters.add("evicted_for_quota_chunks", len(victims))
+        own = Wanted(self._catalog.eviction.partition(key, "", ""), is_own=True)
+        with suppress(TierFullError):  # their demotions go on
+            self._free_owed(slot, own, 0, 1, slot.clock())
 
     def _claim(
         self,
@@ -146,17 +137,17 @@ class Eviction:
         wanted: Wanted,
     ) -> list[ChunkKey]:
         """Claim a round of victims; for *request* that is free but scattered, ones side by side."""
-        claim, tier = self._catalog.eviction.claim_victims, slot.tier
-        victims = claim(slot.name, need_bytes, VICTIMS_PER_ROUND, wanted=wanted)
-        victims = self._enough(slot, victims, need_bytes)
+        eviction, tier, name = self._catalog.eviction, slot.tier, slot.name
+        allocated = tier.allocated_bytes
+        victims = eviction.claim_victims(name, need_bytes, VICTIMS_PER_ROUND, wanted, allocated)
         near: Sequence[ChunkKey] = ()
         if victims and request is not None:
             near = tier.eviction_run(victims[0], request.info.size_bytes, request.tenant)
         if near:
-            self._catalog.eviction.unclaim(victims[1:])
-            return [victims[0], *claim(slot.name, 0, 0, near)]
+            eviction.unclaim(victims[1:])
+            return [victims[0], *eviction.claim(name, near)]
         if victims and attempt % 4 == 3:
-            victims += claim(slot.name, 0, 0, tier.chunks_sharing_block(victims[0]))
+            victims += eviction.claim(name, tier.chunks_sharing_block(victims[0]))
         return victims
 
     def _evict(
@@ -182,17 +173,6 @@ class Eviction:
         finally:
             self._catalog.eviction.unclaim(victims)
 
-    def _enough(self, slot: TierSlot, victims: list[ChunkKey], need_bytes: int) -> list[ChunkKey]:
-        """Spare the last victims when the slack of the first frees enough: policies see frames."""
-        freed_bytes = 0
-        for at, key in enumerate(victims, start=1):
-            size_bytes = self._catalog.size_bytes(slot.name, key)
-            freed_bytes += slot.tier.allocated_bytes(size_bytes) if size_bytes else 0
-            if freed_bytes >= need_bytes:
-                self._catalog.eviction.unclaim(victims[at:])
-                return victims[:at]
-        return victims
-
     def _demote(self, slot: TierSlot, key: ChunkKey) -> Ticket | None:
         """Queue a copy to a lower slot that is in use, unless one has the chunk.
 
@@ -213,7 +193,8 @@ class Eviction:
             return None
         if targets[0] is self._tiers.cpu:
             return self._copy_to(key, targets[0], urgent=True)
-        for target in self._placement.by_load(targets, key):
+        size_bytes = self._catalog.size_bytes(slot.name, key)
+        for target in self._placement.by_load(targets, size_bytes):
             if self._placement.admits(target, key, Trigger.leaving):
                 return self._copy_to(key, target, urgent=True)
         self._counters.add("unworthy_copies")
@@ -253,14 +234,6 @@ class Eviction:
             elif exact == [slot.name]:
                 self._counters.add("lossy_victims")
 
-    def _replace_lossy(self, slot: TierSlot, request: SpaceRequest) -> None:
-        """Have a lossy copy give way to an original. Raises TierFullError while it is read."""
-        key = request.info.key
-        if not self._catalog.cast_out(slot.name, key, even_if_held=False):
-            raise TierFullError(slot.name, request.info.size_bytes, 0)
-        self._counters.add("replaced_copies")
-        self.discard(slot, key)
-
     def replace(self, info: ChunkInfo) -> bool:
         """Cast out the copies of a chunk that has more of its end in *info*; False when somebody
         reads one.
@@ -296,12 +269,12 @@ class Eviction:
         Only the store queue deletes from a lower slot and writes to it, so no orphan can be
         replaced by a copy worth keeping in the meantime.
         """
-        if self._catalog.is_orphan(slot.name, key):
+        if key in self._catalog.orphans[slot.name]:
             slot.guarded(lambda: slot.tier.delete(key), "delete")
             self._catalog.purged(slot.name, key)
 
     def purge(self, slot: TierSlot) -> None:
         """Delete what earlier attempts left on *slot*, as far as it answers."""
         with suppress(TierUnavailableError):
-            for key in self._catalog.orphans(slot.name):
+            for key in list(self._catalog.orphans[slot.name]):
                 self.discard(slot, key)

@@ -70,7 +70,7 @@ class Moves:
         self.counters = counters
         self.clock = clock
         self.placement = Placement(tiers, catalog, work_queue, counters, clock)
-        self.eviction = Eviction(tiers, catalog, work_queue, counters, self.placement, self.copy_to)
+        self.eviction = Eviction(self.placement, self.copy_to)
         self._move_timeout_s = move_timeout_ms / 1000
         self._duplicates: deque[tuple[ChunkKey, TierSlot, TierSlot, str]] = deque(
             maxlen=MAX_DUPLICATES
@@ -167,7 +167,7 @@ class Moves:
             self.eviction.purge(target)
             request = SpaceRequest(info, tenant, self.clock() + self._move_timeout_s)
             reservation = self.eviction.reserve(target, request)
-            if self._write(target, reservation, frame):
+            if self.write(target, reservation, frame):
                 self.note_moved(info, self._best(copies)[0], target)
                 return True
             return self._adopt(key, target)
@@ -195,9 +195,7 @@ class Moves:
 
     def _make_way(self, target: TierSlot, key: ChunkKey) -> None:
         """Cast out a copy on *target* that could be better, unless somebody reads it."""
-        if target.name not in self.catalog.holders(key):
-            return
-        copies = self.catalog.copies(key)
+        copies = self.catalog.copies(key) if target.name in self.catalog.holders(key) else {}
         if target.name not in copies or not self._can_better(target, key, copies):
             return
         if self.catalog.cast_out(target.name, key, even_if_held=False):
@@ -216,7 +214,8 @@ class Moves:
         self.catalog.note_sealed(target.name, info)
         return True
 
-    def _write(self, target: TierSlot, reservation: Reservation, frame: Bytes) -> bool:
+    def write(self, target: TierSlot, reservation: Reservation, frame: Bytes) -> bool:
+        """Write and seal a frame; False when another of its key is there."""
         sealing = False
 
         def work() -> bool:
@@ -234,7 +233,7 @@ class Moves:
             raise
         finally:
             taken_s = self.clock() - started
-            self.placement.note_write(target.name, taken_s, reservation.info.key, len(frame))
+            self.placement.note_write(target.name, reservation.info.key, len(frame), taken_s)
 
     def _best(self, copies: Mapping[str, ChunkInfo]) -> list[TierSlot]:
         """Return the slots of *copies*, the best copy first and of equal ones the nearest."""
@@ -364,7 +363,7 @@ class Moves:
             return usable
         remote_s = remote.tier.load_s(key, self.catalog.size_bytes(remote.name, key))
         stored_bytes = self.catalog.size_bytes(usable[-1].name, key)
-        if remote_s is None or float(usable[-1].load_s(np.array([stored_bytes]))[0]) < remote_s:
+        if remote_s is None or usable[-1].load_s(stored_bytes) < remote_s:
             usable.remove(remote)
             usable.append(remote)
         return usable

@@ -6,8 +6,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from kvstore.proto.plans import PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Namespace
 from kvstore.server.index.catalog import Catalog
@@ -21,7 +19,6 @@ from kvstore.server.tiering.admission import (
     Trigger,
     WriteBudget,
     remember,
-    value_per_byte,
 )
 from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
@@ -45,10 +42,10 @@ class Placement:
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        self._slots = tiers.slots
-        self._catalog = catalog
-        self._work_queue = work_queue
-        self._counters = counters
+        self.tiers = tiers
+        self.catalog = catalog
+        self.work_queue = work_queue
+        self.counters = counters
         self._clock = clock
         self._pressures = {name: Pressure() for name in tiers.slots}
         self._prices = {name: EvictionValue() for name in tiers.slots}
@@ -61,10 +58,10 @@ class Placement:
         day, but for durable puts. At the start.
         """
         now_s = self._clock()
-        self._rules = {name: slot.admission or otherwise for name, slot in self._slots.items()}
+        self._rules = {name: slot.admission or otherwise for name, slot in self.tiers.slots.items()}
         self._weighs = any(rule.least_value is not None for rule in self._rules.values())
-        budgets = {name: size for name, size in bytes_a_day.items() if name in self._slots}
-        self._budgets = {name: WriteBudget(size, now_s) for name, size in budgets.items()}
+        known = self.tiers.slots.keys() & bytes_a_day.keys()
+        self._budgets = {name: WriteBudget(bytes_a_day[name], now_s) for name in known}
 
     def admits(self, slot: TierSlot, key: ChunkKey, moment: Trigger) -> bool:
         """Whether a copy of *key* on *slot* is worth making now; it has none there.
@@ -77,12 +74,12 @@ class Placement:
         if engine is None and not rule.looks_ahead and budget is None:
             return moment in rule.triggers
         looks_ahead = rule.looks_ahead or (budget is not None and moment is Trigger.leaving)
-        prospect = self._catalog.queries.reuse_estimate(key, ahead=looks_ahead)
+        prospect = self.catalog.queries.reuse_estimate(key, ahead=looks_ahead)
         if prospect is None:
             return False
         load_s = compute_s = 0.0
         if engine is not None:
-            load_s = float(slot.load_s(np.array([prospect.size_bytes]))[0])
+            load_s = slot.load_s(prospect.size_bytes)
             tokens, context = prospect.tokens, prospect.context_tokens
             compute_s = engine.token_s * tokens + engine.pair_s * tokens * context
         offer = CopyRequest(
@@ -102,19 +99,18 @@ class Placement:
             if affords:
                 budget.admitted(key, offer.size_bytes)
         if not affords:
-            self._counters.add("over_budget_copies")
+            self.counters.add("over_budget_copies")
         return affords
 
-    def by_load(self, slots: Sequence[TierSlot], key: ChunkKey) -> Sequence[TierSlot]:
-        """Return *slots* in the order in which a copy of *key* is worth less.
+    def by_load(self, slots: Sequence[TierSlot], size_bytes: int) -> Sequence[TierSlot]:
+        """Return *slots* in the order in which a copy of so many bytes is worth less.
 
         Where all weigh copies by value that is the order of measured loads; else as given.
         """
         weigh = all(self._rules[slot.name].least_value is not None for slot in slots)
         if len(slots) < 2 or not weigh:
             return slots
-        size = self._catalog.any_size_bytes(key)
-        return sorted(slots, key=lambda slot: float(slot.load_s(np.array([size]))[0]))
+        return sorted(slots, key=lambda slot: slot.load_s(size_bytes))
 
     def evicting(self, slot: TierSlot, key: ChunkKey, below: TierSlot) -> None:
         """A fast tier evicts *key*: that is what its memory is worth, where copies are weighed."""
@@ -133,17 +129,11 @@ class Placement:
 
     def _value(self, key: ChunkKey, source: TierSlot) -> float:
         """Return the seconds that a byte of *key* in memory saves, against a load from *source*."""
-        prospect = self._catalog.queries.reuse_estimate(key)
+        prospect = self.catalog.queries.reuse_estimate(key)
         if prospect is None:
             return 0.0
-        saved_s = float(source.load_s(np.array([prospect.size_bytes]))[0])
-        return value_per_byte(prospect.chance, saved_s, prospect.size_bytes)
-
-    def cancelled(self, name: str, key: ChunkKey) -> None:
-        """A copy that was worth making was not begun."""
-        with self._lock:
-            if name in self._budgets:
-                self._budgets[name].note_write(key, 0)
+        saved_s = source.load_s(prospect.size_bytes)
+        return prospect.chance * saved_s / max(1, prospect.size_bytes)
 
     def budgets(self) -> dict[str, tuple[int, float]]:
         """Return, of tiers that have one, the budget in bytes a day and what is left of it now."""
@@ -157,12 +147,14 @@ class Placement:
 
     def pressure(self, name: str) -> float:
         """Return how far behind a tier's writes are, from 0 to 1."""
-        share = self._work_queue.fullness(f"store-{name}")
+        share = self.work_queue.fullness(f"store-{name}")
         with self._lock:
             return self._pressures[name].level(share, self._clock())
 
-    def note_write(self, name: str, seconds: float, key: ChunkKey, size_bytes: int) -> None:
-        """A copy of so many bytes to a tier took so long."""
+    def note_write(
+        self, name: str, key: ChunkKey, size_bytes: int = 0, seconds: float = 0.0
+    ) -> None:
+        """A copy of so many bytes to a tier took so long; of none: it was admitted and not made."""
         with self._lock:
             self._pressures[name].note(seconds, self._clock())
             if name in self._budgets:

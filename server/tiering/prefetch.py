@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,10 +96,10 @@ class Prefetch:
             tickets = self.by_lease.pop(lease_id, [])
         self._moves.let_go_of_loads(tickets)
 
-    def sweep(self, is_live: Callable[[int], bool]) -> None:
+    def sweep(self, live: Container[int]) -> None:
         """End the loads of leases that ended by themselves. Called at every tick."""
         for lease_id in list(self.by_lease):
-            if not is_live(lease_id):
+            if lease_id not in live:
                 self.dropped(lease_id)
 
     def was_read(self, key: ChunkKey) -> None:

@@ -71,28 +71,16 @@ class TierCodec:
     def use(self, name: str, note: str = "") -> None:
         """Encode for tenants without a codec of their own with this one, *note* behind its name."""
         self._default, self.name = codec_by_name(name), name + note
-
-    @property
-    def codec_id(self) -> int:
-        """What frames call it."""
-        return self._default.codec_id
+        self.codec_id = self._default.codec_id
+        codecs = [self._default, *self._by_tenant.values()]
+        self.is_exact = all(codec.fidelity is Fidelity.exact for codec in codecs)
+        """Whether everybody's chunks come back bit for bit."""
+        self.needs_assets = any(isinstance(codec, AssetCodec) for codec in codecs)
+        """Whether some of the frames can only be read by who has an asset of their model."""
 
     def of_tenant(self, tenant: str) -> Codec:
         """Return the codec for the chunks of *tenant*."""
         return self._by_tenant.get(tenant, self._default)
-
-    def _every(self) -> list[Codec]:
-        return [self._default, *self._by_tenant.values()]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether everybody's chunks come back bit for bit."""
-        return all(codec.fidelity is Fidelity.exact for codec in self._every())
-
-    @property
-    def needs_assets(self) -> bool:
-        """Whether some of the frames can only be read by who has an asset of their model."""
-        return any(isinstance(codec, AssetCodec) for codec in self._every())
 
     def weighs(self, tenant: str) -> bool:
         """Whether the codec of *tenant* keeps tokens that matter more exactly than others."""
@@ -144,7 +132,6 @@ def _transcoded(
 PEER_TIER = "peer"
 
 _EWMA_WEIGHT = 0.2
-_MAX_LOAD_US = (1 << 32) - 1
 _FIRST_GUESS_BYTES_PER_S = {"gpu": 10e9, "cpu": 10e9, "disk": 1e9, "peer": 1e9, "redis": 0.5e9}
 _ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "peer": 500e-6, "redis": 500e-6}
 
@@ -179,8 +166,8 @@ class TierSlot:
     """Which copies it is given; None for what the store's limits say."""
     is_exclusive: bool = False
     """Whether a copy goes once its chunk has come up to memory."""
-    decode_bytes_per_s: float = 0.0
-    """Mean speed of decoding its frames for CPU memory; 0 before the first, and for raw ones."""
+    decode_s_per_byte: float = 0.0
+    """Of decoding its frames for CPU memory, a mean; 0 before the first, and for raw ones."""
     name: str = field(init=False)
     """The tier's, kept here as it is read often."""
     bytes_per_s: float = field(init=False)
@@ -236,22 +223,16 @@ class TierSlot:
     def note_decode(self, size_bytes: int, seconds: float) -> None:
         """Take note of a frame of so many stored bytes that was decoded."""
         if seconds > 0:
-            before = self.decode_bytes_per_s or size_bytes / seconds
-            self.decode_bytes_per_s = before + _EWMA_WEIGHT * (size_bytes / seconds - before)
+            before = self.decode_s_per_byte or seconds / size_bytes
+            self.decode_s_per_byte = before + _EWMA_WEIGHT * (seconds / size_bytes - before)
 
-    def load_us(self, sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Estimated microseconds until each of *sizes* stored bytes has come."""
-        seconds = self.round_trip_s + sizes / self.bytes_per_s
-        return np.minimum(1e6 * seconds, _MAX_LOAD_US).astype(np.uint32)
+    def fetch_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Estimated seconds until each of *sizes* stored bytes has come."""
+        return self.round_trip_s + sizes / self.bytes_per_s
 
-    def decode_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Estimated seconds to decode each of *sizes* stored bytes."""
-        speed = self.decode_bytes_per_s
-        return sizes / speed if speed else np.zeros(len(sizes))
-
-    def load_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Estimated seconds until each of *sizes* stored bytes is in memory, decoded."""
-        return self.round_trip_s + sizes / self.bytes_per_s + self.decode_s(sizes)
+    def load_s(self, size_bytes: int) -> float:
+        """Estimated seconds until so many stored bytes are in memory, decoded."""
+        return self.round_trip_s + size_bytes * (1 / self.bytes_per_s + self.decode_s_per_byte)
 
     def guarded(self, work: Callable[[], bool], what: str = "use") -> bool:
         """Run *work*, *what* in traces, on the medium; the breaker counts how it went."""

@@ -106,7 +106,7 @@ class Dashboard:
             "uptime_s": now["at_s"] - self._born_s,
             "chunks": len(store.catalog),
             "sessions": len(backend.sessions),
-            "leases": store.catalog.lease_count(),
+            "leases": len(store.catalog.leases),
             "now": now,
             "recent": looks[recent],
             "ratios": list(starmap(_hit_ratio, pairwise(looks))),
@@ -137,8 +137,12 @@ class Dashboard:
                 space = store.spaces.of(Namespace(one.key[:DIGEST_BYTES]))
                 model = space.representation.model_id if space else "unknown"
                 tenant = space.tenant if space else "unknown"
-                digest, tiers = one.key[DIGEST_BYTES:].hex()[:12], ", ".join(one.tiers)
-                self._prefixes.append([digest, model, tenant, tiers, one.tokens, one.hits])
+                digest, layout = (
+                    one.key[DIGEST_BYTES:].hex()[:12],
+                    next(iter(one.copies.values())).layout,
+                )
+                tokens, tiers = one.context_tokens + layout.tokens, ", ".join(one.copies)
+                self._prefixes.append([digest, model, tenant, tiers, tokens, one.hits])
         return self._prefixes
 
     def _nodes(self) -> list[list[str]]:

@@ -35,7 +35,7 @@ def gauges(store: Store, session_count: int, directory: Directory | None = None)
     """Yield every level as it is now. Each has a row at least, so that its name is there."""
     catalog = store.catalog
     yield ("sessions", "open sessions", "", session_count)
-    yield ("leases", "live leases", "", catalog.lease_count())
+    yield ("leases", "live leases", "", len(catalog.leases))
     yield ("known_chunks", "chunks in the index", "", len(catalog))
     yield ("ghost_chunks", "evicted chunks that policies remember", "", catalog.evicted_count())
     yield from _blending(store)

@@ -17,7 +17,6 @@ from kvstore.server.tiering.admission import (
     EvictionValue,
     PromoteOnSecondHit,
     Trigger,
-    value_per_byte,
 )
 
 MODEL = LoadModel()
@@ -36,7 +35,7 @@ class Promoting(TierReplay):
 
     def _value(self, row: int, now_s: float) -> float:
         saved_s = MODEL.block_bytes * (1 / MODEL.slow_bytes_per_s - 1 / MODEL.fast_bytes_per_s)
-        return value_per_byte(self._forecast.chance(row, now_s), saved_s, MODEL.block_bytes)
+        return self._forecast.chance(row, now_s) * max(0.0, saved_s) / MODEL.block_bytes
 
     @override
     def _bring(self, row: int, mine: set[int], now_s: float) -> bool:

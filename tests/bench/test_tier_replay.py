@@ -18,14 +18,13 @@ from kvstore.server.tiering.admission import (
     ADMISSIONS,
     BY_VALUE,
     TierAdmission,
-    make_admission,
 )
 
 
 def make_replay(
     fast: int, slow: int, rule: str | TierAdmission = "through", *, exclusive: bool = False
 ) -> TierReplay:
-    admission = make_admission(rule) if isinstance(rule, str) else rule
+    admission = ADMISSIONS[rule] if isinstance(rule, str) else rule
     terms = TierTerms(fast, slow, exclusive)
     return TierReplay(
         LruEviction(), LruEviction(), terms, admission, ReuseForecast(AccessHistory())
@@ -125,7 +124,7 @@ def test_the_same_trace_gives_the_same_counts() -> None:
 
 
 @given(
-    rule=st.sampled_from(ADMISSIONS),
+    rule=st.sampled_from(list(ADMISSIONS)),
     exclusive=st.booleans(),
     sizes=st.tuples(st.integers(1, 12), st.integers(0, 12)),
     paths=st.lists(st.tuples(st.integers(1, 60), st.floats(0, 100)), max_size=60),

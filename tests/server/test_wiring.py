@@ -86,7 +86,7 @@ def test_clocks_that_jump_change_no_answer(policy: str) -> None:
             match = core.store.lookup(session, keys, core.later(), lease=False)
             assert match.ready == 5
             core.store.tick()
-        assert core.catalog.state.holds.leases.pins.total() == 0
+        assert core.catalog.leases.pins.total() == 0
 
 
 def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:

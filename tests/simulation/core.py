@@ -26,7 +26,7 @@ from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.admission import make_admission
+from kvstore.server.tiering.admission import ADMISSIONS
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
@@ -125,7 +125,7 @@ class Core:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         return TierSlot(
             tier, TierCodec(codec), self.policy(tier, self.metadata), breaker, self.clock,
-            admission=make_admission(self.admissions.get(tier.name, self.write)),
+            admission=ADMISSIONS[self.admissions.get(tier.name, self.write)],
             is_exclusive=tier.name in self.exclusive,
         )  # fmt: skip
 

@@ -310,7 +310,7 @@ class NetworkSchedule:
             world.store.tick()
             world.settle()
         assert len(world.sessions) == 0
-        assert world.catalog.state.holds.leases.pins.total() == world.catalog.lease_count() == 0
+        assert world.catalog.leases.pins.total() == len(world.catalog.leases) == 0
         assert world.catalog.in_flight.count() == len(world.store.writes) == 0
         assert world.cpu.stats().reservations == 0
         client = Client()

@@ -83,10 +83,8 @@ class Oracle:
         world = self.world
         assert not world.work_queue.surprises, world.work_queue.surprises
         leased = sum(len(held.keys) for held in self.leases.values())
-        assert world.catalog.state.holds.leases.pins.total() == leased, (
-            "pins do not add up to the live leases"
-        )
-        assert world.catalog.lease_count() == len(self.leases)
+        assert world.catalog.leases.pins.total() == leased, "pins do not add up to the live leases"
+        assert len(world.catalog.leases) == len(self.leases)
         assert world.catalog.in_flight.count() == len(self.puts) == len(world.store.writes)
         stats = world.cpu.stats()
         assert stats.used_bytes <= stats.capacity_bytes

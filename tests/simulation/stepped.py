@@ -27,8 +27,8 @@ class SteppedWorkQueue(WorkQueue):
     def step(self, queue: str | None = None) -> bool:
         """Do the next piece of work of *queue*, or of any. Return whether there was one."""
         for name in self._waiting if queue is None else (queue,):
-            with self._changed:
-                ticket = self._take(name)
+            with self._lock:
+                ticket = self._next(name)
             if ticket is not None:
                 self._do(ticket)
                 return True
@@ -46,6 +46,6 @@ class SteppedWorkQueue(WorkQueue):
     def await_any(self, queues: Sequence[str], deadline: float) -> bool:
         if not self._is_stepped:
             return super().await_any(queues, deadline)
-        with self._changed:
+        with self._lock:
             waiting = [queue for queue, _ in self._open if queue in queues]
         return bool(waiting) and self._clock() < deadline and self.step(waiting[0])

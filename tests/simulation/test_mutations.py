@@ -17,7 +17,7 @@ from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.holds import Holds, Leases
+from kvstore.server.index.holds import Holds
 from kvstore.server.store import writes
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutTicket, Reservations
@@ -73,7 +73,7 @@ def failed_writes_keep_their_room(patch: pytest.MonkeyPatch) -> None:
 
         return target.guarded(work)
 
-    patch.setattr(Moves, "_write", write)
+    patch.setattr(Moves, "write", write)
 
 
 def a_dead_session_keeps_its_leases(patch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def leases_do_not_pin(patch: pytest.MonkeyPatch) -> None:
 
 
 def leases_do_not_expire(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Leases, "expire", lambda *_: 0)
+    patch.setattr(Holds, "expire", lambda *_: 0)
 
 
 def moves_are_never_let_go(patch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def a_put_is_counted_forever(patch: pytest.MonkeyPatch) -> None:
 
 def evicted_chunks_stay_in_the_catalog(patch: pytest.MonkeyPatch) -> None:
     def cast_out(self: Catalog, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        self._orphans[tier].add(key)
+        self.orphans[tier].add(key)
         return even_if_held or not self.is_held(key)
 
     patch.setattr(Catalog, "cast_out", cast_out)

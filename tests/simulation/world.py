@@ -25,7 +25,7 @@ from kvstore.server.index.holds import Leases
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.admission import make_admission
+from kvstore.server.tiering.admission import ADMISSIONS
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
@@ -212,7 +212,7 @@ class World:
     def _slot(self, tier: Tier, codec: str) -> TierSlot:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         policy = make_policy(self.plan.policy, self.metadata.history)
-        admission = make_admission("through" if self.plan.write_through else "evict")
+        admission = ADMISSIONS["through" if self.plan.write_through else "evict"]
         return TierSlot(tier, TierCodec(codec), policy, breaker, self.clock, admission)
 
     def restart(self) -> int:

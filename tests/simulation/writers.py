@@ -209,7 +209,7 @@ class Writers:
         deadline = self.deadline()
         redis = self.world.redis
         shared = set(redis.medium.chunks) if redis is not None else set()
-        shared -= self.world.catalog.orphans("redis") if redis is not None else set()
+        shared -= self.world.catalog.orphans["redis"] if redis is not None else set()
         known = [key for key in keys if key in shared or self.world.catalog.copies(key)]
         raised = self.world.faults.raised
         with bounded(self.world, deadline):
@@ -232,7 +232,7 @@ class Writers:
                 if key in tier.medium.chunks:
                     asked = self.world.plan.queue_limit == 1000 and not self.world.faults.raised
                     assert not asked, "a deleted chunk is still there"
-                    assert tier.shared or key in self.world.catalog.orphans(tier.name)
+                    assert tier.shared or key in self.world.catalog.orphans[tier.name]
 
     def clear(self, session: Session) -> None:
         """Other tenants keep what they have."""

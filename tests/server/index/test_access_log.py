@@ -15,14 +15,7 @@ from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.quotas import LEAST_SAMPLED, MissRatioCurve
 from kvstore.server.eviction.registry import make_policy
-from kvstore.server.index.access_log import (
-    MAX_CHAINS,
-    MAX_EVENTS,
-    MAX_LOOKUPS,
-    AccessLog,
-    Lookup,
-    Stored,
-)
+from kvstore.server.index.access_log import MAX_EVENTS, MAX_ROWS, AccessLog, Lookup, Stored
 
 FULL = InsertInfo()
 
@@ -128,15 +121,14 @@ def test_more_events_than_may_wait_are_worked_off_one_by_one() -> None:
     assert (len(access_log), len(policy.heard)) == (MAX_EVENTS, 10)
 
 
-def test_few_lookups_wait_as_each_may_take_long_to_tell() -> None:
-    policy = Listening()
+def test_few_rows_wait_as_each_takes_time_to_apply() -> None:
+    policy, many = Listening(), list(range(1, MAX_ROWS // 4 + 1))
     access_log = AccessLog(AccessHistory(), [policy])
-    for number in range(MAX_LOOKUPS + 10):
-        access_log.note(requested([number]))
-    assert (len(access_log), len(policy.heard)) == (MAX_LOOKUPS, 10)
-    access_log.note(stored(1000, NO_ROW))
-    access_log.note(requested([1]))
-    assert (len(access_log), len(policy.heard)) == (MAX_LOOKUPS + 1, 11)
+    for _ in range(14):
+        access_log.note(requested(many))
+    assert (len(access_log), len(policy.heard)) == (4, 10)
+    access_log.note(Stored(0, many, NO_ROW, 100, FULL, [0.0] * len(many), 1.0))
+    assert (len(access_log), len(policy.heard)) == (4, 11)
     access_log.apply_all()
     access_log.note(requested([2]))
     assert len(access_log) == 1
@@ -162,15 +154,6 @@ def test_a_chain_is_told_as_its_chunks_are(is_full: bool) -> None:
         seen = [(history.is_partial(row), history.flops_of(row)) for row in (1, 2, 3)]
         told.append((policy.heard, seen))
     assert told[0] == told[1]
-
-
-def test_few_chains_wait() -> None:
-    policy = Listening()
-    access_log = AccessLog(AccessHistory(), [policy])
-    for number in range(MAX_CHAINS + 3):
-        rows = [10 * number + 1, 10 * number + 2]
-        access_log.note(Stored(0, rows, NO_ROW, 100, FULL, [0.0, 0.0], 1.0))
-    assert (len(access_log), len(policy.heard)) == (MAX_CHAINS, 3)
 
 
 def test_a_lookup_asked_again_touches_and_is_not_counted() -> None:

@@ -59,9 +59,9 @@ def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: 
 
 def test_a_match_leases_what_it_found_and_nothing_when_it_found_nothing(catalog: Catalog) -> None:
     found = catalog.match(CHAIN, Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
-    assert catalog.lease(found.lease_id, SESSION).keys == CHAIN[:3]
+    assert catalog.leases.get(found.lease_id, SESSION, 0.0).keys == CHAIN[:3]
     unknown = catalog.match([key(99)], Fidelity.exact, TIERS, LeaseTerms(SESSION, 2.0))
-    assert (unknown.lease_id, catalog.lease_count()) == (0, 1)
+    assert (unknown.lease_id, len(catalog.leases)) == (0, 1)
 
 
 def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
@@ -114,12 +114,12 @@ def test_a_lease_covers_the_prefix_that_exists_and_ends_by_the_clock(
 ) -> None:
     lease, known = catalog.grant(CHAIN, LeaseTerms(SESSION, 2.0))
     assert (known, lease.keys) == (3, CHAIN[:3])
-    assert (catalog.state.holds.leases.pins.total(), catalog.lease_count()) == (3, 1)
+    assert (catalog.leases.pins.total(), len(catalog.leases)) == (3, 1)
     clock.advance(2.0)
     with pytest.raises(LeaseExpiredError):
-        catalog.lease(lease.lease_id, SESSION)
+        catalog.leases.get(lease.lease_id, SESSION, clock())
     assert catalog.expire() == 1
-    assert (catalog.state.holds.leases.pins.total(), catalog.lease_count()) == (0, 0)
+    assert (catalog.leases.pins.total(), len(catalog.leases)) == (0, 0)
 
 
 def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
@@ -149,7 +149,7 @@ def test_a_victim_is_handed_out_once(catalog: Catalog) -> None:
 
 def test_among_names_all_of_a_piece_that_may_go(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
-    assert catalog.eviction.claim_victims("cpu", 0, 0, among=CHAIN[:3]) == [key(1), key(2)]
+    assert catalog.eviction.claim("cpu", CHAIN[:3]) == [key(1), key(2)]
 
 
 class AskedClock(FakeClock):
@@ -196,13 +196,13 @@ def test_the_policy_knows_what_the_index_knows(catalog: Catalog) -> None:
 
 def test_what_was_cast_out_is_an_orphan_until_it_is_purged_or_sealed_anew(catalog: Catalog) -> None:
     assert catalog.cast_out("disk", key(0))
-    assert catalog.orphans("disk") == {key(0)}
-    assert catalog.orphans("cpu") == set()
+    assert catalog.orphans["disk"] == {key(0)}
+    assert catalog.orphans["cpu"] == set()
     catalog.purged("disk", key(0))
-    assert catalog.orphans("disk") == set()
+    assert catalog.orphans["disk"] == set()
     catalog.cast_out("disk", key(1))
     catalog.note_sealed("disk", info(1, 0, 60))
-    assert catalog.orphans("disk") == set()
+    assert catalog.orphans["disk"] == set()
 
 
 def test_holders_sizes_and_orphans_are_asked_for_one_by_one(catalog: Catalog) -> None:
@@ -211,7 +211,7 @@ def test_holders_sizes_and_orphans_are_asked_for_one_by_one(catalog: Catalog) ->
     assert catalog.size_bytes("disk", key(2)) == catalog.size_bytes("cpu", key(4)) == 0
     catalog.cast_out("cpu", key(0))
     assert catalog.holders(key(0)) == ["disk"]
-    assert (catalog.is_orphan("cpu", key(0)), catalog.is_orphan("disk", key(0))) == (True, False)
+    assert (key(0) in catalog.orphans["cpu"], key(0) in catalog.orphans["disk"]) == (True, False)
     assert catalog.holders(key(4)) == []
 
 
@@ -219,7 +219,7 @@ def test_what_is_lost_or_was_never_there_is_no_orphan(catalog: Catalog) -> None:
     catalog.forget("disk", key(0))
     assert not catalog.cast_out("disk", key(0))
     assert not catalog.cast_out("disk", key(4))
-    assert catalog.orphans("disk") == set()
+    assert catalog.orphans["disk"] == set()
 
 
 def test_pins_keep_known_chunks_until_they_end_or_are_ended(
@@ -271,7 +271,7 @@ def test_a_session_that_ends_releases_its_leases(catalog: Catalog) -> None:
         catalog.grant(CHAIN, LeaseTerms(SESSION, 10.0))
     catalog.grant(CHAIN, LeaseTerms(SESSION + 1, 10.0))
     assert catalog.release_session(SESSION) == 2
-    assert catalog.state.holds.leases.pins.total() == 3
+    assert catalog.leases.pins.total() == 3
 
 
 # --- what policies are told later

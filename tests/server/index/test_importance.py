@@ -16,7 +16,7 @@ from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey, Fidelity, KVLayout, PutOutcome
-from kvstore.server.index.known_models import OVERHEAD_BYTES, ImportanceTable
+from kvstore.server.index.known_models import OVERHEAD_BYTES, KnownModels
 from kvstore.tiers.base import DEFAULT_TENANT
 
 ServerMaker = Callable[..., LocalServer]
@@ -100,7 +100,7 @@ def test_what_matters_is_said_where_a_codec_asks_alone(
     assert not client.weighs  # no session yet
     client.put([Chunk(keys_of(client, 1, 1)[0], numbers(), importance=weights())])
     assert client.weighs is is_told
-    assert bool(server.node.store.importance.size_bytes) is is_told
+    assert bool(server.node.store.models.weights_bytes) is is_told
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_weights_that_cannot_be_are_refused_by_name(
 
 
 def test_no_more_is_kept_than_the_limit_and_the_oldest_goes() -> None:
-    table = ImportanceTable(3 * (OVERHEAD_BYTES + 10))
+    table = KnownModels(3 * (OVERHEAD_BYTES + 10))
     keys = [ChunkKey(bytes([i]) * 32) for i in range(5)]
     for key in keys:
-        table.note(key, bytes(10))
-        table.note(key, bytes(10))
-    assert table.size_bytes == 3 * (OVERHEAD_BYTES + 10)
+        table.note_importance(key, bytes(10))
+        table.note_importance(key, bytes(10))
+    assert table.weights_bytes == 3 * (OVERHEAD_BYTES + 10)
     assert set(table._weights) == set(keys[2:])

@@ -307,9 +307,7 @@ class Schedule:
                     core.settle()
                 self.check_catalog()
             core.settle()
-            assert (
-                core.catalog.state.holds.leases.pins.total() == core.catalog.in_flight.count() == 0
-            )
+            assert core.catalog.leases.pins.total() == core.catalog.in_flight.count() == 0
             done.update({k: v for k, v in core.counters.snapshot().items() if v})
             assert not core.counters["corrupt_chunks"]
         return done

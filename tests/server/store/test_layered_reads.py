@@ -163,7 +163,7 @@ def test_headers_come_first_then_each_layer_of_all_chunks(
     assert {part.tier for part in parts} == {"disk" if low else "cpu"}
     assert core.counters["get_chunks"] == 5
     assert core.counters["promoted_chunks"] == (5 if low else 0)
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
     assert core.cpu.stats().reservations == 0
 
 
@@ -201,7 +201,7 @@ def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
                 next(parts)
         core.settle()
         assert core.cpu.stats() == before
-        assert core.catalog.state.holds.leases.pins.total() == 0
+        assert core.catalog.leases.pins.total() == 0
     assert whole([replace_data(p) for p in parts_of(core, session, versions)], versions) == 3
     assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 3
     assert core.get(session, keys_of(versions)) == frames_of(versions)
@@ -250,7 +250,7 @@ def test_a_disk_that_hangs_is_late_and_not_waited_for() -> None:
         gated.gate.set()
         parts = [replace_data(part) for part in parts_of(core, session, versions)]
         assert whole(parts, versions) == 3
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
 
 
 def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> None:
@@ -265,7 +265,7 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
         parts.close()  # type: ignore[attr-defined]
         gated.gate.set()
         core.work_queue.close()
-        assert core.catalog.state.holds.leases.pins.total() == 0
+        assert core.catalog.leases.pins.total() == 0
         assert core.cpu.stats().reservations == 0
 
 

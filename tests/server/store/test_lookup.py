@@ -174,7 +174,7 @@ def test_the_lease_of_a_lookup_begins_when_the_shared_tier_has_answered(
     redis.find = slowly  # type: ignore[method-assign]
     match = look_up(core, session, lease=True)
     assert match.ready == 1
-    lease = core.catalog.lease(match.lease_id, session.session_id)
+    lease = core.catalog.leases.get(match.lease_id, session.session_id, core.clock())
     assert lease.deadline == clock.now + match.lease_ttl_ms / 1000
 
 

@@ -77,9 +77,9 @@ def test_a_frame_that_is_decoded_tells_its_speed() -> None:
         session = core.open_session()
         core.put(session, prompt(4))
         core.put(session, prompt(12, seed=9))
-        assert core.slot("disk").decode_bytes_per_s == 0
+        assert core.slot("disk").decode_s_per_byte == 0
         core.get(session, keys_of(prompt(4)))
-        assert core.slot("disk").decode_bytes_per_s > 0
+        assert core.slot("disk").decode_s_per_byte > 0
 
 
 def test_a_prompt_said_to_be_shorter_than_its_chunks_is_as_long_as_they_are(core: Core) -> None:

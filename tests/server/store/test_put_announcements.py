@@ -13,7 +13,7 @@ from simulation.core import Core, prompt, settings
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS
+from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
 from kvstore.server.store.store import WORKERS_PER_WAITER
@@ -173,8 +173,7 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
     assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
     assert in_flight.announce(1, keys, 0.0) == MAX_ANNOUNCED_CHUNKS
-    made = [in_flight.announce(1, [key], 1.0) for key in keys[: MAX_ANNOUNCEMENTS + 1]]
-    assert made == [1] * MAX_ANNOUNCEMENTS + [0]
+    assert in_flight.announce(1, keys[:9], 1.0) == 9
     assert in_flight.announce(2, keys, 0.0) == 0
     assert in_flight.announce(1, keys[:3], 0.0) == 3
     core.catalog.release_session(1)
@@ -186,9 +185,9 @@ def test_what_is_handed_over_stays_until_it_was_read_once(core: Core) -> None:
     (handed,) = prompt(1)
     core.put(writer, [handed], hints=Hints(handover_ms=60_000))
     key = handed.info.key
-    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == []
+    assert core.catalog.eviction.claim("cpu", [key]) == []
     core.get(reader, [key])
-    assert core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key]) == [key]
+    assert core.catalog.eviction.claim("cpu", [key]) == [key]
     core.catalog.eviction.unclaim([key])
 
 
@@ -200,7 +199,7 @@ def test_what_nobody_reads_is_kept_for_its_time_only(core: Core) -> None:
 
     def may_go() -> bool:
         core.store.tick()
-        victims = core.catalog.eviction.claim_victims("cpu", 1, 10, among=[key])
+        victims = core.catalog.eviction.claim("cpu", [key])
         core.catalog.eviction.unclaim(victims)
         return victims == [key]
 

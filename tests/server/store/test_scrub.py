@@ -220,7 +220,7 @@ def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -
     client.lookup(shared)
     client.lookup(rare)
     found = server.node.store.catalog.queries.top_prefixes(5)
-    assert (found[0].key, found[0].hits, found[0].tokens) == (shared[2], 11, 48)
+    assert (found[0].key, found[0].hits, found[0].context_tokens) == (shared[2], 11, 32)
     assert {(one.key, one.hits) for one in found[1:]} == {(shared[3], 1), (rare[1], 1)}
     assert [one.key for one in server.node.store.catalog.queries.top_prefixes(1)] == [shared[2]]
 

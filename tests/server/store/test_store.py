@@ -50,16 +50,16 @@ def test_what_was_put_is_found_and_read_back(core: Core, session: Session) -> No
     assert (match.ready, match.pending, match.missing) == (5, 0, 0)
     assert match.tiers == ("cpu",) * 5
     assert match.lease_ttl_ms == core.config.lease_ttl_ms
-    assert core.catalog.state.holds.leases.pins.total() == 5
+    assert core.catalog.leases.pins.total() == 5
     assert core.get(session, keys_of(versions)) == frames_of(versions)
     assert core.store.release(session, match.lease_id)
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
 
 
 def test_a_miss_is_an_answer_without_a_lease(core: Core, session: Session) -> None:
     match = core.store.lookup(session, keys_of(prompt(3)), core.later(), lease=True)
     assert (match.ready, match.pending, match.missing, match.lease_id) == (0, 0, 3, 0)
-    assert core.catalog.lease_count() == 0
+    assert len(core.catalog.leases) == 0
 
 
 def test_a_lookup_without_a_lease_holds_nothing(core: Core, session: Session) -> None:
@@ -67,7 +67,7 @@ def test_a_lookup_without_a_lease_holds_nothing(core: Core, session: Session) ->
     core.put(session, versions)
     match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
     assert (match.ready, match.lease_id, match.lease_ttl_ms) == (3, 0, 0)
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
 
 
 def test_a_slower_tier_promises_a_longer_load(core: Core, session: Session) -> None:
@@ -124,7 +124,7 @@ def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTie
         for versions in prompts:
             assert core.get(session, keys_of(versions)) == frames_of(versions)
         assert core.counters["dropped_victims"] == 0
-        assert core.catalog.state.holds.leases.pins.total() == core.catalog.in_flight.count() == 0
+        assert core.catalog.leases.pins.total() == core.catalog.in_flight.count() == 0
         assert core.cpu.stats().reservations == 0
 
 
@@ -150,7 +150,7 @@ def test_an_expired_lease_opens_nothing_and_lets_its_chunks_go(
         core.store.open_get(session, keys_of(versions), lease_id)
     core.store.tick()
     assert core.counters["expired_leases"] == 1
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
     assert not core.store.release(session, lease_id)
 
 
@@ -171,7 +171,7 @@ def test_a_session_that_ends_gives_its_leases_back(core: Core, session: Session)
     core.put(session, versions)
     core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     core.sessions.close(session.session_id)
-    assert core.catalog.state.holds.leases.pins.total() == core.catalog.lease_count() == 0
+    assert core.catalog.leases.pins.total() == len(core.catalog.leases) == 0
 
 
 # --- trouble with the disk
@@ -211,7 +211,7 @@ def test_puts_go_on_without_the_disk() -> None:
         last = versions[-1:]
         assert core.get(session, keys_of(last)) == frames_of(last)
         core.settle()
-        assert core.catalog.state.holds.leases.pins.total() == 0
+        assert core.catalog.leases.pins.total() == 0
 
 
 # --- forgetting

@@ -267,7 +267,7 @@ def test_what_a_failing_device_holds_alone_is_a_miss(
     drop_from_cpu(core, versions)
     device.fails = True
     assert core.get(session, keys_of(versions)) == []
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
 
 
 def test_a_drain_saves_what_only_gpu_memory_holds(
@@ -316,11 +316,11 @@ def test_any_schedule_returns_right_frames_and_leaks_nothing(seed: int) -> None:
             elif draw.random() < 0.2:
                 core.store.delete(keys_of(some), core.later())
         core.settle()
-        assert core.counters["corrupt_chunks"] == core.catalog.state.holds.leases.pins.total() == 0
+        assert core.counters["corrupt_chunks"] == core.catalog.leases.pins.total() == 0
         for name, slot in core.moves.tiers.slots.items():
             found = {info.key for info in slot.tier.scan()}
             known = {v.info.key for _, p in prompts for v in p if name in core.tiers_of(v)}
-            assert found - core.catalog.orphans(name) == known
+            assert found - core.catalog.orphans[name] == known
             assert slot.tier.stats().reservations == 0
 
 

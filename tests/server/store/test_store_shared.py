@@ -151,7 +151,7 @@ def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
         monkeypatch.setattr(core.catalog, "grant", late)
         match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert (match.ready, match.lease_id, match.missing) == (0, 0, 1)
-        assert core.catalog.lease_count() == 0
+        assert len(core.catalog.leases) == 0
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.tiering.admission import (
     ADMISSIONS,
     BY_VALUE,
@@ -14,7 +13,6 @@ from kvstore.server.tiering.admission import (
     CopyRequest,
     Pressure,
     Trigger,
-    make_admission,
 )
 
 STORED, ASKED, LEAVING = Trigger.stored, Trigger.asked, Trigger.leaving
@@ -41,18 +39,18 @@ STORED, ASKED, LEAVING = Trigger.stored, Trigger.asked, Trigger.leaving
 def test_each_rule_admits_at_its_moments(
     name: str, moment: Trigger, hits: int, is_admitted: bool
 ) -> None:
-    assert make_admission(name).admits(CopyRequest(moment, 100, hits), 0.0) is is_admitted
+    assert ADMISSIONS[name].admits(CopyRequest(moment, 100, hits), 0.0) is is_admitted
 
 
 def test_a_second_sighting_admits_what_was_evicted_in_between() -> None:
-    rule = make_admission("selective")
+    rule = ADMISSIONS["selective"]
     assert not rule.admits(CopyRequest(STORED, 100, hits=1), 0.0)
     assert rule.admits(CopyRequest(STORED, 100, hits=2), 0.0)  # stored anew, remembered as a ghost
 
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_nothing_is_stored_that_loads_as_long_as_it_computes(name: str) -> None:
-    rule = make_admission(name)
+    rule = ADMISSIONS[name]
     for moment in Trigger:
         assert not rule.admits(CopyRequest(moment, 100, 9, load_s=0.2, compute_s=0.2), 0.0)
     assert any(
@@ -63,14 +61,14 @@ def test_nothing_is_stored_that_loads_as_long_as_it_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_an_unknown_speed_of_prefill_refuses_nothing(name: str) -> None:
-    rule = make_admission(name)
+    rule = ADMISSIONS[name]
     assert any(rule.admits(CopyRequest(moment, 100, 9, load_s=99.0), 0.0) for moment in Trigger)
 
 
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_what_chunks_on_the_tier_continue_is_stored_at_any_price(name: str) -> None:
     hopeless = CopyRequest(LEAVING, 100, 1, chance=0.0, load_s=9.0, compute_s=1.0, is_needed=True)
-    assert make_admission(name).admits(hopeless, 1.0)
+    assert ADMISSIONS[name].admits(hopeless, 1.0)
 
 
 def test_the_value_rule_weighs_the_chance_by_what_a_load_spares() -> None:
@@ -115,8 +113,3 @@ def test_a_full_queue_is_full_pressure_and_clocks_may_jump() -> None:
     pressure.note(-5.0, 50.0)
     assert pressure.level(1.0, 0.0) == 1.0
     assert 0.0 <= pressure.level(0.3, -10.0) <= 1.0
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="through, evict, selective, auto"):
-        make_admission("sometimes")

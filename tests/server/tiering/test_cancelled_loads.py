@@ -116,7 +116,7 @@ def assert_nothing_left(core: Core) -> None:
     assert core.cpu.stats().reservations == 0
     held = sum(core.catalog.size_bytes("cpu", key) > 0 for key in keys_of(prompt(12, seed=9)))
     assert core.cpu.stats().chunks >= held
-    assert core.catalog.lease_count() == core.catalog.state.holds.leases.pins.total() == 0
+    assert len(core.catalog.leases) == core.catalog.leases.pins.total() == 0
 
 
 def test_a_load_ends_when_its_get_is_late(core: Core, tier: SlowDisk) -> None:
@@ -187,7 +187,7 @@ def test_a_prefetch_ends_with_its_lease(core: Core, tier: SlowDisk, ends: str) -
         core.sessions.close(session.session_id)
         core.store.tick()
     else:
-        core.catalog.state.holds.leases.expire(core.later(1e9))
+        core.catalog.leases.drop(lambda lease: True)
         core.store.tick()
     assert core.counters["given_up_loads"] == 4
     tier.gate.opened.set()
@@ -208,7 +208,7 @@ def test_a_prefetch_that_a_get_waits_for_goes_on(core: Core, tier: SlowDisk) -> 
     getter = threading.Thread(target=lambda: frames.append(core.get(session, keys_of(versions))))
     getter.start()
     assert tier.gate.begun.wait(20.0)
-    assert eventually(lambda: core.catalog.lease_count() == 2)
+    assert eventually(lambda: len(core.catalog.leases) == 2)
     assert eventually(lambda: (_claims(core, versions[0]) or 0) >= 2)
     core.store.release(session, match.lease_id)
     tier.gate.opened.set()

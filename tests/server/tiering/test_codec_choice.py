@@ -22,15 +22,14 @@ from kvstore.server.tiering.codec_choice import (
     candidates,
     measure_codecs,
 )
-from kvstore.server.tiering.tier_slot import TierSlot
 
 ServerMaker = Callable[..., LocalServer]
 PROBE = ChunkKey(b"p" * KEY_BYTES)
 DISK_BYTES = 8 << 20
 
 
-def choose_for(slot: TierSlot) -> bool:
-    return auto_codec(slot, Fidelity.exact, PROBE, time.monotonic)
+def choose_for(core: Core) -> bool:
+    return auto_codec(core.moves, core.slot("disk"), Fidelity.exact, PROBE)
 
 
 def say(patch: pytest.MonkeyPatch, *speeds: CodecSpeed) -> None:
@@ -51,7 +50,7 @@ def test_on_a_link_as_fast_as_memory_no_codec_is_looked_at(
 
     monkeypatch.setattr(codec_choice, "measure_codecs", measured)
     with closing(Core([SimDisk(DISK_BYTES, no_faults())])) as core:
-        choose_for(core.slot("disk"))
+        choose_for(core)
         assert bool(asked[0]) == looked_at
         assert core.slot("disk").encoder.name == "raw (auto)"
 
@@ -66,12 +65,12 @@ def test_the_choice_is_used_shown_and_leaves_nothing_on_the_medium(
     disk = SimDisk(DISK_BYTES, no_faults())
     with closing(Core([disk])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choose_for(core.slot("disk"))
+        assert choose_for(core)
         encoder = core.slot("disk").encoder
         assert (encoder.name, encoder.codec_id) == ("zplane (auto)", 2)
         assert core.slot("disk").encoder.of_tenant("red").name == "zplane"
         say(monkeypatch, zplane(1.5, 1.0))
-        choose_for(core.slot("disk"))
+        choose_for(core)
         assert core.slot("disk").encoder.name == "raw (auto)"
         assert (disk.stats().chunks, disk.stats().used_bytes) == (0, 0)
         assert len(core.catalog) == 0
@@ -94,7 +93,7 @@ def test_a_medium_that_fails_is_judged_by_the_first_guess(
 
         monkeypatch.setattr(disk, verb, fail)
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choose_for(core.slot("disk"))
+        assert choose_for(core)
         assert core.slot("disk").encoder.name == "zplane (auto)"
         assert disk.stats().reservations == 0
 
@@ -102,7 +101,7 @@ def test_a_medium_that_fails_is_judged_by_the_first_guess(
 def test_a_full_medium_is_judged_by_the_first_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Core([SimDisk(1 << 16, no_faults())])) as core:
         say(monkeypatch, zplane(1.5, 1e15))
-        assert choose_for(core.slot("disk"))
+        assert choose_for(core)
         assert core.slot("disk").encoder.name == "zplane (auto)"
 
 

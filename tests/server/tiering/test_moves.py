@@ -71,7 +71,7 @@ def test_a_copy_of_what_is_gone_or_there_already_does_nothing(core: Core, disk: 
         True, True, False,
     ]  # fmt: skip
     assert core.counters["copied_chunks"] == disk.stats().chunks == 1
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
 
 
 def test_a_full_queue_takes_no_more_copies() -> None:
@@ -107,7 +107,7 @@ def test_a_write_that_fails_leaves_no_room_taken(
     assert core.slot("disk").breaker.is_open, "failures of the medium open its breaker"
     monkeypatch.undo()
     assert disk.stats().used_bytes == disk.stats().reservations == 0
-    assert core.catalog.state.holds.leases.pins.total() == 0
+    assert core.catalog.leases.pins.total() == 0
     core.clock.advance(2 * BREAKER_RETRY_S)  # type: ignore[attr-defined]
     assert core.copy_down(version) is True
 
@@ -144,11 +144,11 @@ def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     core.store.delete(keys_of([old]), core.later())
     disk.faults.end()
     assert core.tiers_of(old) == []
-    assert core.catalog.orphans("disk") == {old.info.key}
+    assert core.catalog.orphans["disk"] == {old.info.key}
     assert disk.stats().chunks == 1
     core.put(session, [fresh])
     core.copy_down(fresh)
-    assert core.catalog.orphans("disk") == set()
+    assert core.catalog.orphans["disk"] == set()
     assert [info.key for info in disk.scan()] == [fresh.info.key]
 
 
@@ -220,7 +220,7 @@ def test_a_load_promotes_and_keeps_the_lower_copy(core: Core) -> None:
     assert [load(core, version), load(core, version)] == [True, True]
     assert core.tiers_of(version) == ["cpu", "disk"]
     assert core.counters["promoted_chunks"] == 1
-    assert core.cpu.stats().reservations == core.catalog.state.holds.leases.pins.total() == 0
+    assert core.cpu.stats().reservations == core.catalog.leases.pins.total() == 0
 
 
 def on_disk_only(core: Core) -> Version:
@@ -259,7 +259,7 @@ def test_a_medium_that_does_not_answer_keeps_its_copy_and_our_room_is_free(
     with pytest.raises(TierUnavailableError):
         load(core, version)
     assert core.tiers_of(version) == ["disk"]
-    assert core.cpu.stats().used_bytes == core.catalog.state.holds.leases.pins.total() == 0
+    assert core.cpu.stats().used_bytes == core.catalog.leases.pins.total() == 0
     disk.faults.end()
     assert load(core, version) is True
 
@@ -365,7 +365,7 @@ def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) ->
     core.store.open_get(session, keys_of(prompt(12, seed=1)), 0)
     with pytest.raises(TierFullError):
         load(core, version)
-    assert core.catalog.state.holds.leases.pins.total() == 12
+    assert core.catalog.leases.pins.total() == 12
 
 
 def test_a_wait_beyond_the_deadline_raises_and_the_move_still_ends(core: Core) -> None:

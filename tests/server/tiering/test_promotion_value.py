@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.server.tiering.admission import LEAST_SHARE, EvictionValue, value_per_byte
+from kvstore.server.tiering.admission import LEAST_SHARE, EvictionValue
 
 
 def test_a_tier_with_room_takes_everything_and_then_what_is_worth_more_than_its_victims() -> None:
@@ -15,8 +15,3 @@ def test_a_tier_with_room_takes_everything_and_then_what_is_worth_more_than_its_
     for _ in range(1000):
         price.note_eviction(1.0)
     assert price.takes(1.01 * LEAST_SHARE)
-
-
-def test_a_value_is_what_a_byte_is_expected_to_save() -> None:
-    assert value_per_byte(0.5, 3.0, 100) == 0.015
-    assert value_per_byte(0.5, -3.0, 100) == value_per_byte(0.5, 3.0, 0) - 1.5 == 0.0

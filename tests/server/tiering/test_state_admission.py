@@ -50,7 +50,7 @@ def test_no_more_is_remembered_than_the_limit() -> None:
     for number in range(100):
         states.parted(key(number))
         states.admits(key(1000 + number), is_end=False)
-    assert len(states) == 16
+    assert len(states._partings) == len(states._turned_away) == 8
     assert states.admits(key(99), is_end=False), "the latest partings stay"
     assert not states.admits(key(1000), is_end=False), "the oldest are forgotten"
     assert MAX_REMEMBERED < 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,15 +14,10 @@ from simulation.clock import FakeClock
 from simulation.stepped import SteppedWorkQueue
 
 from kvstore.proto.errors import DeadlineError, TierFullError
-from kvstore.server.tiering.work_queue import STUCK_S, Expect, Ticket, WorkQueue
+from kvstore.server.tiering.work_queue import Expect, Ticket, WorkQueue
 
 FOREVER = 1e12
 PATIENCE_S = 20.0
-
-
-def standing() -> float:
-    """Return a time that nobody is late or stuck by."""
-    return 0.0
 
 
 def nothing() -> None:
@@ -38,9 +33,8 @@ def running(
     queues: dict[str, int],
     limit: int = 100,
     expect: Mapping[str, Expect] | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[SteppedWorkQueue]:
-    work_queue = SteppedWorkQueue(queues, limit, clock, expect=expect)
+    work_queue = SteppedWorkQueue(queues, limit, time.monotonic, expect=expect)
     try:
         yield work_queue
     finally:
@@ -302,7 +296,7 @@ def test_depth_counts_what_waits_and_idle_means_that_nothing_runs_either() -> No
         work_queue.wait(ticket, in_time())
 
 
-def test_a_worker_takes_along_what_is_of_one_kin_and_says_what_follows() -> None:
+def test_a_worker_takes_along_what_is_of_one_batch_and_says_what_follows() -> None:
     seen: list[str | list[bytes]] = []
     started, go_on = threading.Event(), threading.Event()
 
@@ -311,7 +305,7 @@ def test_a_worker_takes_along_what_is_of_one_kin_and_says_what_follows() -> None
         assert go_on.wait(PATIENCE_S)
 
     expect = {"up": lambda names: seen.append(list(names))}
-    with running({"up": 2}, expect=expect, clock=standing) as work_queue:
+    with running({"up": 2}, expect=expect) as work_queue:
         submit_batched(work_queue, "hold", hold, "a")
         assert started.wait(PATIENCE_S)
         for name in ("one", "two", "other", "three"):
@@ -382,116 +376,10 @@ def test_else_one_worker_is_at_it_and_the_others_leave_it_to_that() -> None:
         if is_alone:
             at_work.release()
 
-    with running({"up": 4}, clock=standing) as work_queue:
+    with running({"up": 4}) as work_queue:
         for ticket in [submit_batched(work_queue, str(number), alone, "a") for number in range(40)]:
             work_queue.wait(ticket, in_time())
     assert clashes == [False] * 40
-
-
-class Holds:
-    """Work that begins, and ends when it is let."""
-
-    def __init__(self) -> None:
-        self.begun, self.ended = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.begun.set()
-        assert self.ended.wait(PATIENCE_S)
-
-
-def test_who_is_stuck_leaves_its_kin_to_others() -> None:
-    clock, stuck = FakeClock(), Holds()
-    done: list[str] = []
-    with running({"up": 3}, clock=clock) as work_queue:
-        first = submit_batched(work_queue, "first", stuck, "a")
-        assert stuck.begun.wait(PATIENCE_S)
-        tickets = [
-            submit_batched(work_queue, name, partial(done.append, name), "a") for name in "xyz"
-        ]
-        time.sleep(2 * STUCK_S)
-        assert not done, "it is at work"
-        clock.advance(STUCK_S)
-        for ticket in tickets:
-            work_queue.wait(ticket, in_time())
-        assert not first.done
-        stuck.ended.set()
-        work_queue.wait(first, in_time())
-        work_queue.wait(
-            submit_batched(work_queue, "later", partial(done.append, "later"), "a"), in_time()
-        )
-        assert eventually(work_queue.is_idle)
-    assert done == ["x", "y", "z", "later"]
-
-
-def test_what_a_stuck_worker_took_along_goes_to_others_and_is_done_once() -> None:
-    clock, other, idle, before, stuck = FakeClock(), Holds(), Holds(), Holds(), Holds()
-    done: list[str] = []
-    with running({"up": 3}, clock=clock) as work_queue:
-        submit(work_queue, "other", other)
-        submit(work_queue, "idle", idle)
-        submit_batched(work_queue, "before", before, "a")
-        assert other.begun.wait(PATIENCE_S)
-        assert idle.begun.wait(PATIENCE_S)
-        assert before.begun.wait(PATIENCE_S)
-        first = submit_batched(work_queue, "first", stuck, "a")
-        tickets = [
-            submit_batched(work_queue, name, partial(done.append, name), "a") for name in "xyz"
-        ]
-        before.ended.set()
-        assert stuck.begun.wait(PATIENCE_S)
-        assert work_queue.depth() == {"up": 0}, "all were taken along"
-        other.ended.set()
-        time.sleep(2 * STUCK_S)
-        assert not done
-        clock.advance(STUCK_S)
-        for ticket in tickets:
-            work_queue.wait(ticket, in_time())
-        stuck.ended.set()
-        work_queue.wait(first, in_time())
-        idle.ended.set()
-        assert eventually(work_queue.is_idle)
-        time.sleep(0.05)  # for whoever might do one again
-    assert done == ["z", "y", "x"], "the next may be on its way to who is stuck"
-
-
-def test_those_that_are_stuck_leave_a_worker_to_other_kins() -> None:
-    clock, stuck = FakeClock(), Holds()
-    with running({"up": 3}, clock=clock) as work_queue:
-        held = [submit_batched(work_queue, str(number), stuck, "a") for number in range(20)]
-        assert stuck.begun.wait(PATIENCE_S)
-        for _ in range(4):
-            time.sleep(1.5 * STUCK_S)
-            clock.advance(STUCK_S)
-        work_queue.wait(submit_batched(work_queue, "b", nothing, "b"), in_time())
-        stuck.ended.set()
-        for ticket in held:
-            work_queue.wait(ticket, in_time())
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_a_worker_that_dies_was_at_fails_and_its_row_goes_to_others() -> None:
-    done: list[str] = []
-    before, dies = Holds(), [True]
-
-    def broken(names: Sequence[bytes]) -> None:
-        if names and names[0] == b"first" and dies.pop():
-            raise SystemExit
-
-    with running({"up": 2, "down": 1}, expect={"up": broken}, clock=standing) as work_queue:
-        submit_batched(work_queue, "before", before, "a")
-        assert before.begun.wait(PATIENCE_S)
-        first = submit_batched(work_queue, "first", nothing, "a")
-        tickets = [
-            submit_batched(work_queue, name, partial(done.append, name), "a") for name in "xyz"
-        ]
-        before.ended.set()
-        with pytest.raises(DeadlineError, match="its worker has ended"):
-            work_queue.wait(first, in_time())
-        for ticket in tickets:
-            work_queue.wait(ticket, in_time())
-        assert eventually(work_queue.is_idle)
-        assert eventually(lambda: not work_queue.is_alive())
-    assert sorted(done) == ["x", "y", "z"]
 
 
 def submit_batched(

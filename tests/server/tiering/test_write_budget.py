@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.tiering.admission import (
     BURSTS_A_DAY,
@@ -72,8 +70,3 @@ def test_no_clock_lets_more_through_than_the_time_that_passed(
             budget.note_write(key(0), size)
             written += size
     assert written <= BURST + forward * A_DAY / DAY_S + 2 * BURST + 1
-
-
-def test_a_budget_of_nothing_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="bytes_a_day=0: above 0"):
-        WriteBudget(0, 0.0)
