@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+from numpy import ascontiguousarray as contiguous
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
@@ -17,7 +18,7 @@ from kvstore.codecs.kvq_classes import KINDS, NO_CLASSES, Classes
 from kvstore.codecs.kvq_levels import LEVELS, FineBackend, Thirds, rows_of
 from kvstore.codecs.kvq_models import kvq_models
 from kvstore.codecs.kvq_tiles import ESCAPE_SHARE, TILE_CHANNELS, Angles, TileBackend, Tiles
-from kvstore.proto.native import Loops, address, addresses, contiguous, done, loops
+from kvstore.proto.native import Loops, address, addresses, done, loops
 from kvstore.proto.types import DType
 
 _POINTER, _I64 = ctypes.c_void_p, ctypes.c_int64

@@ -32,7 +32,6 @@ from kvstore.proto.buffers import (
     copy_bytes,
     copy_groups,
     copy_many,
-    copy_pieces,
 )
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (
@@ -252,7 +251,7 @@ def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) 
     """Copy one layer into *room* and return the checksum of what arrived."""
     flat, rooms = _flat(parts), _cut(room, component)
     if flat is not None:
-        return copy_pieces(list(zip(rooms, flat, strict=True)))
+        return copy_groups([list(zip(rooms, flat, strict=True))])[0]
     digest = xxh3_64()
     for part, ours in zip(parts, rooms, strict=True):
         view = ours.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
@@ -286,7 +285,7 @@ def _copy_layer(frame: Bytes, start: int, part_bytes: int, out: Sequence[AnyPart
     """Copy the raw layer at *start* of *frame* into *out* and return its checksum."""
     pieces = _pieces(frame, start, part_bytes, out)
     if pieces is not None:
-        return copy_pieces(pieces)
+        return copy_groups([pieces])[0]
     return _scatter_layer(frame, start, part_bytes, out)
 
 

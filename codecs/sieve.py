@@ -17,10 +17,11 @@ from functools import lru_cache, partial
 from typing import TypeAlias
 
 import numpy as np
+from numpy import ascontiguousarray as contiguous
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
-from kvstore.proto.native import Loops, address, contiguous, loops
+from kvstore.proto.native import Loops, address, loops
 
 PASSES = 5
 VALUES = 3

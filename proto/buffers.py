@@ -58,12 +58,7 @@ def copy_bytes(out: Bytes, data: Bytes) -> None:
 
 def copy_checked(out: Bytes, data: Bytes) -> int:
     """Copy *data* to *out* and return xxh3_64 of what arrived."""
-    return copy_pieces([(out, data)])
-
-
-def copy_pieces(pieces: Pieces) -> int:
-    """Copy each of *pieces* and return xxh3_64 of what arrived, one behind the other."""
-    return copy_groups([pieces])[0]
+    return copy_groups([[(out, data)]])[0]
 
 
 def copy_groups(groups: Sequence[Pieces]) -> list[int]:

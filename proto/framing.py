@@ -248,15 +248,15 @@ def make_tls() -> OwnTls:
         .not_valid_after(_UNTIL)
         .sign(key, hashes.SHA256())
     )
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
+    encodings, plain = serialization.Encoding, serialization.NoEncryption()
+    private = key.private_bytes(encodings.PEM, serialization.PrivateFormat.PKCS8, plain)
     context = _strict(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
-    _load(context, certificate.public_bytes(serialization.Encoding.PEM) + private)
-    return OwnTls(context, certificate.public_bytes(serialization.Encoding.DER))
+    # It takes keys out of files only.
+    with open(os.memfd_create("peer-tls"), "wb", buffering=0) as file:
+        file.write(certificate.public_bytes(encodings.PEM) + private)
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    return OwnTls(context, certificate.public_bytes(encodings.DER))
 
 
 def tls_to(certificate: bytes) -> ssl.SSLContext:
@@ -278,14 +278,3 @@ def _strict(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
-
-
-def _load(context: ssl.SSLContext, pem: bytes) -> None:
-    """Give *context* a key and certificate, which it takes out of files only."""
-    descriptor = os.memfd_create("peer-tls")
-    try:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(pem)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)

@@ -52,29 +52,17 @@ def _text(value: str) -> bytes:
 
 def encode_representation(representation: Representation) -> bytes:
     """Return the canonical bytes of *representation*, the same on every machine."""
-    out = [_REPRESENTATION, _U32.pack(representation.layout_version)]
-    out += map(
-        _text,
-        (
-            representation.model_id,
-            representation.model_revision,
-            representation.adapter_digest,
-            representation.quantization,
-            representation.tokenizer_digest,
-        ),
-    )
-    rope = representation.rope
+    it, rope = representation, representation.rope
+    texts = (it.model_id, it.model_revision, it.adapter_digest, it.quantization)
+    out = [_REPRESENTATION, _U32.pack(it.layout_version), *map(_text, texts)]
+    out.append(_text(it.tokenizer_digest))
     out.append(struct.pack("<dI", rope.theta, rope.rotary_dim) + _text(rope.scaling))
     out.append(_U32.pack(len(rope.factors)))
     out += [_text(name) + struct.pack("<d", value) for name, value in rope.factors]
     out.append(_U32.pack(len(representation.layer_groups)))
     for group in representation.layer_groups:
-        out.append(
-            struct.pack(
-                "<BBIII", group.kind, group.dtype, group.kv_heads, group.head_dim,
-                group.window_tokens,
-            )
-        )  # fmt: skip
+        kinds = struct.pack("<BB", group.kind, group.dtype)
+        out.append(kinds + struct.pack("<3I", group.kv_heads, group.head_dim, group.window_tokens))
         out.append(_field(struct.pack(f"<{len(group.layer_ids)}I", *group.layer_ids)))
     return b"".join(out)
 

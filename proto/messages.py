@@ -16,9 +16,6 @@ import numpy as np
 from google.protobuf.message import Message
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import (
-    Resolution,
-)
 from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
@@ -329,23 +326,8 @@ def pack_uses(uses: Sequence[int]) -> bytes:
 
 def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> PlannedBatch:
     """Return the answer to the announcement of chains of these *lengths*. Raises KVStoreError."""
-    ends = [0, *accumulate(lengths)]
-    if len(message.uses) != 4 * ends[-1] or sorted(message.order) != list(range(len(lengths))):
+    if len(message.uses) != 4 * sum(lengths) or sorted(message.order) != list(range(len(lengths))):
         raise KVStoreError(f"the server's plan for {len(lengths)} chains is damaged")
-    uses = np.frombuffer(message.uses, "<u4").tolist()
-    return PlannedBatch(
-        tuple(message.order),
-        tuple(tuple(uses[first:stop]) for first, stop in pairwise(ends)),
-        message.kept,
-        message.peak_chunks,
-    )
-
-
-def resolution_to_message(found: Resolution, tier_names: Sequence[str]) -> pb.ResolveResponse:
-    """Return the protobuf form of *found*; *tier_names* has all that variants lie on."""
-    return as_message(
-        pb.ResolveResponse,
-        found,
-        tier_names=tier_names,
-        tier=lambda variant: tier_names.index(variant.tier),
-    )
+    uses = chains_of(np.frombuffer(message.uses, "<u4").tolist(), lengths)
+    order, uses_of = tuple(message.order), tuple(map(tuple, uses))
+    return PlannedBatch(order, uses_of, message.kept, message.peak_chunks)

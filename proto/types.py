@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -308,30 +307,18 @@ class KVLayout:
                 "tokens", tokens, f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
             )
         left_out = {LayerKind.window: not window, LayerKind.state: not state}
-        components = []
-        for group in representation.layer_groups:
-            if not left_out.get(group.kind, False):
-                kept = _kept_tokens(group, tokens)
-                components.append(
-                    Component(
-                        group.kind, group.dtype, len(group.layer_ids), group.kv_heads,
-                        group.head_dim, kept, tokens if group.kind in END_KINDS else 0,
-                    )
-                )  # fmt: skip
+        groups = (one for one in representation.layer_groups if not left_out.get(one.kind))
+        components = tuple(_component(group, tokens) for group in groups)
         if not components:
             fix = "each chunk of this model needs them: its layers keep nothing else"
             raise LayoutMismatchError("window, state", (window, state), fix)
-        return cls(tuple(components))
+        return cls(components)
 
     def is_of(self, representation: Representation) -> bool:
         """Whether it is the layout of a chunk of *representation*."""
+        window, state = self.has(LayerKind.window), self.has(LayerKind.state)
         try:
-            return self == KVLayout.of(
-                representation,
-                self.tokens,
-                window=self.has(LayerKind.window),
-                state=self.has(LayerKind.state),
-            )
+            return self == KVLayout.of(representation, self.tokens, window=window, state=state)
         except LayoutMismatchError:
             return False
 
@@ -355,13 +342,13 @@ class KVLayout:
         return sum(component.layers for component in self.components)
 
 
-def _kept_tokens(group: LayerGroup, tokens: int) -> int:
-    """Return how many of a chunk's last tokens a layer of *group* needs when the chunk ends."""
-    if group.kind is LayerKind.state:
-        return 1
-    if group.kind is LayerKind.window:
-        return min(tokens, max(1, group.window_tokens - 1))
-    return tokens
+def _component(group: LayerGroup, tokens: int) -> Component:
+    layers, heads, dim = len(group.layer_ids), group.kv_heads, group.head_dim
+    if group.kind not in END_KINDS:
+        return Component(group.kind, group.dtype, layers, heads, dim, tokens)
+    # Of a chunk's last tokens those that a layer needs when it ends.
+    kept = min(tokens, max(1, group.window_tokens - 1))
+    return Component(group.kind, group.dtype, layers, heads, dim, kept, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,11 +471,9 @@ class Shard:
             raise LayoutMismatchError(
                 "rectangle", len(self.extents), f"give {len(self.whole.components)}, or None"
             )
-        for extent, component in zip(self.extents, self.whole.components, strict=True):
-            if extent is None:
-                continue
+        for at, extent in self.numbered:
             first, stop, head, head_stop = extent
-            layers, heads = component.layers, component.kv_heads
+            layers, heads = self.whole.components[at].layers, self.whole.components[at].kv_heads
             if not (0 <= first < stop <= layers and 0 <= head < head_stop <= heads):
                 fix = f"within {layers} layers x {heads} kv_heads, not empty"
                 raise LayoutMismatchError("rectangle", extent, fix)
@@ -503,14 +488,8 @@ class Shard:
     @property
     def layout(self) -> KVLayout:
         """What is covered, as a layout of its own: components that are left out are not there."""
-        pairs = zip(self.whole.components, self.extents, strict=True)
-        return KVLayout(
-            tuple(
-                replace(component, layers=extent.layers, kv_heads=extent.heads)
-                for component, extent in pairs
-                if extent is not None
-            )
-        )
+        pairs = [(self.whole.components[at], extent) for at, extent in self.numbered]
+        return KVLayout(tuple(replace(c, layers=e.layers, kv_heads=e.heads) for c, e in pairs))
 
     @property
     def numbered(self) -> list[tuple[int, Extent]]:
@@ -534,20 +513,3 @@ def layer_order(representation: Representation) -> tuple[LayerPlace, ...]:
 
 POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")
 """The names of the eviction policies; server/eviction/registry.py says where each is."""
-
-REPLACED_POLICIES = {
-    "adaptive": "hit_density",
-    "discard_bit": "discard_hint",
-    "gdsf": "hit_density",
-    "lfu": "hit_density",
-    "marconi_linear": "hit_density",
-    "s3fifo": "hit_density",
-}
-"""Names that are gone, and what to write instead."""
-
-
-def policy_instead_of(name: str, known: Sequence[str] = POLICIES) -> str:
-    """Return what to write for *name*, which is none of *known*: its successor, or one of them."""
-    if name in REPLACED_POLICIES:
-        return f"{REPLACED_POLICIES[name]}, which replaces {name}"
-    return f"one of {', '.join(known)}"

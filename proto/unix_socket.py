@@ -37,18 +37,20 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, revive
 from kvstore.proto.messages import MESSAGE_BYTES
 
-_REQUEST = struct.Struct("<4sHHQ16s")
-_REPLY = struct.Struct("<4sHHQ16x")
+_HEADER = struct.Struct("<4sHHQ16s")
 _MAGIC = b"KVSM"
 _VERSION = 2
-HEADER_BYTES = _REQUEST.size
-assert _REPLY.size == HEADER_BYTES
+HEADER_BYTES = _HEADER.size
 NONCE_BYTES = 16
 PROOF_BYTES = 16
 GREETING_BYTES = HEADER_BYTES + NONCE_BYTES + PROOF_BYTES
 _PROVEN = struct.Struct("<HQ16s16s")
 _PURPOSE = b"kvstore socket"
 _CREDENTIALS = struct.Struct("3i")
+
+Packet: TypeAlias = bytes
+T = TypeVar("T", bound=Message)
+K = TypeVar("K")
 
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
@@ -111,35 +113,32 @@ class Request:
 
     def pack(self) -> bytes:
         """Return the message."""
-        return _REQUEST.pack(_MAGIC, _VERSION, self.op, self.arg, self.token)
+        return _HEADER.pack(_MAGIC, _VERSION, self.op, self.arg, self.token)
 
     @classmethod
     def unpack(cls, message: bytes) -> Request:
         """Parse a message. Raises InvalidRequestError."""
-        if len(message) != HEADER_BYTES:
-            raise InvalidRequestError("message", len(message), f"send {HEADER_BYTES} bytes")
-        magic, version, number, arg, token = _REQUEST.unpack(message)
-        op = _OPS.get(number)
-        if magic != _MAGIC or version != _VERSION or op is None:
-            what = (magic, version, number)
-            raise InvalidRequestError("message", what, f"speak version {_VERSION}")
-        return cls(op, arg, token)
+        return cls(*_unpack("message", message, _OPS))
 
 
 def pack_reply(reply: Reply, arg: int = 0) -> bytes:
     """Return a reply; *arg* is the slab's size in bytes where one comes along."""
-    return _REPLY.pack(_MAGIC, _VERSION, reply, arg)
+    return _HEADER.pack(_MAGIC, _VERSION, reply, arg, b"")
 
 
 def unpack_reply(message: bytes) -> tuple[Reply, int]:
     """Parse a reply. Raises InvalidRequestError."""
+    return _unpack("reply", message, _REPLIES)[:2]
+
+
+def _unpack(field: str, message: bytes, kinds: dict[int, K]) -> tuple[K, int, bytes]:
     if len(message) != HEADER_BYTES:
-        raise InvalidRequestError("reply", len(message), f"expected {HEADER_BYTES} bytes")
-    magic, version, number, arg = _REPLY.unpack(message)
-    reply = _REPLIES.get(number)
-    if magic != _MAGIC or version != _VERSION or reply is None:
-        raise InvalidRequestError("reply", (magic, version, number), f"speak version {_VERSION}")
-    return reply, arg
+        raise InvalidRequestError(field, len(message), f"expected {HEADER_BYTES} bytes")
+    magic, version, number, arg, token = _HEADER.unpack(message)
+    kind = kinds.get(number)
+    if magic != _MAGIC or version != _VERSION or kind is None:
+        raise InvalidRequestError(field, (magic, version, number), f"speak version {_VERSION}")
+    return kind, arg, token
 
 
 def proof(secret: bytes, op: Op, session_id: int, nonces: tuple[bytes, bytes]) -> bytes:
@@ -180,7 +179,11 @@ def create_memfd(name: str, size_bytes: int) -> int:
 
 def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mmap.mmap:
     """Map a memfd of the other side for reading. Raises InvalidRequestError."""
-    if not has_seals(descriptor, seals):
+    try:
+        is_sealed = fcntl.fcntl(descriptor, _F_GET_SEALS) & seals == seals
+    except OSError:  # no memfd
+        is_sealed = False
+    if not is_sealed:
         raise InvalidRequestError("memfd", descriptor, f"add the seals {seals:#x} to it")
     size_bytes = os.fstat(descriptor).st_size
     if not 0 < size_bytes <= most_bytes:
@@ -196,14 +199,6 @@ def device_token(identity: str) -> bytes:
 def add_seals(descriptor: int, seals: int) -> None:
     """Seal a memfd for good."""
     fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
-
-
-def has_seals(descriptor: int, seals: int) -> bool:
-    """Whether a descriptor is a memfd with at least these seals."""
-    try:
-        return fcntl.fcntl(descriptor, _F_GET_SEALS) & seals == seals
-    except OSError:
-        return False
 
 
 def host_id() -> str:
@@ -235,9 +230,6 @@ MAX_BODY_BYTES = MAX_PACKET_BYTES - HEADER_BYTES
 """What a packet holds of a message; a longer answer is cut."""
 MAX_ANSWER_BYTES = 2 * MESSAGE_BYTES
 """A message of an answer that is longer once joined is refused, as gRPC's is."""
-
-Packet: TypeAlias = bytes
-T = TypeVar("T", bound=Message)
 
 
 class Method(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any
 from local_server import eventually
 from redis_process import RedisProcess, TlsFiles
 
-from kvstore.tiers.redis_connection import ConnectionOptions
-from kvstore.tiers.redis_servers import Server, converse
+from kvstore.tiers.redis_connection import ConnectionOptions, pack
+from kvstore.tiers.redis_servers import Server
 from kvstore.tiers.redis_url import tls_context
 
 _BUS_OFFSET = 10_000
@@ -183,8 +183,16 @@ def _raw(node: RedisProcess, *words: str | bytes) -> Any:
     """Return the reply to one command as it came."""
     context = tls_context((("ssl_ca_certs", str(node.tls.ca)),)) if node.tls else None
     address, options = ("127.0.0.1", node.port), ConnectionOptions(10.0, 1, tls=context)
-    with closing(Server(address, options, time.monotonic)) as server:
-        return converse(server, [_bytes(word) for word in words], time.monotonic() + 10)
+    deadline = time.monotonic() + 10
+    with (
+        closing(Server(address, options, time.monotonic)) as server,
+        server.connection(deadline) as link,
+    ):
+        link.send(pack([_bytes(word) for word in words]))
+        (reply,) = link.read_replies(1, 1 << 20)
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
 
 
 def _bytes(word: str | bytes) -> bytes:

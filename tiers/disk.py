@@ -201,17 +201,15 @@ class DiskTier(Tier):
         with self._calling():
             with self._lock:
                 pending = self._release(reservation)
-                waited: PendingRow | None = pending
                 row = pending.row = pending.row._replace(sequence=next(self._sequence))
                 is_first = not self._chunks.find(row.info.key)
                 if is_first:
                     self._chunks.seal(row.info, _place(row))
-                    self._commit.add(pending)
+                    waited = pending if self._commit.add(pending) or durable else None
                 else:
                     pending.file.free.free_range(row.offset, row.info.size_bytes)
                     waited = self._commit.pending(row.info.key) if durable else None
-                is_due = durable or self._commit.is_due()
-            if waited is not None and is_due:
+            if waited is not None:
                 self._commit.settle(waited)
         return is_first
 

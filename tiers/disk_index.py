@@ -392,10 +392,11 @@ class GroupCommit:
         is_off = self._failed_syncs >= MAX_SYNC_FAILURES and self._clock() < self._sync_retry_at_s
         return self._sync_failure if is_off else ""
 
-    def add(self, pending: PendingRow) -> None:
-        """Add the row of a frame that was sealed to the open batch."""
+    def add(self, pending: PendingRow) -> bool:
+        """Add the row of a sealed frame to the open batch; return whether it fills that up."""
         pending.batch = self._join()
         pending.batch.rows[pending.row.info.key] = pending
+        return len(pending.batch.rows) >= MAX_PENDING_ROWS
 
     def drop(self, key: ChunkKey) -> None:
         """Delete the row of *key*, or the pending row that has not been written yet."""
@@ -415,10 +416,6 @@ class GroupCommit:
         if pending is None and self._busy is not None and key not in self._open.deletes:
             pending = self._busy.rows.get(key)
         return pending
-
-    def is_due(self) -> bool:
-        """Whether the open batch is so large that its newest member commits it."""
-        return len(self._open.rows) >= MAX_PENDING_ROWS
 
     def settle(self, pending: PendingRow) -> None:
         """Return once a row was committed. Raises why it failed."""

@@ -74,12 +74,6 @@ def encrypted_bytes(frame_bytes: int) -> int:
     return data + TAG_BYTES * -(-data // _DATA_BYTES)
 
 
-def decrypted_bytes(sealed: int) -> int:
-    """Return the bytes of the frame that takes *sealed* encrypted; 0 where none does."""
-    frame_bytes = largest_frame_bytes(sealed)
-    return frame_bytes if encrypted_bytes(frame_bytes) == sealed else 0
-
-
 def largest_frame_bytes(sealed: int) -> int:
     """Return the largest frame that takes at most *sealed* bytes encrypted."""
     return max(0, sealed - HEADER_BYTES - TAG_BYTES * -(-sealed // CELL_BYTES))
@@ -324,8 +318,9 @@ def _decrypt(cipher: FrameCipher, out: Bytes, offset: int, cell: Cell, sealed: B
 
 def _plain(info: ChunkInfo) -> ChunkInfo | None:
     """Return *info* with the size of its frame; None for one of a size that none has."""
-    size = decrypted_bytes(info.size_bytes)
-    return replace(info, size_bytes=size) if size else None
+    size = largest_frame_bytes(info.size_bytes)
+    is_exact = size > 0 and encrypted_bytes(size) == info.size_bytes
+    return replace(info, size_bytes=size) if is_exact else None
 
 
 def _inner(reservation: Reservation) -> Reservation:

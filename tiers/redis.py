@@ -50,22 +50,6 @@ MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
 
 
-@dataclass(slots=True, eq=False)
-class _PendingWrite:
-    """A reserved frame, which is the writer's until it is sealed or aborted."""
-
-    frame: Bytes | None = None
-    is_open: bool = True
-
-    @classmethod
-    def of(cls, reservation: Reservation) -> _PendingWrite:
-        """Return that of *reservation*. Raises InvalidRequestError when it is spent."""
-        pending = reservation.place
-        if not isinstance(pending, cls) or not pending.is_open:
-            raise spent(reservation)
-        return pending
-
-
 class CapacityTracker:
     """Bytes reserved and sealed, against a capacity. Thread-safe. A chunk is counted from its
     sealing, or a listing, until it is noticed to be gone.
@@ -180,6 +164,8 @@ class RedisTier(Tier):
         self._client = RedisClient(self.name, url, timeout_ms, connections)
         self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
         self._capacity = CapacityTracker(capacity_bytes)
+        self._reserved: dict[object, Bytes | None] = {}
+        """Frames by place; None until written, which the writer's are until sealed or aborted."""
         self._listed = False
         self._never_answered = ""
         try:
@@ -210,27 +196,33 @@ class RedisTier(Tier):
         if not fits or not self._capacity.reserve(need_bytes):
             used_bytes = self._capacity.stats().used_bytes
             raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
-        return Reservation(info, tenant, need_bytes, _PendingWrite())
+        place = object()
+        self._reserved[place] = None
+        return Reservation(info, tenant, need_bytes, place)
 
     @override
     def write(self, reservation: Reservation, frame: Bytes) -> None:
         check_size(reservation, frame)
-        _PendingWrite.of(reservation).frame = frame
+        if reservation.place not in self._reserved:
+            raise spent(reservation)
+        self._reserved[reservation.place] = frame
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         """Send the frame, then make it visible unless another version of its key is. Raises
         TierFullError, freeing the room, when the server itself takes no more.
         """
-        pending = _PendingWrite.of(reservation)
-        if pending.frame is None:
+        if reservation.place not in self._reserved:
+            raise spent(reservation)
+        frame = self._reserved[reservation.place]
+        if frame is None:
             raise InvalidRequestError("reservation", reservation.info.key.hex(), "write it first")
-        pending.is_open = False
+        del self._reserved[reservation.place]
         write_id, now_us = os.urandom(WRITE_ID_BYTES), time.time_ns() // 1000
         manifest = Manifest.of(reservation.info, self._part_bytes, write_id, now_us)
         sealed = False
         try:
-            sealed = self._stored.write(manifest, pending.frame)
+            sealed = self._stored.write(manifest, frame)
         except OutOfMemoryError:
             raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
         finally:
@@ -239,8 +231,8 @@ class RedisTier(Tier):
 
     @override
     def abort(self, reservation: Reservation) -> None:
-        with contextlib.suppress(InvalidRequestError):
-            _PendingWrite.of(reservation).is_open = False
+        if reservation.place in self._reserved:
+            del self._reserved[reservation.place]
             self._capacity.end(reservation.reserved_bytes, None)
 
     @override
@@ -256,8 +248,8 @@ class RedisTier(Tier):
         arrived = bool if verifier is None else verifier.update
         try:
             known = self._capacity.known(key)
-            is_known = known is not None and known.covers(offset, len(out))
-            if known and is_known and self._stored.read(known, out, offset, arrived):
+            in_it = known is not None and 0 <= offset <= known.info.size_bytes - len(out)
+            if known and in_it and self._stored.read(known, out, offset, arrived):
                 return True
             (current,) = self._stat([key])
             if current is None:
@@ -345,16 +337,14 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     Raises TierUnavailableError when none of them answers.
     """
     masters = client.masters()
+    replies = client.ask([(master, (b"SCAN", 0, b"COUNT", 1)) for master in masters])
     answering = []
-    for master in masters:
-        try:
-            client.run(master, [(b"SCAN", 0, b"COUNT", 1)])
-            answering.append(master)
-        except TierUnavailableError as error:
-            if not error.is_partial:
-                raise
+    for master, reply in zip(masters, replies, strict=True):
+        if isinstance(reply, NodeDown):
             fix = "bring it back, or let a replica of it take over"
             yield HealthFinding(f"{master} does not answer; its slots miss", fix, is_loss=True)
+        else:
+            answering.append(master)
     if client.is_cluster and answering:
         yield from _coverage(client, answering)
     for master in answering:
@@ -375,11 +365,9 @@ def _coverage(client: RedisClient, masters: list[Server]) -> Iterator[HealthFind
             yield HealthFinding(reason, fix, is_loss=True)
     question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
     if any(_ask(client, master, *question) == [question[2], b"yes"] for master in masters):
-        yield HealthFinding(
-            "the Redis Cluster refuses every key while one master is down",
-            "set cluster-require-full-coverage to no on all its nodes",
-            is_loss=False,
-        )
+        saw = "the Redis Cluster refuses every key while one master is down"
+        fix = "set cluster-require-full-coverage to no on all its nodes"
+        yield HealthFinding(saw, fix, is_loss=False)
 
 
 def _memory(client: RedisClient, master: Server) -> Iterator[HealthFinding]:
@@ -388,11 +376,9 @@ def _memory(client: RedisClient, master: Server) -> Iterator[HealthFinding]:
     found = dict(line.partition(":")[::2] for line in lines)
     used, most = (_number(found.get(name, "")) for name in ("used_memory", "maxmemory"))
     if most and used >= FULL_SHARE * most and found.get("maxmemory_policy") == "noeviction":
-        yield HealthFinding(
-            f"{master} is full, {used} of {most} bytes, and evicts nothing (noeviction)",
-            "raise its maxmemory, lower --redis-size, or set maxmemory-policy allkeys-lru",
-            is_loss=True,
-        )
+        saw = f"{master} is full, {used} of {most} bytes, and evicts nothing (noeviction)"
+        fix = "raise its maxmemory, lower --redis-size, or set maxmemory-policy allkeys-lru"
+        yield HealthFinding(saw, fix, is_loss=True)
 
 
 def _number(text: str) -> int:

@@ -79,10 +79,6 @@ class Manifest:
         """How many parts the frame is cut into."""
         return -(-self.info.size_bytes // self.part_bytes)
 
-    def covers(self, offset: int, size_bytes: int) -> bool:
-        """Whether the frame has *size_bytes* bytes from *offset*."""
-        return 0 <= offset <= self.info.size_bytes - size_bytes
-
     def cut(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (part, start, stop) for each part that holds some of the bytes asked for."""
         end = offset + size_bytes

@@ -93,7 +93,7 @@ class RedisClient:
         """The URL as it may be shown."""
         self.is_cluster: Final = parsed.mode == "cluster"
         self._tier = tier
-        self._secrets = parsed.secrets
+        self._secrets = {parsed.login.password, parsed.sentinel_login.password} - {""}
         self._timeout_s = timeout_ms / 1000
         self._clock = clock
         tls = None if parsed.tls is None else tls_context(parsed.tls)
@@ -195,29 +195,27 @@ class RedisClient:
         expected. Raises TierUnavailableError.
         """
         deadline = self._deadline(len(transfer.out))
-        error = self._try_transfer(name, transfer, deadline)
-        # What was reported to have come is not requested again.
-        is_curable = isinstance(error, (*_UNREACHED, *_ELSEWHERE)) and not transfer.filled_bytes
-        if is_curable and self._may_try_again(deadline):
-            error = self._try_transfer(name, transfer, deadline)
-        if error is None or isinstance(error, (errors.InvalidResponse, WrongTypeError)):
-            return error is None
-        raise self._partial_failure(error)
-
-    def _try_transfer(self, name: bytes, transfer: Transfer, deadline: float) -> Exception | None:
-        """Return why it failed, if it did."""
-        server: Server | None = None
-        try:
-            server = self._topology.server_of(name, deadline)
-            with server.connection(deadline) as connection:
-                transfer.run(connection, server.window)
-        except KVStoreError:  # of the caller that checks what arrives
-            raise
-        except (OSError, errors.RedisError) as error:
-            if server is not None and isinstance(error, (*_UNREACHED, *_ELSEWHERE)):
-                self._topology.note_failure(server, error)
-            return error
-        return None
+        is_first = True
+        while True:
+            server: Server | None = None
+            try:
+                server = self._topology.server_of(name, deadline)
+                with server.connection(deadline) as connection:
+                    transfer.run(connection, server.window)
+                return True
+            except KVStoreError:  # of the caller that checks what arrives
+                raise
+            except (errors.InvalidResponse, WrongTypeError):
+                return False
+            except (OSError, errors.RedisError) as error:
+                is_curable = isinstance(error, (*_UNREACHED, *_ELSEWHERE))
+                if server is not None and is_curable:
+                    self._topology.note_failure(server, error)
+                # What was reported to have come is not requested again.
+                may_repeat = is_first and is_curable and not transfer.filled_bytes
+                if not may_repeat or not self._may_try_again(deadline):
+                    raise self._partial_failure(error) from None
+                is_first = False
 
     def masters(self) -> list[Server]:
         """Return the servers that hold keys. Raises TierUnavailableError."""

@@ -173,16 +173,6 @@ class Batch:
             self.server.release(self._connection, is_clean=bool(self.replies))
 
 
-def converse(server: Server, command: Command, deadline: float) -> Reply:
-    """Send *command* to one server and return the reply; an error is raised."""
-    with server.connection(deadline) as connection:
-        connection.send(pack(command))
-        (reply,) = connection.read_replies(1, MAX_TOPOLOGY_BYTES)
-    if isinstance(reply, Exception):
-        raise reply
-    return reply
-
-
 class Topology:
     """Which server holds a key: the only one, the master that Sentinels name, or a Cluster's.
 
@@ -282,11 +272,15 @@ class Topology:
     def _ask(self, server: Server, deadline: float) -> list[tuple[int, int, HostPort]]:
         """Return (first slot, slot after the last, master) as *server* knows them."""
         service = self._url.service
-        if self.is_cluster:
-            reply = converse(server, (b"CLUSTER", b"SLOTS"), deadline)
-            return _slot_ranges(reply, server.address[0])
         question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
-        match converse(server, question, deadline):
+        with server.connection(deadline) as connection:
+            connection.send(pack((b"CLUSTER", b"SLOTS") if self.is_cluster else question))
+            (reply,) = connection.read_replies(1, MAX_TOPOLOGY_BYTES)
+        if isinstance(reply, Exception):
+            raise reply
+        if self.is_cluster:
+            return _slot_ranges(reply, server.address[0])
+        match reply:
             case [bytes(host), bytes(port)] if port.isdigit() and 0 < int(port) < 1 << 16:
                 return [(0, 1, (host.decode(errors="replace"), int(port)))]
             case _:

@@ -62,11 +62,6 @@ class RedisUrl:
     tls: tuple[tuple[str, str], ...] | None
     shown: str
 
-    @property
-    def secrets(self) -> frozenset[str]:
-        """What no message may quote."""
-        return frozenset(s for s in (self.login.password, self.sentinel_login.password) if s)
-
 
 def parse_redis_url(url: str) -> RedisUrl:
     """Parse *url*. Raises InvalidRequestError, which never quotes it: a badly escaped password may

@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 ABI = 1
@@ -122,10 +121,4 @@ def done(found: int) -> int:
     """Return what a function returned. Raises MemoryError where it had no memory for scratch."""
     if found == NO_MEMORY:
         raise MemoryError("no memory for a loop's scratch")
-    return found
-
-
-def contiguous(data: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
-    """Return *data* C-ordered and native, itself where it is so."""
-    found: NDArray[Any] = np.ascontiguousarray(data, dtype)
     return found

@@ -352,8 +352,12 @@ class DataCalls:
         started = self._clock()
         question = self._blend_checks.question(session, request)
         blends = self._store.blends
-        found = blends.resolve(session, question)
-        reply = messages.resolution_to_message(found, blends.tier_names)
+        reply = messages.as_message(
+            pb.ResolveResponse,
+            blends.resolve(session, question),
+            tier_names=blends.tier_names,
+            tier=lambda variant: blends.tier_names.index(variant.tier),
+        )
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 

@@ -29,7 +29,6 @@ from kvstore.tiers.encrypted import (
     EncryptedTier,
     KeyRing,
     cells,
-    decrypted_bytes,
     encrypted_bytes,
     largest_frame_bytes,
 )
@@ -83,14 +82,14 @@ def test_cells_cover_every_range_and_their_places_do_not_overlap(
     ends = [cell.place + cell.stop - cell.start + encrypted.TAG_BYTES for cell in every]
     assert [HEADER_BYTES, *ends[:-1]] == [cell.place for cell in every]
     assert ends[-1] == encrypted_bytes(size)
-    assert decrypted_bytes(encrypted_bytes(size)) == size
+    assert largest_frame_bytes(encrypted_bytes(size)) == size
     assert encrypted_bytes(largest_frame_bytes(size + 100)) <= size + 100
 
 
 @given(st.integers(0, 3 * CELL_BYTES))
 def test_a_size_that_no_frame_takes_is_none(sealed: int) -> None:
-    size = decrypted_bytes(sealed)
-    assert size == 0 or encrypted_bytes(size) == sealed
+    info = encrypted._plain(make_info(1, sealed))
+    assert info is None or encrypted_bytes(info.size_bytes) == sealed
 
 
 def test_keys_are_derived_as_rfc_5869_says() -> None:

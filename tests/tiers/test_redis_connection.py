@@ -202,7 +202,7 @@ def test_urls_name_one_server_a_service_of_sentinels_or_a_cluster() -> None:
     assert watched.hosts == (("a", 26379), ("b", 5))
     assert watched.sentinel_login.password == "q/r"
     assert watched.tls == ()
-    assert watched.secrets == {"p", "q/r"}
+    assert (watched.login.password, watched.sentinel_login.password) == ("p", "q/r")
     assert watched.shown == "rediss+sentinel://a:26379,b:5/main?db=2"
     spread = parse_redis_url("redis+cluster://a:1,b")
     assert (spread.mode, spread.hosts) == ("cluster", (("a", 1), ("b", 6379)))
