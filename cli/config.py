@@ -21,11 +21,11 @@ config_app = typer.Typer(
 @config_app.command(context_settings=_AS_SERVER)
 def show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
-    from kvstore.server.settings.loading import show
-    from kvstore.server.settings.settings import load_with_origins
+    from kvstore.server.settings.loading import load, show
+    from kvstore.server.settings.settings import Settings
 
     try:
-        config, origins = load_with_origins(context.args)
+        config, origins = load(Settings, context.args)
     except InvalidRequestError as error:
         fail(error, EXIT_USAGE)
     print(show(config, origins), end="")
@@ -48,8 +48,7 @@ def schema() -> None:
     """Print the JSON schema of the YAML file, for editors and for what generates such files."""
     import json
 
-    from kvstore.server.settings.loading import SHORT_NAMES
-    from kvstore.server.settings.schema import settings_schema
+    from kvstore.server.settings.loading import SHORT_NAMES, settings_schema
     from kvstore.server.settings.settings import Settings
 
     schema = settings_schema(Settings)

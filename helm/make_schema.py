@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from kvstore.server.settings.schema import settings_schema
+from kvstore.server.settings.loading import settings_schema
 from kvstore.server.settings.settings import Settings
 
 CHART = Path(__file__).parent / "kvstore"

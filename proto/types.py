@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -120,6 +119,7 @@ class LayerGroup:
             raise RepresentationError(
                 "layer_ids", self.layer_ids, "name each layer of the group once, ascending"
             )
+        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))  # a list is no key
         if not 0 <= self.layer_ids[0] <= self.layer_ids[-1] < MAX_LAYERS:
             fix = f"number layers from 0 to {MAX_LAYERS - 1}"
             raise RepresentationError("layer_ids", self.layer_ids, fix)
@@ -513,20 +513,3 @@ def layer_order(representation: Representation) -> tuple[LayerPlace, ...]:
 
 POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")
 """The names of the eviction policies; server/eviction/registry.py says where each is."""
-
-REPLACED_POLICIES = {
-    "adaptive": "hit_density",
-    "discard_bit": "discard_hint",
-    "gdsf": "hit_density",
-    "lfu": "hit_density",
-    "marconi_linear": "hit_density",
-    "s3fifo": "hit_density",
-}
-"""Names that are gone, and what to write instead."""
-
-
-def policy_instead_of(name: str, known: Sequence[str] = POLICIES) -> str:
-    """Return what to write for *name*, which is none of *known*: its successor, or one of them."""
-    if name in REPLACED_POLICIES:
-        return f"{REPLACED_POLICIES[name]}, which replaces {name}"
-    return f"one of {', '.join(known)}"

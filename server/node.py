@@ -183,7 +183,7 @@ class Node:
             self._opened.callback(lambda: plain.stop(None).wait())
         parts = (store, self.publisher, self._shedder, self.unix_server)
         self._jobs += [part.tick for part in parts if part is not None]
-        self._jobs += [self._expire_sessions, self._end_revoked, self._check_health]
+        self._jobs += [self._end_sessions, self._check_health]
         if config.http != "off":
             from kvstore.server.web.http_pages import open_http
 
@@ -300,10 +300,8 @@ class Node:
                  self.bulk, self.publisher)  # fmt: skip
         return all(part is None or part.is_alive() for part in parts)
 
-    def _expire_sessions(self) -> None:
+    def _end_sessions(self) -> None:
         self.counters.add("expired_sessions", self.sessions.expire())
-
-    def _end_revoked(self) -> None:
         self.counters.add("revoked_sessions", self.trust.tick())
 
     def _check_health(self) -> None:
@@ -358,5 +356,6 @@ class Node:
 
 def tenant_salts(config: Settings) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
-    secret = config.read_secret()
+    path = config.secret_file
+    secret = path.read_bytes() if path is not None else b""
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")

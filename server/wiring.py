@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import (
@@ -32,8 +31,8 @@ from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.key_files import WatchedFile, parse_encryption_keys
 from kvstore.server.settings.rules import GpuConfig, is_auto
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import GateTerms, format_size
-from kvstore.server.store.store import Store, StoreLimits
+from kvstore.server.settings.values import format_size
+from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import ADMISSIONS
 from kvstore.server.tiering.breaker import Breaker
@@ -49,8 +48,6 @@ if TYPE_CHECKING:  # their files load torch, and gRPC's client
     from kvstore.tiers.gpu import GpuTier
 
 PIN_LIMIT_PERCENT = 50
-WORKERS_PER_WAITER = 4
-"""One of so many threads may wait in a lookup for chunks that are about to come."""
 LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "peer": 4, "redis": 3}
 """Loading threads of each tier: one reads while the other verifies what it read."""
 FINDS_AT_ONCE = {"peer": 2, "redis": 1}
@@ -237,29 +234,12 @@ def build_store(
     leases = Leases(limits.max_leases_per_session, new_id)
     pin_limit_bytes = config.cpu_size * PIN_LIMIT_PERCENT // 100
     catalog = Catalog(policies, leases, pin_limit_bytes, clock, metadata)
-    expect = {f"load-{tier.name}": partial(_expect, tier) for tier in tiers}
+    expect = {f"load-{tier.name}": cast("Any", tier.expect) for tier in tiers}
     work_queue = WorkQueue(queues, limits.mover_queue, clock, batch_parallelism(), expect)
     opened.callback(work_queue.close)
     move_timeout_ms = max(config.default_deadline_ms, config.redis_timeout_ms)
     moves = Moves(Tiers(slots), catalog, work_queue, counters, clock, move_timeout_ms)
-    store_limits = StoreLimits(
-        lease_ttl_ms=config.lease_ttl_ms,
-        max_reservations_per_session=limits.max_reservations_per_session,
-        load_headroom_percent=limits.load_headroom_percent,
-        bypass_bytes=config.max_frame_bytes,
-        prefetch_bytes=limits.prefetch_bytes,
-        waiting_lookups=max(1, config.workers // WORKERS_PER_WAITER),
-        blend=GateTerms(
-            limits.blend_ratio,
-            config.blend_agreement,
-            config.blend_divergence,
-            limits.blend_shadows,
-        ),
-        blend_contents=config.blend_contents,
-        state_admission=config.state_admission,
-        write_budgets={tier: size for tier, size in config.write_budget.items() if size},
-    )
-    store = Store(moves, store_limits, new_id)
+    store = Store(moves, config, new_id)
     attach_refills(store)
     store.models = models
     return store
@@ -280,10 +260,6 @@ def _slot(
         tier, encoder, policy, breaker, clock, ADMISSIONS[rule] if rule else None,
         is_exclusive=tier.name == "disk" and config.disk_copies == "exclusive",
     )  # fmt: skip
-
-
-def _expect(tier: Tier, names: Sequence[bytes]) -> None:
-    tier.expect([ChunkKey(name) for name in names])
 
 
 def batch_parallelism() -> dict[str, int]:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from threading import Condition, Thread
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -162,7 +163,8 @@ class DiskIndex:
             else:
                 undo.callback(self._file.unlink, missing_ok=True)
             self._env = _open_environment(self._path, self._index_bytes)
-            if gone:
+            most = self._env.max_key_size()  # a damaged file may have given any
+            if gone := [key for key in gone if 0 < len(key) <= most]:
                 self.commit(gone, [])
             # All room now, so that no later commit meets a full disk.
             size_bytes = max(self._index_bytes, self._file.stat().st_size)
@@ -281,10 +283,12 @@ class DiskIndex:
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
         try:
             _write_fresh(draft, map_bytes, rows)
-        except (OSError, lmdb.Error):
+        except (OSError, lmdb.Error) as error:
             if is_sound:
                 shutil.rmtree(draft, ignore_errors=True)
                 return
+            if not isinstance(error, lmdb.DiskError) and error.args[0] not in (ENOSPC, EDQUOT):
+                raise  # it may go another time
             self._file.unlink()
             _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)

@@ -11,7 +11,7 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, KVStore
 from kvstore.proto.frame import FLAG_UNSUMMED, FrameHeader, parse_header
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.messages import hints_from_message
-from kvstore.proto.types import ChunkInfo
+from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.api.validation import Checks
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult, PutTicket
@@ -21,9 +21,14 @@ from kvstore.server.store.writes import AnyTicket
 
 @dataclass(slots=True)
 class _Frame:
-    """A frame being received: its result where it needs none of its bytes, else its ticket."""
+    """A frame being received: its result where it needs none of its bytes, else its ticket.
 
-    header: FrameHeader
+    Small, as a stream has thousands: no header, and no check once it is committed.
+    """
+
+    key: ChunkKey
+    header_bytes: int
+    frame_bytes: int
     ticket: AnyTicket | None = None
     result: PutResult | None = None
     check: FrameVerifier | None = None
@@ -88,10 +93,11 @@ class PutStream:
         begun = self._store.writes.open(
             session, info, self._deadline, self._hints, is_last=is_last, part=part
         )
+        frame = _Frame(header.key, header.header_bytes, header.frame_bytes)
         if isinstance(begun, PutResult):
-            frame = _Frame(header, result=begun)
+            frame.result = begun
         else:  # ours: the end of the session must not free what we write into
-            frame = _Frame(header, begun)
+            frame.ticket = begun
         self._frames.append(frame)
         return frame
 
@@ -105,8 +111,8 @@ class PutStream:
             raise InvalidFrameError("data", size_bytes, "no frame has begun")
         frame = self._frames[-1]
         start, stop = frame.received_bytes, frame.received_bytes + size_bytes
-        if not size_bytes or stop > frame.header.frame_bytes:
-            raise InvalidFrameError("data", stop, f"the frame has {frame.header.frame_bytes} bytes")
+        if not size_bytes or stop > frame.frame_bytes:
+            raise InvalidFrameError("data", stop, f"the frame has {frame.frame_bytes} bytes")
         room = None if frame.ticket is None else frame.ticket.room
         return None if room is None else room[start:stop]
 
@@ -118,7 +124,7 @@ class PutStream:
         """
         frame = self._frames[-1]
         frame.received_bytes += size_bytes
-        frame.is_whole = frame.received_bytes == frame.header.frame_bytes
+        frame.is_whole = frame.received_bytes == frame.frame_bytes
         if frame.check is not None:
             frame.check.update(frame.received_bytes)
         if frame.is_whole and getattr(frame.ticket, "kept_layout", None) is None:
@@ -133,7 +139,7 @@ class PutStream:
             raise InvalidRequestError("frame", message.frame, "begin frames one after another")
         frame = self._frames[message.frame]
         start, stop = message.offset, message.offset + len(message.data)
-        head, end = frame.header.header_bytes, frame.header.frame_bytes
+        head, end = frame.header_bytes, frame.frame_bytes
         is_header = start == 0 and stop == head
         if frame.is_whole or not message.data or not (is_header or start >= head):
             raise InvalidFrameError("offset", start, "send segments, and the header last, once")
@@ -169,7 +175,7 @@ class PutStream:
             results.append(frame.result)
         if not self._first.durable:
             return results
-        keys = [frame.header.key for frame in self._frames]
+        keys = [frame.key for frame in self._frames]
         deadline = self._checks.deadline(self._first.deadline_ms)
         return self._store.harden(keys, results, deadline)
 
@@ -185,10 +191,11 @@ class PutStream:
     def _commit_last(self, following: ChunkInfo | None = None) -> None:
         """Commit the last frame if it is whole and was not; *following* may continue it."""
         if self._frames and self._frames[-1].is_whole:
-            is_last = following is None or following.parent_key != self._frames[-1].header.key
+            is_last = following is None or following.parent_key != self._frames[-1].key
             self._commit(self._frames[-1], is_last=is_last)
 
     def _commit(self, frame: _Frame, *, is_last: bool = False) -> None:
         ticket, frame.ticket = frame.ticket, None
         if ticket is not None:
-            frame.result = self._store.writes.commit(ticket, frame.check, is_last=is_last)
+            check, frame.check = frame.check, None
+            frame.result = self._store.writes.commit(ticket, check, is_last=is_last)

@@ -126,11 +126,13 @@ class Staging:
     def _has(self, offset: int, size_bytes: int) -> bool:
         first, stop = offset // mmap.PAGESIZE, -(-(offset + size_bytes) // mmap.PAGESIZE)
         with self._lock, suppress(OSError):  # holes to the end, or closed
-            for page in first + np.flatnonzero(~self._known[first:stop]):
-                start = int(page) * mmap.PAGESIZE
+            while not self._known[first:stop].all():
+                first += int(self._known[first:stop].argmin())
+                start = first * mmap.PAGESIZE
                 if os.lseek(self._descriptor, start, os.SEEK_DATA) != start:
                     return False
-                self._known[page] = True
+                hole = os.lseek(self._descriptor, start, os.SEEK_HOLE)
+                self._known[first : -(-hole // mmap.PAGESIZE)] = True
             return True
         return False
 

@@ -196,9 +196,7 @@ class ContentIndex:
         return self._learned.get(key) or Learned(key)
 
     def _before(self, key: ChunkKey) -> list[Context]:
-        """Return the chunks before a variant, the farthest first, each with its tokens for mass;
-        those not here any more, or too far away, as one chunk that no prompt has.
-        """
+        """By tokens, the farthest first; what is not here any more as one that no prompt has."""
         found: list[Context] = []
         parent, _, _, left = self._variants[key]
         while parent != ROOT and left > 0 and len(found) < MAX_CONTEXT:
@@ -413,11 +411,6 @@ class Contents:
             if self._state.index.row(chunk.key):
                 self._take_in(chunk)
 
-    def next_unread(self) -> ChunkKey | None:
-        """Return a chunk in memory whose frame nobody has looked at, once; None without one."""
-        with self._state.lock:
-            return self.unread.popleft() if self.unread else None
-
     def unnamed(self, tier: str, limit: int) -> list[ChunkKey]:
         """Return chunks on *tier* whose content is not known, at most *limit*."""
         with self._state.lock:
@@ -436,11 +429,10 @@ class Contents:
 
 
 class ContentReader:
-    """Reads headers of chunks whose content is not known: those that the last of *slots* kept
-    over a restart, the latest first, and those that other nodes put and that came into memory.
+    """Reads headers of chunks whose content is not known: those that other nodes put and that came
+    into memory, then at most *limit* that the last of *slots* kept over a restart, latest first.
 
-    Only frames have the content; each is read from the first of *slots* that has it. For one
-    thread. *clock* returns seconds; at most *limit* chunks are read of a restart's.
+    Each is read from the first of *slots* that has it. For one thread; *clock* returns seconds.
     """
 
     def __init__(
@@ -461,10 +453,10 @@ class ContentReader:
         """Read some headers; False once there are none left."""
         until = self._clock() + STEP_S
         while self._clock() < until:
-            key = self._contents.next_unread() or (self._left.pop() if self._left else None)
-            if key is None:
+            waiting = self._contents.unread or self._left
+            if not waiting:
                 return False
-            self._read(key)
+            self._read(waiting.pop())  # of a deque, which may grow meanwhile, but not shrink
         return True
 
     def _read(self, key: ChunkKey) -> None:
@@ -480,7 +472,6 @@ class ContentReader:
             self._contents.name(named)
 
     def _named(self, slot: TierSlot, info: ChunkInfo) -> Named | None:
-        """Return what the frame's header says. Raises KVStoreErrors."""
         head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)
         if not slot.guarded(lambda: slot.tier.read(info.key, head)):
             return None

@@ -91,9 +91,8 @@ class Gates:
     def _state(self, name: GateName) -> GateState:
         if name in self._gates:
             return self._gates[name]
-        is_lossy = name[1].startswith(ACCURACY_TAG)
         ratio, command = self.terms.ratio, "blend calibrate"
-        if is_lossy:
+        if name[1].startswith(ACCURACY_TAG):
             ratio, command = 0.0, "calibrate gate"
         return GateState(False, ratio, why=f"not calibrated; run kvstore {command}", tag=name[1])
 
@@ -217,11 +216,6 @@ class Gates:
     def _view(self, name: GateName, gate: GateState) -> GateView:
         model, through, out = self._requests.get(name, ("", 0, 0))
         return replace(gate, model=model or gate.model, let_through=through, kept_out=out)
-
-    def open_count(self) -> int:
-        """Gates that are open."""
-        with self._lock:
-            return sum(gate.is_open for gate in self._gates.values())
 
     def save(self) -> list[tuple[GateName, GateState]]:
         """Return the gates that are open."""

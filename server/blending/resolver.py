@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from kvstore.proto.blend import (
     ACCURACY_TAG,
@@ -114,10 +114,8 @@ class VariantChoice:
         return ResolvedSegment(tuple(chunks), ratio, load_ms, recompute_ms)
 
     def _scored(self, found: Matches, start: int) -> list[_Scored]:
-        """Return the best candidates for the next chunk: first what has least to be recomputed.
-
-        Behind all others those that began their prompts, which carry its attention sink. Of equal
-        ones that which goes on from the chunk chosen before, then the fastest to load.
+        """Return the best candidates for the next chunk: first what has least to be recomputed, of
+        equal ones what goes on from the chunk chosen before; last what has an attention sink.
         """
         scored = [self._variant(one, start, is_exact=found.is_exact) for one in found.candidates]
         came_from = self._chosen
@@ -151,9 +149,7 @@ class VariantChoice:
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
         """Return the share to recompute: the gate's; more by CFO, where attention was measured."""
         least = self.least_ratio
-        tokens = sum(count for count, _ in stand_ins)
-        if not tokens:
-            return least
+        tokens = sum(count for count, _ in stand_ins) or 1
         wanted = sum(
             count * least * (best.variant.fix_overhead / NO_IMPACT if best.is_measured else 1)
             for count, best in stand_ins
@@ -167,10 +163,6 @@ class VariantChoice:
             sizes[one.variant.tier] += one.variant.size_bytes
         loads = (slot.load_s(sizes[slot.name]) for slot in self.sources if sizes[slot.name])
         return 1e3 * sum(loads)
-
-
-CountReady: TypeAlias = Callable[[Session, Sequence[ChunkKey], float, Fidelity], int]
-"""Of a chain of chunks, by a point on the server's clock and with copies this good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +193,14 @@ class Report:
 class Blending:
     """Answers Resolve and ReportReuse. Thread-safe.
 
-    *count_ready* returns how many chunks of a prompt, from its first on, can be read. *contents*
-    are kept.
+    *count_ready* returns how many chunks of a prompt, from its first on, can be read by a point on
+    the server's clock and with copies this good. *contents* are kept.
     """
 
     def __init__(
         self,
         moves: Moves,
-        count_ready: CountReady,
+        count_ready: Callable[[Session, Sequence[ChunkKey], float, Fidelity], int],
         lease_ttl_ms: int,
         gates: Gates,
         contents: int = CONTENT_LIMIT,
@@ -277,8 +269,7 @@ class Blending:
         self, session: Session, question: Question, asked: PromptSegment, *, approximate: bool
     ) -> list[Matches]:
         tiers = [None if slot.breaker.is_open else slot.name for slot in self._sources]
-        found: list[Matches] = []
-        space, least = session.namespace, question.least
+        found, space, least = list[Matches](), session.namespace, question.least
         for start in range(0, len(asked.chunks), CHUNKS_AT_ONCE):
             some = asked.chunks[start : start + CHUNKS_AT_ONCE]
             found += self.contents.matches(space, some, least, tiers, approximate=approximate)

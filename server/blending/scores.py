@@ -56,13 +56,9 @@ def prefix_overlap(context: Sequence[Context], places: Mapping[bytes, int], befo
         return 0.0
     common = [one for one in context if places.get(one.content, before) < before]
     share = min(1.0, sum(one.mass for one in common) / whole)
-    return share * (1.0 - order_penalty([places[one.content] for one in common]))
-
-
-def order_penalty(places: Sequence[int]) -> float:
-    """Return gamma of equation 7: the share of pairs that are in another order than before."""
-    pairs = [first > second for first, second in combinations(places, 2)]
-    return sum(pairs) / len(pairs) if pairs else 0.0
+    pairs = [places[one.content] > places[two.content] for one, two in combinations(common, 2)]
+    # Gamma of equation 7: the share of pairs that are in another order than before.
+    return share * (1.0 - (sum(pairs) / len(pairs) if pairs else 0.0))
 
 
 def fix_overhead(impact: float, overlap: float) -> float:
@@ -116,12 +112,9 @@ class TokenPriorities:
             wanted = np.empty_like(before)
             wanted[np.argsort(scores[measured], kind="stable")] = np.sort(before)
             mixed[measured] = _mean(before, wanted)
-        self._keep(name, mixed)
-
-    def _keep(self, name: bytes, levels: Levels) -> None:
-        if name not in self._levels:
-            self.size_bytes += len(levels) + OVERHEAD_BYTES
-        self._levels[name] = levels
+        if known is None:
+            self.size_bytes += len(mixed) + OVERHEAD_BYTES
+        self._levels[name] = mixed
         self._levels.move_to_end(name)
         while self.size_bytes > self._limit_bytes and self._levels:
             _, oldest = self._levels.popitem(last=False)

@@ -256,7 +256,6 @@ class BulkServer:
                     wire.send(bulk.failure(message.request, error))
                     raise
             wire.send(pb.StreamMessage(request=message.request, ready=True))
-            self._wait_again(stream)
         except (OSError, KVStoreError) as error:
             link.close()
             name = type(error).__name__
@@ -264,9 +263,12 @@ class BulkServer:
             self.service.authorizer.note_on(None, "Attach", name, 0, origin)
             if stream is not None:
                 self._drop(stream)
+                stream = None
         finally:
             with self._lock:
                 self._strangers.pop(link, None)
+        if stream is not None:
+            self._wait_again(stream)
 
     def _attached(self, wire: FramedSocket, message: pb.StreamMessage, origin: str) -> Caller:
         if not message.HasField("attach"):

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -67,75 +67,6 @@ Holders = dict[ChunkKey, tuple[NodeAddress, ...]]
 logger = structlog.get_logger(__name__)
 
 
-class Announcements:
-    """At most *limit* keys that this node announces, and those still to be written. Thread-safe."""
-
-    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
-        self._limit = limit
-        self._clock = clock
-        self.held: OrderedDict[ChunkKey, float] = OrderedDict()
-        """When each key was last announced, the oldest first."""
-        self.pending: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._lost_at = -math.inf
-        self._lock = threading.Lock()  # guards the tables
-
-    def announce(self, keys: Iterable[ChunkKey]) -> int:
-        """Announce *keys*; return how many were left out for want of room."""
-        with self._lock:
-            return sum(not self._hold(key) for key in keys)
-
-    def _hold(self, key: ChunkKey) -> bool:
-        has_room = key in self.held or len(self.held) < self._limit
-        if not has_room or not self._queue(key):
-            return False
-        self.held[key] = self._clock()
-        self.held.move_to_end(key)
-        return True
-
-    def _queue(self, key: ChunkKey, limit: int = MAX_PENDING) -> bool:
-        has_room = key in self.pending or len(self.pending) < limit
-        if has_room:
-            self.pending[key] = None
-        return has_room
-
-    def withdraw(self, keys: Iterable[ChunkKey]) -> int:
-        """Withdraw those of *keys* that were announced; return how many updates had no room.
-
-        What could not be withdrawn ends by its lifetime, as it is not repeated.
-        """
-        with self._lock:
-            known = [key for key in keys if self.held.pop(key, None) is not None]
-            return sum(not self._queue(key) for key in known)
-
-    def take(self, count: int) -> list[tuple[ChunkKey, bool]]:
-        """Take the *count* keys that wait longest, and whether this node holds each now."""
-        with self._lock:
-            count = min(count, len(self.pending))
-            keys = [self.pending.popitem(last=False)[0] for _ in range(count)]
-            return [(key, key in self.held) for key in keys]
-
-    def put_back(self, keys: Sequence[ChunkKey]) -> int:
-        """Have *keys*, whose updates did not arrive, wait again. Return how many had no room."""
-        with self._lock:
-            # Half of the room stays free for others.
-            return sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
-
-    def lost(self) -> None:
-        """Redis has lost its entries: all are to be announced again, as they find room."""
-        with self._lock:
-            self._lost_at = self._clock()
-
-    def repeat(self, count: int) -> None:
-        """Announce again what was lost, or announced half a lifetime ago, *count* at most."""
-        with self._lock:
-            due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
-            for _ in range(min(count, len(self.held), MAX_PENDING - len(self.pending))):
-                key, announced_at = next(iter(self.held.items()))
-                if announced_at >= due:
-                    break
-                self._hold(key)
-
-
 class Directory:
     """Who holds which chunks in memory: announces this node's, finds others'. Thread-safe.
 
@@ -163,7 +94,13 @@ class Directory:
         self._scripts = BUCKETS if link.is_cluster else 1
         self._member = _member(me.incarnation)
         self._membership = Membership(link, prefix, me, limits.directory_ttl_ms)
-        self._announcements = Announcements(limits.directory_chunks, clock)
+        self._limit = limits.directory_chunks
+        self._held: OrderedDict[ChunkKey, float] = OrderedDict()
+        """When each key that this node holds was last announced, the oldest first."""
+        self._pending: OrderedDict[ChunkKey, None] = OrderedDict()
+        """Keys whose entries are still to be written."""
+        self._lock = threading.Lock()  # guards the two above
+        self._lost_at = -math.inf
         self._unknown: dict[tuple[ChunkKey, bytes], float] = {}
         """Members of entries that no living node is, since when; changed without a lock."""
         self._nodes: Mapping[bytes, NodeAddress] = {}
@@ -252,13 +189,59 @@ class Directory:
 
     def announce(self, keys: Sequence[ChunkKey]) -> None:
         """This node holds *keys* in memory from now on. Never blocks."""
-        self._count_dropped(self._announcements.announce(keys))
+        with self._lock:
+            dropped = sum(not self._hold(key) for key in keys)
+        self._count_dropped(dropped)
         self._wake.set()
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
-        """This node holds *keys* in memory no longer. Never blocks."""
-        self._count_dropped(self._announcements.withdraw(keys))
+        """This node holds *keys* in memory no longer. Never blocks.
+
+        An entry whose update finds no room ends by its lifetime, as it is not repeated.
+        """
+        with self._lock:
+            known = [key for key in keys if self._held.pop(key, None) is not None]
+            dropped = sum(not self._queue(key) for key in known)
+        self._count_dropped(dropped)
         self._wake.set()
+
+    def _hold(self, key: ChunkKey) -> bool:
+        has_room = key in self._held or len(self._held) < self._limit
+        if not has_room or not self._queue(key):
+            return False
+        self._held[key] = self._clock()
+        self._held.move_to_end(key)
+        return True
+
+    def _queue(self, key: ChunkKey, limit: int = MAX_PENDING) -> bool:
+        has_room = key in self._pending or len(self._pending) < limit
+        if has_room:
+            self._pending[key] = None
+        return has_room
+
+    def _put_back(self, keys: Sequence[ChunkKey]) -> None:
+        """Have *keys*, whose updates did not arrive, wait again, in half of the room."""
+        with self._lock:
+            dropped = sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
+        self._count_dropped(dropped)
+
+    def _take(self) -> list[tuple[ChunkKey, bool]]:
+        """Take the keys that wait longest, and whether this node holds each now."""
+        with self._lock:
+            count = min(BATCH_UPDATES, len(self._pending))
+            keys = [self._pending.popitem(last=False)[0] for _ in range(count)]
+            return [(key, key in self._held) for key in keys]
+
+    def _repeat(self) -> None:
+        """Announce again some of what Redis lost, or what was announced half a lifetime ago."""
+        with self._lock:
+            due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
+            room = MAX_PENDING - len(self._pending)
+            for _ in range(min(BATCH_UPDATES, len(self._held), room)):
+                key, announced_at = next(iter(self._held.items()))
+                if announced_at >= due:
+                    break
+                self._hold(key)
 
     def _count_dropped(self, count: int) -> None:
         if count:
@@ -315,8 +298,8 @@ class Directory:
         self._beat_at = self._clock()
         self._nodes = {_member(one.incarnation): one for one in self._membership.living}
         if was_forgotten:
-            self._announcements.lost()
-        self._count_dropped(self._announcements.put_back(self._undelivered))
+            self._lost_at = self._clock()  # all are announced again, as they find room
+        self._put_back(self._undelivered)
         self._undelivered = []
         if self._membership.state is not before:
             self._log_state(self._membership.state, self._membership.rival)
@@ -347,8 +330,8 @@ class Directory:
     def _flush(self) -> None:
         """Send what waits; what does not arrive waits on. Raises TierUnavailableError."""
         while self._membership.state is MembershipState.known and not self._stopping.is_set():
-            self._announcements.repeat(BATCH_UPDATES)
-            updates = self._announcements.take(BATCH_UPDATES)
+            self._repeat()
+            updates = self._take()
             if not updates:
                 return
             self._send(updates)
@@ -380,8 +363,8 @@ class Directory:
             incarnation=self.me.incarnation,
             standing=self._membership.state.name,
             failure=self._failure,
-            announced=len(self._announcements.held),
-            waiting=len(self._announcements.pending) + len(self._undelivered),
+            announced=len(self._held),
+            waiting=len(self._pending) + len(self._undelivered),
             nodes=[as_message(pb.DirectoryNode, node) for node in nodes],
         )
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from heapq import nsmallest
+from itertools import islice
 from typing import ClassVar, NoReturn
 
 from typing_extensions import override
@@ -33,6 +33,8 @@ CHECK_AGAIN_S = 1.0
 """A known chunk is checked again so often: a peer may have evicted or deleted it."""
 CHECKED_AGAIN = 64
 """Chunks in one such query, which keeps nobody waiting for long."""
+STALE_PER_TICK = 1024
+"""Of what was learned first, in one look for what is known for too long."""
 QUERIES_AGAIN = 4
 """Such queries in one turn of the upkeep; what is beyond them is known for KNOWN_S."""
 
@@ -62,6 +64,10 @@ class PeerTier(Tier):
         self._counters = counters
         self._clock = clock
         self._index: dict[ChunkKey, _Known] = {}
+        """In the order in which it was learned."""
+        self._gone: list[ChunkKey] = []
+        """What no peer has any more."""
+        self._were_up: frozenset[PeerNode] = frozenset()
         self._lock = threading.Lock()  # guards the index where it changes, or is read as a whole
         peers.after_step = self.check_again
 
@@ -72,11 +78,10 @@ class PeerTier(Tier):
         now = self._clock()
         with self._lock:
             for key, chunk in found.items():
-                known = self._index.get(key)
-                if known is not None:
-                    known.chunk, known.since, known.checked_at = chunk, now, now
-                elif len(self._index) < MAX_KNOWN_CHUNKS:
-                    self._index[key] = _Known(chunk, now, now)
+                known = self._index.pop(key, None)
+                if len(self._index) < MAX_KNOWN_CHUNKS:
+                    sender = known.sender if known else None
+                    self._index[key] = _Known(chunk, now, now, sender)
             return [
                 found[key].info if key in found and key in self._index else None for key in keys
             ]
@@ -84,22 +89,25 @@ class PeerTier(Tier):
     def stale(self, *, everything: bool = False) -> list[ChunkKey]:
         """Return what is known for too long, or of peers that are down; or all."""
         oldest = math.inf if everything else self._clock() - KNOWN_S
-        up = {peer for peer in self.peers.known() if peer.is_up}
+        up = frozenset(peer for peer in self.peers.known() if peer.is_up)
         with self._lock:
-            index = dict(self._index)
-        return [
-            key
-            for key, known in index.items()
-            if known.since < oldest or up.isdisjoint(known.chunk.peers)
-        ]
+            gone, self._gone = self._gone, []
+            # Only when a peer went down is there anything to look for behind what is old.
+            is_usual = self._were_up <= up and not everything
+            self._were_up = up
+            index = list(islice(self._index.items(), STALE_PER_TICK if is_usual else None))
+        for key, known in index:
+            if known.since < oldest or up.isdisjoint(known.chunk.peers):
+                gone.append(key)
+        return list(dict.fromkeys(gone))
 
     def check_again(self) -> None:
         """Query peers for some of what is known of them; for the thread of the upkeep."""
-        now, most = self._clock(), QUERIES_AGAIN * CHECKED_AGAIN
+        now = self._clock()
         with self._lock:
-            index = dict(self._index)
-        first = nsmallest(most, index.items(), key=lambda row: row[1].checked_at)
-        due = [row for row in first if row[1].checked_at <= now - CHECK_AGAIN_S]
+            index = list(self._index.items())
+        late = (row for row in index if row[1].checked_at <= now - CHECK_AGAIN_S)
+        due = list(islice(late, QUERIES_AGAIN * CHECKED_AGAIN))
         for _ in range(QUERIES_AGAIN):
             of_space = [row for row in due if row[0][:DIGEST_BYTES] == due[0][0][:DIGEST_BYTES]]
             wanted: dict[PeerNode, list[ChunkKey]] = {}
@@ -184,6 +192,8 @@ class PeerTier(Tier):
             if known is not None:
                 rest = tuple(peer for peer in known.chunk.peers if peer is not sender)
                 known.chunk = PeerChunk(known.chunk.info, rest)
+                if not rest:
+                    self._gone.append(key)
 
     @override
     def note_corrupt(self, key: ChunkKey) -> None:

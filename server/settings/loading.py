@@ -26,21 +26,6 @@ from kvstore.server.settings.values import Limits, format_size, text_by_tier
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
 
-REPLACED = {
-    "cpu_codec": "frames in memory are raw",
-    "disk_codec": "give --codec disk=CODEC",
-    "redis_codec": "give --codec redis=CODEC",
-    "disk_write": "give --write RULE, or --write disk=RULE for the disk alone",
-    "redis_write": "give --write redis=RULE",
-    "disk_write_budget": "give --write-budget disk=SIZE",
-    "redis_write_budget": "give --write-budget redis=SIZE",
-    "adapt_tenants": "use --policy hit_density",
-    "zmq": "give bulk: the HOST:PORT of the bulk channel",
-    "peer_port": "the port is that of bulk: HOST:PORT",
-    "zmq_keys": "give events_keys for published events; the bulk channel keeps no key",
-} | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
-"""Settings that are gone, and what to give instead."""
-
 Given: TypeAlias = tuple[str, object]
 """Where a setting came from, and what it was given."""
 
@@ -144,9 +129,8 @@ def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Gi
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
     """Return what to give in place of a *word* that is no flag."""
     named = word.partition("=")[0].lstrip("-")
-    successor = REPLACED.get(named.replace("-", "_"))
-    if successor is not None:
-        return f"there is no such flag any more; {successor}"
+    if (name := named.replace("-", "_")) in Limits.model_fields:
+        return f"there is no such flag; give --limits {name}=VALUE"
     names = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
     close = get_close_matches(named, names, n=1)
     meant = f"did you mean --{close[0]}? " if close else ""
@@ -231,8 +215,8 @@ def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
         return str(item["ctx"]["error"])
     if kind == "extra_forbidden":
         name = str(item["loc"][0])
-        if name in REPLACED:
-            return f"there is no such setting any more; {REPLACED[name]}"
+        if name in Limits.model_fields:
+            return f"there is no such setting; give --limits {name}=VALUE"
         kind = "limit" if name == "limits" else "setting"
         known = Limits.model_fields if name == "limits" else known
         close = get_close_matches(str(item["loc"][-1]), known, n=1)
@@ -293,3 +277,43 @@ def as_written(value: object, field: FieldInfo) -> object:
 def _masked(url: str) -> str:
     without_options = url.partition("?")[0]
     return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")
+
+
+# --- the schema of the YAML file
+
+_BOUNDS = {"enum", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+
+
+def settings_schema(settings: type[BaseModel]) -> dict[str, Any]:
+    """Return the schema of a file that has some of *settings*, and nothing else.
+
+    It knows names, types and bounds. What settings say of one another only the start checks.
+    """
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Settings of kvstore-server",
+    } | _object(settings)
+
+
+def _object(model: type[BaseModel]) -> dict[str, Any]:
+    found = model.model_json_schema()["properties"]
+    properties = {name: _property(found[name], one) for name, one in model.model_fields.items()}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _property(found: dict[str, Any], field: FieldInfo) -> dict[str, Any]:
+    """Return what pydantic *found*, with the text that values of several parts may be."""
+    about = {"description": " ".join((field.description or "").split())}
+    if field.annotation is Limits:
+        return about | _object(Limits) | {"type": ["string", "object"]}
+    one, *null = found.get("anyOf", [found])  # of an optional one
+    kind = one.get("type", "string")
+    types = kind if isinstance(kind, list) else [kind]
+    if kind in ("array", "object"):
+        types = ["string", kind]
+    elif {"HOST:PORT", "PATH"} & {*map(str, field.metadata)} and not null and "format" not in one:
+        types = ["string", "boolean"]  # what YAML makes of a bare off
+    types = [*types, *(option["type"] for option in null)]
+    items = {"items": {"type": "string"}} if kind == "array" else {}
+    bounds = {key: value for key, value in one.items() if key in _BOUNDS}
+    return about | {"type": types if len(types) > 1 else types[0]} | items | bounds

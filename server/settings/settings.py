@@ -433,10 +433,6 @@ class Settings(Checked):
             return None
         return Path(self.socket_path.replace("{port}", str(port)))
 
-    def read_secret(self) -> bytes:
-        """Return the secret that salts the namespaces; empty when no file is named."""
-        return self.secret_file.read_bytes() if self.secret_file is not None else b""
-
     def redis_access(self, url: str) -> str:
         """Return *url* with the user, the password and the TLS files of these settings.
 
@@ -458,9 +454,4 @@ def load_config(argv: Sequence[str]) -> Settings:
 
     Raises InvalidRequestError whose message has one line for each setting that is wrong.
     """
-    return load_with_origins(argv)[0]
-
-
-def load_with_origins(argv: Sequence[str]) -> tuple[Settings, dict[str, str]]:
-    """Like ``load_config``, with where each setting that is not a default came from."""
-    return load(Settings, argv)
+    return load(Settings, argv)[0]

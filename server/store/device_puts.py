@@ -100,17 +100,16 @@ class DevicePuts:
 
     def end_session(self, session: Session) -> None:
         """Let go of the ring of a session that ended."""
-        self._end(session.session_id)
+        with self._lock:
+            ring = self._rings.pop(session.session_id, None)
+        if ring is not None:
+            self._leave(ring)
 
     def close(self) -> None:
         """Let go of every ring. Idempotent."""
-        for session_id in list(self._rings):
-            self._end(session_id)
-
-    def _end(self, session_id: int) -> None:
         with self._lock:
-            ring = self._rings.pop(session_id, None)
-        if ring is not None:
+            rings, self._rings = self._rings, {}
+        for ring in rings.values():
             self._leave(ring)
 
     def _leave(self, ring: _Ring) -> None:
@@ -241,7 +240,6 @@ class DevicePuts:
         return begun[0]()
 
     def _commit(self, ticket: PutTicket, header: FrameHeader, found: Sequence[int]) -> PutResult:
-        """Make a frame visible if what was copied has the sums that its header says."""
         try:
             check_sums(header, found)
         except ChunkCorruptError as error:

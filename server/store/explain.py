@@ -41,9 +41,6 @@ MAX_REASON_CHARS = 240
 _MAX_NAMED = 4
 """Fields in which two identities differ, named for each chunk."""
 
-Copies: TypeAlias = tuple[tuple[str, ChunkInfo], ...]
-"""Tiers and what lies there, in the order in which they are read."""
-
 Differing: TypeAlias = tuple[ModelNamespace, list[FieldDifference]]
 """Another space of the tenant, and in what it differs from the one that was asked for."""
 
@@ -63,12 +60,14 @@ class ChunkFacts(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """One chunk: a word for scripts, a sentence for people, and its copies."""
+    """One chunk: a word for scripts, a sentence for people, and tiers and what lies there, in the
+    order in which they are read.
+    """
 
     key: ChunkKey
     state: str
     text: str
-    copies: Copies = ()
+    copies: tuple[tuple[str, ChunkInfo], ...] = ()
 
 
 class SimilarModel(NamedTuple):
@@ -248,7 +247,6 @@ class Explainer:
     # --- other identities
 
     def _similar(self, others: Sequence[Differing], keys: Sequence[ChunkKey]) -> list[SimilarModel]:
-        """Return a few other spaces that have chunks, those with these tokens first."""
         found = [
             (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
             for other, differing in others
@@ -260,7 +258,6 @@ class Explainer:
         return [SimilarModel(*one) for one in counted if one[0]][:MAX_SIMILAR]
 
     def _elsewhere(self, key: ChunkKey, others: Sequence[Differing]) -> Reason | None:
-        """Return the reason of a chunk that one of *others* has; None where none has it."""
         named = next((differing for other, differing in others if self._has(other, key)), None)
         if named is None:
             return None
@@ -270,7 +267,6 @@ class Explainer:
         return Reason(key, "other_identity", "stored under another identity: " + "; ".join(parts))
 
     def _has(self, space: ModelNamespace, key: ChunkKey) -> bool:
-        """Whether *space* has the chunk of the same tokens."""
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))
 
 

@@ -94,6 +94,7 @@ class Lookup:
         self._moves = moves
         self._prefetch = prefetch
         lower = moves.tiers.lower
+        # Copied to what is looked up again: their admission waits for that.
         self._watching = [s for s in lower if moves.placement.admits_on_lookup(s)]
         self._names = tuple(slot.name for slot in self._sources)
         self._shared = [slot for slot in lower if slot.tier.shared]
@@ -131,7 +132,12 @@ class Lookup:
             self._states.parted(keys[found.shared - 1])
         if found.evicted:
             self._counters.add("lookup_ghost_chunks", found.evicted)
-        self._after(keys[:ready])
+        placement = self._moves.placement
+        for slot in self._watching:
+            for key in self._catalog.queries.looked_up_again(keys[:ready], slot.name):
+                is_due = placement.admits(slot, key, Trigger.asked)
+                if is_due and self._moves.copy_to(key, slot) is None:
+                    placement.note_write(slot.name, key)
         sources, sizes = found.sources[:ready], found.sizes[:ready]
         load_us = np.zeros(ready, "<u4")
         for number in set(sources.tobytes()):
@@ -139,7 +145,7 @@ class Lookup:
             load_us[here] = np.minimum(1e6 * self._sources[number].fetch_s(sizes[here]), 0xFFFFFFFF)
         plan = None
         if engine:
-            self._moves.placement.note_engine(session.namespace, engine.prefill)
+            placement.note_engine(session.namespace, engine.prefill)
             plan = self._plan(keys, found, ready, engine)
         if lease_id and lease != "ranged":
             self._prefetch.found(session, keys[:ready], sources, sizes, lease_id)
@@ -162,19 +168,9 @@ class Lookup:
         """Return how many chunks from the first on can be read; nothing is leased."""
         return self.lookup(session, keys, deadline, lease=False, min_fidelity=least).ready
 
-    def _after(self, keys: Sequence[ChunkKey]) -> None:
-        """Copy what is looked up again to tiers whose admission waits for that."""
-        for slot in self._watching:
-            for key in self._catalog.queries.looked_up_again(keys, slot.name):
-                placement = self._moves.placement
-                is_due = placement.admits(slot, key, Trigger.asked)
-                if is_due and self._moves.copy_to(key, slot) is None:
-                    placement.note_write(slot.name, key)
-
     def _plan(
         self, keys: Sequence[ChunkKey], found: PrefixMatch, ready: int, engine: EngineTerms
     ) -> LoadPlan:
-        """Plan the loads of the *ready* chunks by the speed of their tiers and of the *engine*."""
         tokens = self._catalog.queries.tokens(keys[:ready])
         ready = tokens.index(0) if 0 in tokens else ready  # one may be gone again
         load_s, decode_s = np.zeros(ready), np.zeros(ready)
@@ -202,7 +198,6 @@ class Lookup:
         return self._catalog.match(keys, min_fidelity, in_use, lease, again=again)
 
     def _grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms | None) -> tuple[int, int]:
-        """Lease what is still there of *keys*; return the lease's id and how many those are."""
         if terms is None or not keys:
             return 0, len(keys)
         lease, known = self._catalog.grant(keys, terms)
@@ -333,7 +328,6 @@ class Lookup:
         return True
 
     def _learn(self, slot: TierSlot, infos: Sequence[ChunkInfo]) -> None:
-        """Index what others have on *slot*; of what contradicts what is here, the better."""
         if slot is not self._peers:
             infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.eviction.count_on(slot.name))]
         others = self._catalog.note_found(slot.name, infos)

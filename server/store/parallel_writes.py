@@ -34,11 +34,7 @@ from kvstore.proto.frame import (
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, PutOutcome, Shard
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.reservations import (
-    PutResult,
-    PutTicket,
-    Reservations,
-)
+from kvstore.server.store.reservations import PutResult, PutTicket, Reservations
 
 UNFINISHED_PERCENT = 25
 """Of CPU memory: rooms of partial chunks, and what streams bring on its way into them."""
@@ -354,8 +350,8 @@ class ParallelWrites:
 
     def expire(self) -> int:
         """Drop the chunks whose time is up; return how many."""
-        now = self._clock()
-        return self._drop(lambda chunk: chunk.until <= now)
+        now_s = self._clock()
+        return self._drop(lambda chunk: chunk.until <= now_s)
 
     def end_session(self, session_id: int) -> None:
         """Drop the chunks in which no other open session has a part."""

@@ -142,7 +142,6 @@ def _stretched(question: PlanQuestion) -> list[Choice]:
 
 
 def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[PlanRange]:
-    """Return the ranges over all chunks, those that are nowhere included."""
     ranges: list[PlanRange] = []
     done = 0
     for first, stop in choice:

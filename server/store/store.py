@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
 from kvstore.proto.types import ChunkKey, PutOutcome
-from kvstore.server.blending.content_index import CONTENT_LIMIT
 from kvstore.server.blending.gates import Gates
 from kvstore.server.blending.resolver import Blending
 from kvstore.server.index.chunk_index import ResumeRequirements
@@ -18,43 +16,23 @@ from kvstore.server.index.hints import PutInfo
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.index.known_models import KnownModels, ModelRegistry
 from kvstore.server.security.sessions import Session
-from kvstore.server.settings.values import GateTerms, StateRule
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import GateTerms
 from kvstore.server.store.lookup import Lookup
-from kvstore.server.store.parallel_writes import (
-    UNFINISHED_PERCENT,
-    UNFINISHED_S,
-    ParallelWrites,
-)
+from kvstore.server.store.parallel_writes import UNFINISHED_PERCENT, UNFINISHED_S, ParallelWrites
 from kvstore.server.store.plans import BatchPlan, plan_batch
 from kvstore.server.store.reads import Reads
 from kvstore.server.store.reservations import PutResult, Reservations
 from kvstore.server.store.writes import Writes
 from kvstore.server.telemetry.events import Fate
-from kvstore.server.tiering.admission import WRITE_BACK, WRITE_THROUGH, StateAdmission
+from kvstore.server.tiering.admission import WRITE_THROUGH, StateAdmission
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """The store's bounds; server/settings/settings.py says what each is for."""
-
-    lease_ttl_ms: int = 30_000
-    max_reservations_per_session: int = 4096
-    load_headroom_percent: int = 5
-    bypass_bytes: int = 256 << 20
-    write_through: bool = True
-    """What slots do that have no admission of their own."""
-    prefetch_bytes: int = 0
-    blend: GateTerms = field(default_factory=GateTerms)
-    blend_contents: int = CONTENT_LIMIT
-    unfinished_s: float = UNFINISHED_S
-    waiting_lookups: int = 8
-    state_admission: StateRule = "all"
-    write_budgets: Mapping[str, int] = field(default_factory=dict)
-    """Bytes a day, of the tiers that are held to a budget."""
+WORKERS_PER_WAITER = 4
+"""One of so many threads may wait in a lookup for chunks that are about to come."""
 
 
 class Store:
@@ -64,7 +42,8 @@ class Store:
     clock of *moves*.
     """
 
-    def __init__(self, moves: Moves, limits: StoreLimits, new_id: Callable[[], int]) -> None:
+    def __init__(self, moves: Moves, config: Settings, new_id: Callable[[], int]) -> None:
+        limits = config.limits
         self.moves = moves
         self.tiers = moves.tiers
         self.models = KnownModels()
@@ -72,20 +51,20 @@ class Store:
         self.catalog = moves.catalog
         self.counters = moves.counters
         self.spaces = ModelRegistry()
-        self.states = StateAdmission() if limits.state_admission == "judicious" else None
+        self.states = StateAdmission() if config.state_admission == "judicious" else None
         self.reservations = Reservations(moves, limits.load_headroom_percent, self.states)
         unfinished_bytes = moves.tiers.cpu_tier.capacity_bytes * UNFINISHED_PERCENT // 100
-        parallel = ParallelWrites(self.reservations, unfinished_bytes, limits.unfinished_s)
+        parallel = ParallelWrites(self.reservations, unfinished_bytes, UNFINISHED_S)
         per_session = limits.max_reservations_per_session
         self.writes = Writes(self.reservations, parallel, per_session, new_id)
         self._prefetch = Prefetch(moves, limits.prefetch_bytes)
-        self.reads = Reads(moves, limits.bypass_bytes, self._prefetch)
-        otherwise = WRITE_THROUGH if limits.write_through else WRITE_BACK
-        moves.placement.set_terms(otherwise, limits.write_budgets)
+        self.reads = Reads(moves, config.max_frame_bytes, self._prefetch)
+        budgets = {tier: size for tier, size in config.write_budget.items() if size}
+        moves.placement.set_terms(WRITE_THROUGH, budgets)
         self._work_queue = moves.work_queue
         self.on_tick: list[Callable[[], None]] = []
         """What is called a few times a second."""
-        self._lease_ttl_ms = limits.lease_ttl_ms
+        self._lease_ttl_ms = config.lease_ttl_ms
         self._new_id = new_id
         lower = moves.tiers.lower
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
@@ -93,12 +72,18 @@ class Store:
         self._durable = next(exact, None)
         self.can_be_durable = self._durable is not None
         """Whether a tier of this node survives a restart, and keeps chunks as they are."""
-        self._waiters = threading.BoundedSemaphore(limits.waiting_lookups)
-        self._lookup = Lookup(moves, limits.lease_ttl_ms, self._prefetch, self.states)
+        self._waiters = threading.BoundedSemaphore(max(1, config.workers // WORKERS_PER_WAITER))
+        self._lookup = Lookup(moves, config.lease_ttl_ms, self._prefetch, self.states)
         self.lookup = self._lookup.lookup
-        gates = Gates(limits.blend, lambda: new_id() / 2**64, self.counters)
+        terms = GateTerms(
+            limits.blend_ratio,
+            config.blend_agreement,
+            config.blend_divergence,
+            limits.blend_shadows,
+        )
+        gates = Gates(terms, lambda: new_id() / 2**64, self.counters)
         self.blends = Blending(
-            moves, self._lookup.ready, limits.lease_ttl_ms, gates, limits.blend_contents
+            moves, self._lookup.ready, config.lease_ttl_ms, gates, config.blend_contents
         )
 
     def harden(
@@ -135,7 +120,7 @@ class Store:
     def _flushed(
         self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
     ) -> tuple[str, set[ChunkKey]]:
-        """Flush; return why that failed, and which *keys* are not on the medium after it."""
+        """Return why it failed, and which *keys* are not on the medium after it."""
         # A name of its own: a flush that already runs may have begun before our chunks came.
         name = b"flush" + self._new_id().to_bytes(8, "little")
         lost: set[ChunkKey] = set()
@@ -257,19 +242,14 @@ class Store:
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
             if gone and not tier:
                 self.catalog.outcomes.note(key, Fate.deleted)
-            self._purge(key, deadline)
+            for slot in self.tiers.slots.values():  # what was cast out, now or before
+                if key in self.catalog.orphans[slot.name]:
+                    deletion = self.moves.eviction.delete_from(slot, key, urgent=True)
+                    self._outcome(deletion, deadline)
             self.reads.forget(key)
             deleted += bool(names) and len(gone) == len(names)
             leased += len(gone) < len(names)
         return deleted, leased
-
-    def _purge(self, key: ChunkKey, deadline: float) -> None:
-        """Free what was cast out of *key*, now or before, on every tier that answers."""
-        for slot in self.tiers.slots.values():
-            if key in self.catalog.orphans[slot.name]:
-                ticket = self.moves.eviction.delete_from(slot, key, urgent=True)
-                if ticket is not None:
-                    self._outcome(ticket, deadline)
 
     # --- life
 
@@ -313,7 +293,6 @@ class Store:
             work()
 
     def _drop_expired(self) -> None:
-        """Free chunks whose time to live is up, but those that somebody reads."""
         for key in self.catalog.expired_keys():
             for name in self.catalog.holders(key):
                 if self.catalog.cast_out(name, key, even_if_held=False):

@@ -22,11 +22,7 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import ChunkInfo, Fidelity
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, PartTicket
-from kvstore.server.store.reservations import (
-    PutResult,
-    PutTicket,
-    Reservations,
-)
+from kvstore.server.store.reservations import PutResult, PutTicket, Reservations
 
 RESERVED_S = 120.0
 """Room that was reserved by a call of its own and not written to by then is given back."""

@@ -227,7 +227,7 @@ class Moves:
         started = self.clock()
         try:
             return target.guarded(work, "write")
-        except KVStoreError:
+        except BaseException:  # no memory to encrypt in, too
             if not sealing:  # a seal that fails has freed the room itself
                 target.tier.abort(reservation)
             raise

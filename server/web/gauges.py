@@ -70,8 +70,10 @@ def _blending(store: Store) -> Iterator[Gauge]:
     yield ("blend_variants", "chunks with these contents", "", variants)
     yield ("blend_left_out", "chunks not taken in, contents being at their limit", "", left_out)
     yield ("blend_priority_bytes", "what is known of their tokens", "", priority_bytes)
-    yield ("blend_open_gates", "models and tags whose variants are given", "", gates.open_count())
-    for one in gates.views()[-SHOWN_GATES:] or [GateView(is_open=False, ratio=math.nan)]:
+    views = gates.views()
+    open_gates = sum(one.is_open for one in views)
+    yield ("blend_open_gates", "models and tags whose variants are given", "", open_gates)
+    for one in views[-SHOWN_GATES:] or [GateView(is_open=False, ratio=math.nan)]:
         labels = {"model": one.model, "tag": one.tag}
         yield ("blend_gate_open", "1 while variants are given out", labels, float(one.is_open))
         yield ("blend_gate_ratio", "share of tokens to recompute, at least", labels, one.ratio)

@@ -20,9 +20,11 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
 from kvstore.server.security.sessions import Session, SessionTable
+from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import Limits
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.store.store import Store, StoreLimits
+from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import ADMISSIONS
 from kvstore.server.tiering.breaker import Breaker
@@ -32,11 +34,20 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.cpu import CpuTier
 
 BREAKER_RETRY_S = 1.0
-LIMITS = StoreLimits(load_headroom_percent=0, write_through=False)
 TOKENS = 60
 """Frames of which three fill a slab of 4 KB."""
 
 FOREVER_S = 60.0
+
+
+def settings(**terms: object) -> Settings:
+    """Settings with *terms*, those of ``limits`` among them, which may be out of bounds."""
+    limits: dict[str, object] = {"load_headroom_percent": 0, "prefetch_bytes": 0}
+    limits |= {name: terms.pop(name) for name in Limits.model_fields if name in terms}
+    return Settings().model_copy(update={"limits": Limits().model_copy(update=limits), **terms})
+
+
+SETTINGS = settings()
 
 
 def leaf_lru(tier: Tier, metadata: ChunkMetadata) -> EvictionPolicy:
@@ -60,9 +71,10 @@ class Core:
     codecs: Mapping[str, str] = field(default_factory=dict)
     """Those of tiers that have another than *codec*."""
     admissions: Mapping[str, str] = field(default_factory=dict)
-    """Those of tiers that do not write as *limits* say."""
+    """Those of tiers that do not write as *write* says."""
     exclusive: Collection[str] = ()
-    limits: StoreLimits = LIMITS
+    write: str = "evict"
+    config: Settings = SETTINGS
     queue_limit: int = 1000
     move_timeout_ms: int = 30_000
     pin_share: int = 1
@@ -102,7 +114,7 @@ class Core:
             self.clock,
             self.move_timeout_ms,
         )
-        self.store = Store(self.moves, self.limits, lambda: next(ids))
+        self.store = Store(self.moves, self.config, lambda: next(ids))
         attach_refills(self.store)
         self.sessions = SessionTable(
             8, 60_000, salt, self.clock, lambda size: next(ids).to_bytes(size, "little")
@@ -111,10 +123,9 @@ class Core:
 
     def _slot(self, tier: Tier, codec: str) -> TierSlot:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
-        rule = self.admissions.get(tier.name)
         return TierSlot(
             tier, TierCodec(codec), self.policy(tier, self.metadata), breaker, self.clock,
-            admission=ADMISSIONS[rule] if rule else None,
+            admission=ADMISSIONS[self.admissions.get(tier.name, self.write)],
             is_exclusive=tier.name in self.exclusive,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from simulation.clock import FakeClock
+from simulation.core import settings
 from simulation.stepped import SteppedWorkQueue
 from simulation.tiers import DictTier, Faults, SimDisk, SimRedis
 from simulation.universe import salt
@@ -22,8 +23,9 @@ from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
 from kvstore.server.security.sessions import SessionTable
-from kvstore.server.store.store import Store, StoreLimits
+from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.tiering.admission import ADMISSIONS
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
@@ -191,11 +193,13 @@ class World:
             Tiers(self.slots), self.catalog, self.work_queue, self.counters, clock,
             round(1000 * MOVE_TIMEOUT_S),
         )  # fmt: skip
-        limits = StoreLimits(
-            round(1000 * LEASE_TTL_S), PUTS_PER_SESSION, plan.headroom_percent,
-            plan.bypass_bytes, plan.write_through,
-        )  # fmt: skip
-        self.store = Store(moves, limits, self.new_id)
+        config = settings(
+            lease_ttl_ms=round(1000 * LEASE_TTL_S),
+            max_reservations_per_session=PUTS_PER_SESSION,
+            load_headroom_percent=plan.headroom_percent,
+            max_frame_bytes=plan.bypass_bytes,
+        )
+        self.store = Store(moves, config, self.new_id)
         attach_refills(self.store)
         self.sessions = SessionTable(
             MAX_SESSIONS, round(1000 * SESSION_TTL_S), salt, clock, self._unique_bytes
@@ -208,7 +212,8 @@ class World:
     def _slot(self, tier: Tier, codec: str) -> TierSlot:
         breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
         policy = make_policy(self.plan.policy, self.metadata.history)
-        return TierSlot(tier, TierCodec(codec), policy, breaker, self.clock)
+        admission = ADMISSIONS["through" if self.plan.write_through else "evict"]
+        return TierSlot(tier, TierCodec(codec), policy, breaker, self.clock, admission)
 
     def restart(self) -> int:
         """Cut the power; return how many chunks the next server recovered."""

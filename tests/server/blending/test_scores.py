@@ -16,7 +16,6 @@ from kvstore.server.blending.scores import (
     TokenPriorities,
     context_impact,
     fix_overhead,
-    order_penalty,
     prefix_overlap,
     ranks,
 )
@@ -54,11 +53,9 @@ def test_what_comes_behind_the_chunk_does_not_count() -> None:
 
 
 def test_another_order_takes_away_its_share_of_pairs() -> None:
-    assert order_penalty([0, 1, 2]) == 0.0
-    assert order_penalty([2, 1, 0]) == 1.0
-    assert order_penalty([1, 0, 2]) == pytest.approx(1 / 3)
     context = [Context(A, 16, 1.0), Context(B, 16, 1.0), Context(C, 16, 2.0)]
     assert prefix_overlap(context, {B: 0, A: 1, C: 2}, before=3) == pytest.approx(2 / 3)
+    assert prefix_overlap(context, {C: 0, B: 1, A: 2}, before=3) == 0.0
 
 
 def test_a_chunk_that_began_its_prompt_fits_only_where_one_begins() -> None:

@@ -19,7 +19,6 @@ from kvstore.server.cluster.directory import (
     BUCKETS,
     MAX_HOLDERS,
     MAX_PENDING,
-    Announcements,
     Directory,
 )
 from kvstore.server.cluster.membership import Membership, MembershipState, NodeAddress
@@ -326,44 +325,53 @@ def test_user_without_the_rights_gets_none_in_and_is_told_which_it_needs(
         Membership(link, PREFIX, node(1), TTL_MS).beat()
 
 
-def test_entries_hold_only_the_newest_word_and_stay_bounded() -> None:
-    now = [0.0]
-    entries = Announcements(3, lambda: now[0])
-    assert entries.announce([key(n) for n in range(5)]) == 2
-    assert entries.withdraw([key(0), key(4)]) == 0
-    assert entries.take(10) == [(key(0), False), (key(1), True), (key(2), True)]
+def dropped(directory: Directory) -> int:
+    return directory._counters["directory_dropped_words"]
+
+
+def test_entries_hold_only_the_newest_word_and_stay_bounded(make_directory: DirectoryMaker) -> None:
+    entries = make_directory(limit=3)
+    entries.announce([key(n) for n in range(5)])
+    assert dropped(entries) == 2
+    entries.withdraw([key(0), key(4)])
+    assert entries._take() == [(key(0), False), (key(1), True), (key(2), True)]
     entries.announce([key(0)])
     entries.withdraw([key(2)])
-    assert entries.take(10) == [(key(0), True), (key(2), False)]
-    assert entries.put_back([key(0), key(1), key(2)]) == 0
-    assert entries.take(10) == [(key(0), True), (key(1), True), (key(2), False)], "what is true now"
-    assert len(entries.held) == 2
-    entries = Announcements(2 * MAX_PENDING, lambda: now[0])
-    assert entries.announce([key(n) for n in range(MAX_PENDING + 1)]) == 1
-    assert entries.withdraw([key(0), key(MAX_PENDING)]) == 0
-    assert entries.put_back([key(1), key(MAX_PENDING + 1)]) == 1, "room is kept for others"
+    assert entries._take() == [(key(0), True), (key(2), False)]
+    entries._put_back([key(0), key(1), key(2)])
+    assert entries._take() == [(key(0), True), (key(1), True), (key(2), False)], "what is true now"
+    assert (dropped(entries), entries.report().announced) == (2, 2)
+    entries = make_directory(limit=2 * MAX_PENDING)
+    entries.announce([key(n) for n in range(MAX_PENDING + 1)])
+    assert dropped(entries) == 1
+    entries.withdraw([key(0), key(MAX_PENDING)])
+    assert dropped(entries) == 1
+    entries._put_back([key(1), key(MAX_PENDING + 1)])
+    assert dropped(entries) == 2, "room is kept for others"
 
 
-def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten() -> None:
+def test_entries_are_said_again_at_half_of_their_life_and_when_forgotten(
+    make_directory: DirectoryMaker,
+) -> None:
     now = [0.0]
-    entries = Announcements(10, lambda: now[0])
+    entries = make_directory(clock=lambda: now[0])
     entries.announce([key(1)])
     now[0] = 1000.0
     entries.announce([key(2)])
-    entries.take(10)
-    entries.repeat(9)
-    assert not entries.pending
+    entries._take()
+    entries._repeat()
+    assert not entries.report().waiting
     now[0] = 1900.0
-    entries.repeat(9)
-    assert entries.take(10) == [(key(1), True)]
-    entries.lost()
-    entries.repeat(9)
-    assert entries.take(10) == [(key(2), True)], "what was just said was said to the new one"
+    entries._repeat()
+    assert entries._take() == [(key(1), True)]
+    entries._lost_at = now[0]
+    entries._repeat()
+    assert entries._take() == [(key(2), True)], "what was just said was said to the new one"
     now[0] = 1901.0
-    entries.lost()
-    entries.repeat(9)
-    entries.repeat(9)
-    assert sorted(entries.take(10)) == [(key(1), True), (key(2), True)]
+    entries._lost_at = now[0]
+    entries._repeat()
+    entries._repeat()
+    assert sorted(entries._take()) == [(key(1), True), (key(2), True)]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
-from simulation.core import LIMITS, Core, keys_of, prompt
+from simulation.core import Core, keys_of, prompt
 from simulation.universe import Version, make_version
 
 from kvstore.proto.keys import tokens_le32
@@ -220,7 +219,7 @@ def test_announcing_everything_leaves_room_for_others_and_is_counted() -> None:
 
 
 def test_a_chunk_that_is_deleted_is_kept_no_more() -> None:
-    with closing(Core(clock=FakeClock(), limits=replace(LIMITS))) as core:
+    with closing(Core(clock=FakeClock())) as core:
         session = core.open_session()
         core.put(session, prompt(1))
         core.store.plan(session, [keys_of(prompt(1))] * 2, 60.0)

@@ -17,12 +17,11 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Fidelity
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings import settings as config_module
-from kvstore.server.settings.loading import show
+from kvstore.server.settings.loading import load, show
 from kvstore.server.settings.rules import MAX_QUOTAS, DiskFolder, auto_fidelity, is_auto
 from kvstore.server.settings.settings import (
     Settings,
     load_config,
-    load_with_origins,
 )
 from kvstore.server.settings.values import GIB, KIB, MIB, Limits, text_by_tier
 
@@ -59,7 +58,7 @@ def test_nothing_given_is_a_loopback_server_with_cpu_and_disk(tmp_path: Path) ->
     assert config.http == "off"
     folder = DiskFolder(capacity_bytes=4 * GIB, path=tmp_path / "cache" / "kvstore" / "disk")
     assert config.disk == (folder,)
-    assert config.read_secret() == b""
+    assert config.secret_file is None
     assert not config.insecure
 
 
@@ -69,7 +68,7 @@ def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
     path = write(tmp_path / "c.yaml", "workers: 3\nmax_sessions: 3\nlimits: {mover_queue: 3}\n")
     monkeypatch.setenv("KVSTORE_WORKERS", "2")
     monkeypatch.setenv("KVSTORE_MAX_SESSIONS", "2")
-    config, origins = load_with_origins(["--config", path, "--workers", "1"])
+    config, origins = load(Settings, ["--config", path, "--workers", "1"])
     assert (config.workers, config.max_sessions, config.limits.mover_queue) == (1, 2, 3)
     assert config.limits.breaker_failures == 3
     assert origins == {
@@ -193,7 +192,7 @@ def test_names_in_the_environment_may_be_in_small_letters(
     monkeypatch.setenv("kvstore_cpu", "64MiB")
     monkeypatch.setenv("Kvstore_Max_Sessions", "7")
     monkeypatch.setenv("kvstore_service_port", "7420")
-    config, origins = load_with_origins([])
+    config, origins = load(Settings, [])
     assert (config.workers, config.cpu_size, config.max_sessions) == (5, 64 * MIB, 7)
     assert (origins["cpu_size"], origins["max_sessions"]) == ("kvstore_cpu", "Kvstore_Max_Sessions")
     monkeypatch.setenv("kvstore_cpu_sise", "8GiB")
@@ -383,26 +382,16 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "successor"),
-    [
-        ("zmq", "give bulk"),
-        ("peer_port", "that of bulk"),
-        ("zmq_keys", "give events_keys"),
-        ("disk_codec", "give --codec disk=CODEC"),
-        ("redis_write", "give --write redis=RULE"),
-        *((name, f"give --limits {name}=VALUE") for name in Limits.model_fields),
-    ],
-)
-def test_a_name_that_there_was_is_refused_and_its_successor_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, successor: str
+@pytest.mark.parametrize("name", Limits.model_fields)
+def test_a_limit_that_is_given_as_a_setting_is_refused_with_how_to_give_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    successor = f"give --limits {name}=VALUE"
     assert successor in refused(f"--{name.replace('_', '-')}", "127.0.0.1:7421")
     assert successor in refused(f"--{name.replace('_', '-')}=127.0.0.1:7421")
     assert successor in refused("--config", write(tmp_path / "c.yaml", f"{name}: off\n"))
-    if name != "peer_port":  # as Kubernetes names what it puts into pods
-        monkeypatch.setenv(f"KVSTORE_{name.upper()}", "off")
-        assert successor in refused()
+    monkeypatch.setenv(f"KVSTORE_{name.upper()}", "off")
+    assert successor in refused()
 
 
 def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
@@ -426,8 +415,8 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
     flag = getattr(load_config([f"--{short}", value]), name)
     assert getattr(load_config(["--config", path]), name) == flag
     monkeypatch.setenv(f"KVSTORE_{short.upper()}", value)
-    config, origins = load_with_origins(
-        ["--config", write(tmp_path / "d.yaml", f"{name}: nonsense\n")]
+    config, origins = load(
+        Settings, ["--config", write(tmp_path / "d.yaml", f"{name}: nonsense\n")]
     )
     assert getattr(config, name) == flag
     assert origins[name] == f"KVSTORE_{short.upper()}"
@@ -435,21 +424,6 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
     message = refused("--config", both)
     assert f"is {name} too; give one of the two" in message
     assert "redis://" not in message
-
-
-def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_wherever_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fix = "any more; use --policy hit_density"
-    assert f"flags='--adapt-tenants': there is no such flag {fix}" in refused(
-        "--adapt-tenants=acme"
-    )
-    path = write(tmp_path / "g.yaml", "adapt_tenants: acme\n")
-    assert f"adapt_tenants='***': there is no such setting {fix} (from {path})" in refused(
-        "--config", path
-    )
-    monkeypatch.setenv("KVSTORE_ADAPT_TENANTS", "acme")
-    assert f"{fix} (from KVSTORE_ADAPT_TENANTS)" in refused()
 
 
 def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,7 +509,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_secret_that_is_too_short_is_refused_and_a_long_one_is_read(tmp_path: Path) -> None:
     short, long = write(tmp_path / "s", "x" * 15), write(tmp_path / "l", "x" * 16)
     assert "at least 16 random bytes" in refused("--secret-file", short)
-    assert load_config(["--secret-file", long]).read_secret() == b"x" * 16
+    assert load_config(["--secret-file", long]).secret_file == Path(long)
 
 
 def test_gpu_without_a_device_stops_with_the_sentence_that_names_the_fix(
@@ -657,7 +631,8 @@ def test_a_malformed_redis_url_is_refused_without_repeating_it(url: str) -> None
 
 def test_show_reads_back_as_the_same_config(tmp_path: Path) -> None:
     secret = write(tmp_path / "secret", "s" * 32)
-    config, origins = load_with_origins(
+    config, origins = load(
+        Settings,
         ["--tiers", "cpu,redis", "--redis", "redis://h:1/0", "--cpu", "5000000", "--insecure",
          "--socket-path", "off", "--secret-file", secret, "--disk", f"1GiB:{tmp_path}/a: b"]
     )  # fmt: skip
@@ -670,7 +645,7 @@ def test_show_with_origins_says_where_each_value_came_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVSTORE_LOG_LEVEL", "debug")
-    lines = show(*load_with_origins(["--cpu", "1GiB"])).splitlines()
+    lines = show(*load(Settings, ["--cpu", "1GiB"])).splitlines()
     assert "cpu_size: 1GiB  # --cpu" in lines
     assert "log_level: debug  # KVSTORE_LOG_LEVEL" in lines
     assert "workers: 32  # default" in lines

@@ -6,12 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 from coarse_codec import ERROR_BOUND, CoarseCodec, coarse_codec
 from simulation.clock import FakeClock
-from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
@@ -265,8 +264,7 @@ def test_a_frame_that_lies_about_its_fidelity_in_the_index_is_damage(
 
 
 def test_through_a_write_each_tier_gets_what_its_codec_makes_of_an_original() -> None:
-    limits = LIMITS.__class__(load_headroom_percent=0, write_through=True)
-    with closing(make_core("raw", "coarse", limits=limits)) as core:
+    with closing(make_core("raw", "coarse", write="through")) as core:
         session = core.open_session()
         (version,) = prompt(1)
         core.put(session, [version])
@@ -291,9 +289,8 @@ class Schedule:
         disk, redis = self.draw.choice(
             [("coarse", "raw"), ("raw", "coarse"), ("coarse", "coarse"), ("zplane", "coarse")]
         )
-        write_through = self.draw.random() < 0.5
-        limits = replace(LIMITS, write_through=write_through)
-        self.core = make_core(disk, redis, limits=limits, slabs=self.draw.choice([1, 4]))
+        write = "through" if self.draw.random() < 0.5 else "evict"
+        self.core = make_core(disk, redis, write=write, slabs=self.draw.choice([1, 4]))
         self.session = self.core.open_session()
         self.versions = prompt(3)
         self.coarse = {v.info.key: coarse_of(v.frame).tobytes() for v in self.versions}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from contracts.chunks import make_representation
 from simulation.clock import FakeClock
-from simulation.core import LIMITS, Core, frames_of, keys_of
+from simulation.core import Core, frames_of, keys_of, settings
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 from simulation.universe import Version, salt, write_frame
 
@@ -280,8 +280,8 @@ def test_frames_of_another_codec_are_promoted_whole(disk: CountingDisk) -> None:
 
 
 def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
-    limits = replace(LIMITS, bypass_bytes=0)
-    with closing(Core([disk], slabs=1, limits=limits, clock=FakeClock())) as core:
+    config = settings(max_frame_bytes=0)
+    with closing(Core([disk], slabs=1, config=config, clock=FakeClock())) as core:
         session = open_session(core)
         versions = prompt(5)
         for version in versions:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from prompts import frame_of
 from shards import WIDE, shard_frame, shard_of
-from simulation.core import Core
+from simulation.core import Core, settings
 
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
 from kvstore.proto.errors import (
@@ -33,7 +33,6 @@ from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, KVLayout, PutOutcome,
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.parallel_writes import ChunkPart, PartTicket
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.store.store import StoreLimits
 
 LAYOUT = KVLayout.of(WIDE, 16)
 SIZE = raw_frame_bytes(LAYOUT)
@@ -55,12 +54,8 @@ class Writers:
 
     def __init__(self, **limits: float) -> None:
         self.clock = Clock()
-        terms = {"max_reservations_per_session": 4, "write_through": False, **limits}
-        self.core = Core(
-            slab_bytes=1 << 15,
-            limits=StoreLimits(**terms),  # type: ignore[arg-type]
-            clock=self.clock,
-        )
+        terms = {"max_reservations_per_session": 4, "load_headroom_percent": 5, **limits}
+        self.core = Core(slab_bytes=1 << 15, config=settings(**terms), clock=self.clock)
         self.writes = self.core.store.writes
         self.one, self.other = self.open(), self.open()
 

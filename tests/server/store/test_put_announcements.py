@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from local_server import eventually
-from simulation.core import Core, prompt
+from simulation.core import Core, prompt, settings
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
@@ -16,15 +16,14 @@ from kvstore.proto.types import ChunkKey, Match
 from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
-from kvstore.server.store.store import StoreLimits
+from kvstore.server.store.store import WORKERS_PER_WAITER
 
 LONG_S = 30.0
-LIMITS = StoreLimits(write_through=False, waiting_lookups=2)
 
 
 @pytest.fixture
 def core() -> Iterator[Core]:
-    core = Core(limits=LIMITS)
+    core = Core(config=settings(workers=2 * WORKERS_PER_WAITER))
     yield core
     core.close()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 from simulation.clock import FakeClock
-from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 from simulation.universe import Version
 
@@ -175,8 +174,8 @@ def test_what_memory_full_of_leases_cannot_take_is_read_past_it(
 
 def test_reading_past_memory_has_a_bound_that_readers_give_back(disk: SimDisk) -> None:
     versions = prompt(3)
-    limits = replace(LIMITS, bypass_bytes=2 * versions[0].info.size_bytes)
-    with closing(Core([disk], limits=limits, clock=FakeClock())) as core:
+    config = settings(max_frame_bytes=2 * versions[0].info.size_bytes)
+    with closing(Core([disk], config=config, clock=FakeClock())) as core:
         session = core.open_session()
         put_low(core, session, versions)
         fill_with_leases(core, session)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from disk_process import open_disk
 from simulation.clock import FakeClock
-from simulation.core import BREAKER_RETRY_S, LIMITS, Core, frames_of, keys_of, outcomes_of, prompt
+from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, outcomes_of, prompt
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 from simulation.universe import Version
 
@@ -50,7 +49,7 @@ def test_what_was_put_is_found_and_read_back(core: Core, session: Session) -> No
     match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
     assert (match.ready, match.pending, match.missing) == (5, 0, 0)
     assert match.tiers == ("cpu",) * 5
-    assert match.lease_ttl_ms == core.limits.lease_ttl_ms
+    assert match.lease_ttl_ms == core.config.lease_ttl_ms
     assert core.catalog.leases.pins.total() == 5
     assert core.get(session, keys_of(versions)) == frames_of(versions)
     assert core.store.release(session, match.lease_id)
@@ -107,7 +106,7 @@ def test_a_demoted_chunk_comes_back_byte_for_byte(disk: DiskTier, codec: str) ->
 def test_a_burst_of_puts_into_a_small_memory_and_a_disk_loses_none(disk: DiskTier) -> None:
     """Real threads: puts, evictions, demotions and loads all at once."""
     prompts = [prompt(20, seed=seed) for seed in range(4)]
-    with closing(Core([disk], workers=2, limits=replace(LIMITS, write_through=True))) as core:
+    with closing(Core([disk], workers=2, write="through")) as core:
         results: list[PutResult] = []
 
         def work(versions: list[Version]) -> None:
@@ -146,7 +145,7 @@ def test_an_expired_lease_opens_nothing_and_lets_its_chunks_go(
     versions = prompt(3)
     core.put(session, versions)
     lease_id = core.store.lookup(session, keys_of(versions), core.later(), lease=True).lease_id
-    core.clock.advance(core.limits.lease_ttl_ms / 1000)  # type: ignore[attr-defined]
+    core.clock.advance(core.config.lease_ttl_ms / 1000)  # type: ignore[attr-defined]
     with pytest.raises(LeaseExpiredError):
         core.store.open_get(session, keys_of(versions), lease_id)
     core.store.tick()
@@ -205,8 +204,7 @@ def test_the_breaker_opens_after_three_failures_and_closes_again() -> None:
 def test_puts_go_on_without_the_disk() -> None:
     disk = SimDisk(DISK_BYTES, no_faults())
     disk.faults.fail = 1.0
-    limits = replace(LIMITS, write_through=True)
-    with closing(Core([disk], limits=limits, clock=FakeClock())) as core:
+    with closing(Core([disk], write="through", clock=FakeClock())) as core:
         session = core.open_session()
         versions = prompt(30)
         assert outcomes_of(core.put(session, versions)) == {PutOutcome.stored}

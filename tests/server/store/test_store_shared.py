@@ -18,7 +18,6 @@ from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
 from kvstore.server.index import queries
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.node import TICK_S
-from kvstore.server.store.store import StoreLimits
 from kvstore.server.tiering.admission import WRITE_BACK
 
 TIER_BYTES = 2 << 20
@@ -99,8 +98,7 @@ def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> Non
     redis = SimRedis(3 * room_bytes, no_faults())
     for version in versions[:3]:
         redis.others_put(version.info, version.frame)
-    limits = StoreLimits(load_headroom_percent=0, write_through=True)
-    with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
+    with closing(Core([redis], clock=FakeClock(), write="through")) as core:
         core.store.recover()
         while core.work_queue.step():
             pass
@@ -115,8 +113,7 @@ def test_what_a_shared_tier_held_at_the_start_makes_room_for_what_comes() -> Non
 
 def test_a_copy_that_a_tier_cannot_take_is_counted() -> None:
     redis = SimRedis(TIER_BYTES, no_faults())
-    limits = StoreLimits(load_headroom_percent=0, write_through=True)
-    with closing(Core([redis], clock=FakeClock(), limits=limits)) as core:
+    with closing(Core([redis], clock=FakeClock(), write="through")) as core:
         redis.faults.fail = 1.0
         core.put(core.open_session(), prompt(2))
         while core.work_queue.step():

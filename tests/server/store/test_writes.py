@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from contracts.chunks import make_frame, make_representation
-from simulation.core import TOKENS, Core, frames_of, keys_of, prompt
+from simulation.core import TOKENS, Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import REPRESENTATION, Version, make_template, universe, write_frame
 
@@ -28,14 +28,13 @@ from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, Fidelity, KVLayout, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
-from kvstore.server.store.store import StoreLimits
 
 STORED, EXISTS, REFUSED = PutOutcome.stored, PutOutcome.exists, PutOutcome.refused
 
 
 @pytest.fixture
 def core() -> Iterator[Core]:
-    core = Core(limits=StoreLimits(max_reservations_per_session=3, write_through=False))
+    core = Core(config=settings(max_reservations_per_session=3, load_headroom_percent=5))
     yield core
     core.close()
 
@@ -272,7 +271,7 @@ def test_a_put_while_everything_is_leased_is_refused_and_not_hung(
 
 def test_puts_leave_the_headroom_to_loads() -> None:
     disk = SimDisk(1 << 20, no_faults())
-    core = Core([disk], slabs=4, limits=StoreLimits(load_headroom_percent=50))
+    core = Core([disk], slabs=4, config=settings(load_headroom_percent=50), write="through")
     session = core.open_session()
     versions = prompt(24)
     core.put(session, versions)
@@ -285,7 +284,7 @@ def test_puts_leave_the_headroom_to_loads() -> None:
 
 def test_write_through_queues_a_copy_to_each_lower_tier_and_counts_what_it_cannot() -> None:
     disk = SimDisk(1 << 20, no_faults())
-    core = Core([disk], queue_limit=2, limits=StoreLimits(write_through=True))
+    core = Core([disk], queue_limit=2, write="through")
     session = core.open_session()
     versions = prompt(3)
     core.put(session, versions)

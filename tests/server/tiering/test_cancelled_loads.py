@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from local_server import eventually
-from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.stepped import SteppedWorkQueue
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version
@@ -95,8 +94,8 @@ def tier(request: pytest.FixtureRequest) -> SimDisk | SimRedis:
 @pytest.fixture
 def core(tier: SimDisk) -> Iterator[Core]:
     gate: Gate = tier.gate  # type: ignore[attr-defined]
-    limits = replace(LIMITS, prefetch_bytes=1 << 20)
-    core = Core([tier], workers=1, limits=limits, clock=Held(gate))
+    config = settings(prefetch_bytes=1 << 20)
+    core = Core([tier], workers=1, config=config, clock=Held(gate))
     yield core
     gate.opened.set()
     core.close()

@@ -7,7 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from simulation.clock import FakeClock
-from simulation.core import BREAKER_RETRY_S, LIMITS, TOKENS, Core, frames_of, keys_of, prompt
+from simulation.core import BREAKER_RETRY_S, TOKENS, Core, frames_of, keys_of, prompt
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version, make_template
 
@@ -379,7 +379,7 @@ def test_a_wait_beyond_the_deadline_raises_and_the_move_still_ends(core: Core) -
 
 
 def test_nothing_is_copied_when_writing_through_is_off(disk: SimDisk) -> None:
-    with closing(Core([disk], limits=LIMITS)) as core:
+    with closing(Core([disk])) as core:
         core.put(core.open_session(), prompt(3))
         assert core.work_queue.is_idle()
         assert disk.stats().chunks == 0

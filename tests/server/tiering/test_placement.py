@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 from simulation.clock import FakeClock
-from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.core import Core, frames_of, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 from typing_extensions import override
@@ -237,15 +236,6 @@ def test_an_exclusive_tier_takes_no_durable_puts() -> None:
         assert not core.store.can_be_durable
         with pytest.raises(InvalidRequestError, match="durable"):
             core.put(core.open_session(), prompt(1), durable=True)
-
-
-def test_the_limits_decide_for_slots_without_an_admission() -> None:
-    for write_through, count in ((True, 3), (False, 0)):
-        limits = replace(LIMITS, write_through=write_through)
-        with closing(Core([SimDisk(DISK_BYTES, no_faults())], limits=limits)) as core:
-            core.put(core.open_session(), prompt(3))
-            core.settle()
-            assert on_disk(core, prompt(3)) == count
 
 
 def test_engines_beyond_a_limit_are_forgotten() -> None:

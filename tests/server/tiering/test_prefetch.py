@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 from simulation.clock import FakeClock
-from simulation.core import LIMITS, Core, frames_of, keys_of, prompt
+from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
@@ -19,9 +18,9 @@ DISK_BYTES = 4 << 20
 
 
 def make_core(prefetch_bytes: int, queue_limit: int = 1000) -> Core:
-    limits = replace(LIMITS, prefetch_bytes=prefetch_bytes)
+    config = settings(prefetch_bytes=prefetch_bytes)
     disk = SimDisk(DISK_BYTES, no_faults())
-    return Core([disk], limits=limits, queue_limit=queue_limit, clock=FakeClock())
+    return Core([disk], config=config, queue_limit=queue_limit, clock=FakeClock())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from conftest import ServerMaker
 from local_server import DEADLINE_MS
 from prompts import MEDIUM, chunks_of, keys_of
 from simulation.clock import FakeClock
-from simulation.core import Core, prompt
+from simulation.core import Core, prompt, settings
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
@@ -18,7 +18,6 @@ from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_estimate import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.settings.settings import load_config
-from kvstore.server.store.store import StoreLimits
 
 FRAME = prompt(1)[0].info.size_bytes
 A_DAY = 24 * 6 * FRAME
@@ -27,15 +26,12 @@ A_DAY = 24 * 6 * FRAME
 
 def make_core(clock: FakeClock, rule: str, a_day: int = A_DAY) -> Core:
     history = AccessHistory()
-    limits = StoreLimits(
-        load_headroom_percent=0, write_through=False, write_budgets={"disk": a_day, "redis": 1}
-    )
     return Core(
         [SimDisk(2 << 20, no_faults())],
         admissions={"disk": rule},
         metadata=ChunkMetadata(history, forecast=ReuseForecast(history)),
         clock=clock,
-        limits=limits,
+        config=settings(write_budget={"disk": a_day, "redis": 1}),
     )
 
 
