@@ -25,6 +25,9 @@ MAX_EVENTS = 32
 MAX_ROWS = 2048
 """Rows among them, which take a millisecond: who needs a policy waits for all."""
 
+LOOKUP_ROWS = 512
+"""A lookup counts as so many at least."""
+
 _TOGETHER_S = 0.1
 """Chunks of a chain that come this soon after one another count as stored together."""
 
@@ -77,6 +80,11 @@ class Stored:
         return fits
 
 
+def _weight(event: Lookup | Stored) -> int:
+    """How many rows an event takes as long as; a lookup goes over all its keys, found or not."""
+    return max(LOOKUP_ROWS, len(event.keys)) if isinstance(event, Lookup) else len(event.rows)
+
+
 class AccessLog:
     """Keeps what takes long out of the answers to lookups and puts.
 
@@ -105,7 +113,7 @@ class AccessLog:
     def note(self, event: Lookup | Stored) -> None:
         """Keep an event until it is applied."""
         last = self._events[-1] if self._events else None
-        self._rows += len(event.rows)
+        self._rows += _weight(event)
         if isinstance(event, Stored) and isinstance(last, Stored) and last.join(event):
             return
         self._events.append(event)
@@ -117,7 +125,7 @@ class AccessLog:
         if not self._events:
             return False
         event = self._events.popleft()
-        self._rows -= len(event.rows)
+        self._rows -= _weight(event)
         if isinstance(event, Lookup):
             self._apply_lookup(event)
         else:

@@ -10,12 +10,13 @@ from kvstore.proto.types import ChunkKey, Fidelity, KVLayout
 from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.hints import NEVER
 
+MAX_ANNOUNCEMENTS = 1024
 MAX_ANNOUNCED_CHUNKS = 1 << 16
 """Chunks announced at once; of more nothing is known before they come."""
 
 
 class Announcement(NamedTuple):
-    """Who announced a chunk, and until when that holds, in the clock's seconds."""
+    """Who announced chunks, and until when that holds, in the clock's seconds."""
 
     session_id: int
     until: float
@@ -31,6 +32,8 @@ class InFlightPuts:
         """How many put each chunk now. Under the lock."""
         self.announced: dict[ChunkKey, Announcement] = {}
         """Chunks that a session is about to put. Under the lock."""
+        self._chunks: dict[Announcement, set[ChunkKey]] = {}
+        """Those of each, so that what is over is found without a look at every chunk."""
         self._no_waits = False
         self._arrived = threading.Condition(state.lock)
 
@@ -44,7 +47,7 @@ class InFlightPuts:
             if row and index.holders(row, Fidelity.exact):
                 if hints.is_expired(row, self._state.clock()):
                     hints.set_expiry(row, NEVER)
-                self.announced.pop(key, None)
+                self._forget(key)
                 return False
             self.writers[key] = self.writers.get(key, 0) + 1
             return True
@@ -55,8 +58,16 @@ class InFlightPuts:
             left = self.writers.pop(key) - 1
             if left:
                 self.writers[key] = left
-            self.announced.pop(key, None)
+            self._forget(key)
             self._arrived.notify_all()
+
+    def _forget(self, key: ChunkKey) -> None:
+        announcement = self.announced.pop(key, None)
+        if announcement is not None:
+            keys = self._chunks[announcement]
+            keys.discard(key)
+            if not keys:
+                del self._chunks[announcement]
 
     def count(self) -> int:
         """Writers at work."""
@@ -72,19 +83,24 @@ class InFlightPuts:
             if not ttl_s:
                 ours = {key for key in keys if key in known and known[key].session_id == session_id}
                 for key in ours:
-                    del known[key]
+                    self._forget(key)
                 self._arrived.notify_all()
                 return len(ours)
             absent = [key for key in keys if not self._index.row(key)]
             new = set(absent[: max(0, MAX_ANNOUNCED_CHUNKS - len(known))]) - known.keys()
-            known.update(dict.fromkeys(new, Announcement(session_id, self._state.clock() + ttl_s)))
+            if not new or len(self._chunks) >= MAX_ANNOUNCEMENTS:
+                return 0
+            announcement = Announcement(session_id, self._state.clock() + ttl_s)
+            known.update(dict.fromkeys(new, announcement))
+            self._chunks.setdefault(announcement, set()).update(new)
             return len(new)
 
     def drop(self, is_over: Callable[[Announcement], bool]) -> None:
         """End the announcements that are over. Under the lock."""
-        over = [key for key, announcement in self.announced.items() if is_over(announcement)]
-        for key in over:
-            del self.announced[key]
+        over = [announcement for announcement in self._chunks if is_over(announcement)]
+        for announcement in over:
+            for key in self._chunks.pop(announcement):
+                del self.announced[key]
         if over:
             self._arrived.notify_all()
 

@@ -124,7 +124,7 @@ def _rules(each: str, most: int, comma: str = ",") -> WrapValidator:
 
     def read(value: Any, handler: ValidatorFunctionWrapHandler) -> tuple[Rule, ...]:
         texts = [one for one in re.split(comma, value) if one] if isinstance(value, str) else value
-        found: tuple[Rule, ...] = handler(texts or ())
+        found: tuple[Rule, ...] = handler(() if texts is None else texts)
         if len({str(rule).partition("=")[0] for rule in found}) < len(found):
             raise ValueError(f"name each {each}")
         if len(found) > most:

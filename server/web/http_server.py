@@ -162,7 +162,7 @@ def _listen(address: tuple[str, int]) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, where = found[0]
-        is_v6 = family == socket.AF_INET6
+        is_v6 = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         listening = socket.create_server(
             (str(where[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
         )
