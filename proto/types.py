@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -513,3 +514,20 @@ def layer_order(representation: Representation) -> tuple[LayerPlace, ...]:
 
 POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")
 """The names of the eviction policies; server/eviction/registry.py says where each is."""
+
+REPLACED_POLICIES = {
+    "adaptive": "hit_density",
+    "discard_bit": "discard_hint",
+    "gdsf": "hit_density",
+    "lfu": "hit_density",
+    "marconi_linear": "hit_density",
+    "s3fifo": "hit_density",
+}
+"""Names that are gone, and what to write instead."""
+
+
+def policy_instead_of(name: str, known: Sequence[str] = POLICIES) -> str:
+    """Return what to write for *name*, which is none of *known*: its successor, or one of them."""
+    if name in REPLACED_POLICIES:
+        return f"{REPLACED_POLICIES[name]}, which replaces {name}"
+    return f"one of {', '.join(known)}"

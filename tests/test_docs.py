@@ -19,7 +19,7 @@ from local_server import LocalServer
 from pydantic.fields import FieldInfo
 
 from kvstore.proto.messages import unpack_info
-from kvstore.server.settings.loading import as_written, flag_of
+from kvstore.server.settings.loading import REPLACED, as_written, flag_of
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import Limits, parse_size
 from kvstore.server.telemetry.metrics import COUNTERS
@@ -32,11 +32,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("cli", "client", "codecs", "proto", "server", "tiers")
 DEFAULT_ADDRESS = "127.0.0.1:7420"
 
-GONE_FLAGS = {
-    "--adapt-tenants", "--disk-write", "--disk-write-budget", "--peer-port", "--prefetch-bytes",
-    "--redis-write", "--redis-write-budget", "--zmq",
-}  # fmt: skip
-"""What the changelog alone may name."""
 OTHER_FLAGS = {
     "--model-path": "SGLang",
     "--revision": "SGLang",
@@ -198,11 +193,12 @@ def flags_in(page: str) -> set[str]:
 
 def test_every_flag_that_is_named_exists(capsys: pytest.CaptureFixture[str]) -> None:
     known = set(re.findall(r"--[a-z-]*[a-z]", help_of_the_server(capsys)))
+    gone = {flag_of(name) for name in REPLACED}
     named = {
         flag: page
         for page in PAGES
         for flag in flags_in(page)
-        if page != "CHANGELOG.md" or flag not in GONE_FLAGS
+        if page != "CHANGELOG.md" or flag not in gone
     }
     assert {f: p for f, p in named.items() if f not in known and f not in OTHER_FLAGS} == {}
     assert set(OTHER_FLAGS) - set(named) == set()

@@ -17,7 +17,7 @@ from kvstore.cli.simulate.block_replay import BlockReplay
 from kvstore.cli.trace_blocks import DEFAULT_BLOCK_TOKENS, BlockTrace, make_blocks
 from kvstore.cli.trace_files import SegmentLine, TraceLines, read_trace
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import POLICIES
+from kvstore.proto.types import POLICIES, policy_instead_of
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.registry import make_policy
@@ -89,7 +89,7 @@ def names_of(policies: str, model: str) -> list[str]:
     names = list(known) if policies == "all" else policies.split(",")
     for name in names:
         if name not in known:
-            raise InvalidRequestError("policy", name, f"one of {', '.join((*known, 'or all'))}")
+            raise InvalidRequestError("policy", name, policy_instead_of(name, (*known, "or all")))
     return names
 
 

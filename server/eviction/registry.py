@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import POLICIES
+from kvstore.proto.types import policy_instead_of
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import EvictionPolicy
 
@@ -29,7 +29,7 @@ def make_policy(
     """
     place = _PLACES.get(name)
     if place is None:
-        raise InvalidRequestError("policy", name, f"one of {', '.join(POLICIES)}")
+        raise InvalidRequestError("policy", name, policy_instead_of(name))
     module, _, noun = place.partition(":")
     kind: Callable[..., EvictionPolicy] = getattr(
         import_module(f"kvstore.server.eviction.{module}"), noun

@@ -26,6 +26,21 @@ from kvstore.server.settings.values import Limits, format_size, text_by_tier
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
 """Settings that have a second name, everywhere."""
 
+REPLACED = {
+    "cpu_codec": "frames in memory are raw",
+    "disk_codec": "give --codec disk=CODEC",
+    "redis_codec": "give --codec redis=CODEC",
+    "disk_write": "give --write RULE, or --write disk=RULE for the disk alone",
+    "redis_write": "give --write redis=RULE",
+    "disk_write_budget": "give --write-budget disk=SIZE",
+    "redis_write_budget": "give --write-budget redis=SIZE",
+    "adapt_tenants": "use --policy hit_density",
+    "zmq": "give bulk: the HOST:PORT of the bulk channel",
+    "peer_port": "the port is that of bulk: HOST:PORT",
+    "zmq_keys": "give events_keys for published events; the bulk channel keeps no key",
+} | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
+"""Settings that are gone, and what to give instead."""
+
 Given: TypeAlias = tuple[str, object]
 """Where a setting came from, and what it was given."""
 
@@ -129,8 +144,9 @@ def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Gi
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
     """Return what to give in place of a *word* that is no flag."""
     named = word.partition("=")[0].lstrip("-")
-    if (name := named.replace("-", "_")) in Limits.model_fields:
-        return f"there is no such flag; give --limits {name}=VALUE"
+    successor = REPLACED.get(named.replace("-", "_"))
+    if successor is not None:
+        return f"there is no such flag any more; {successor}"
     names = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
     close = get_close_matches(named, names, n=1)
     meant = f"did you mean --{close[0]}? " if close else ""
@@ -215,8 +231,8 @@ def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
         return str(item["ctx"]["error"])
     if kind == "extra_forbidden":
         name = str(item["loc"][0])
-        if name in Limits.model_fields:
-            return f"there is no such setting; give --limits {name}=VALUE"
+        if name in REPLACED:
+            return f"there is no such setting any more; {REPLACED[name]}"
         kind = "limit" if name == "limits" else "setting"
         known = Limits.model_fields if name == "limits" else known
         close = get_close_matches(str(item["loc"][-1]), known, n=1)

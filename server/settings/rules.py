@@ -20,7 +20,7 @@ from kvstore.codecs.base import CODECS, codec_by_name
 from kvstore.codecs.base import REPLACED as REPLACED_CODECS
 from kvstore.proto.errors import UnknownCodecError
 from kvstore.proto.plans import MAX_CATEGORY_CHARS
-from kvstore.proto.types import POLICIES, Fidelity
+from kvstore.proto.types import POLICIES, Fidelity, policy_instead_of
 from kvstore.server.settings.loading import user_folder
 from kvstore.server.settings.values import (
     BUCKETS,
@@ -137,6 +137,12 @@ def _rules(each: str, most: int, comma: str = ",") -> WrapValidator:
 # --- policies, and what is written below memory
 
 
+def _policy(name: object) -> object:
+    if name not in POLICIES:
+        raise ValueError(f"use {policy_instead_of(str(name))}")
+    return name
+
+
 def _daily_bytes(value: object) -> int:
     size_bytes = checked_size(value)
     if 0 < size_bytes < MIB:
@@ -151,11 +157,7 @@ DEFAULT_CODECS = {"disk": "raw", "redis": "zplane"}
 
 TierPolicies = Annotated[
     dict[str, str],
-    _by_tier(
-        "NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru",
-        DEFAULT_POLICIES,
-        _one_of(POLICIES, "use one of {}"),
-    ),
+    _by_tier("NAME, or NAME,TIER=NAME, such as hit_density,gpu=lru", DEFAULT_POLICIES, _policy),
     "NAME",
 ]
 TierWrites = Annotated[

@@ -50,6 +50,8 @@ def found(run: Run, tmp_path: Path) -> Callable[..., tuple[int, dict[str, dict[s
     [
         (["--wirte", "evict"], ["--wirte", "--write"]),
         (["--policy", "hit_densit"], ["policy", "hit_densit'", "one of lru", "hit_density"]),
+        (["--policy", "adaptive"], ["policy", "use hit_density, which replaces adaptive"]),
+        (["--adapt-tenants", "acme"], ["--adapt-tenants", "use --policy hit_density"]),
         (["--cpu", "8Gigs"], ["cpu_size", "8Gigs"]),
         (["--cpu", "1KiB"], ["cpu_size", "1"]),
         (["--auth-keys", "/no/such/keys"], ["auth_keys", "/no/such/keys", "can read"]),

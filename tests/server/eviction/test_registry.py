@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import POLICIES
+from kvstore.proto.types import POLICIES, REPLACED_POLICIES
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.hit_density import HitDensityEviction
 from kvstore.server.eviction.registry import make_policy
@@ -34,3 +34,11 @@ def test_a_clock_reaches_the_policy_whose_decisions_have_a_deadline() -> None:
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(InvalidRequestError, match="hit_density"):
         make_policy("fifo", AccessHistory())
+
+
+@pytest.mark.parametrize("name", REPLACED_POLICIES)
+def test_a_name_that_is_gone_is_refused_with_its_successor(name: str) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=f"{name}.*: {REPLACED_POLICIES[name]}, which replaces"
+    ):
+        make_policy(name, AccessHistory())

@@ -382,16 +382,26 @@ def test_every_wrong_setting_is_named_at_once_with_its_origin(
     ]
 
 
-@pytest.mark.parametrize("name", Limits.model_fields)
-def test_a_limit_that_is_given_as_a_setting_is_refused_with_how_to_give_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("name", "successor"),
+    [
+        ("zmq", "give bulk"),
+        ("peer_port", "that of bulk"),
+        ("zmq_keys", "give events_keys"),
+        ("disk_codec", "give --codec disk=CODEC"),
+        ("redis_write", "give --write redis=RULE"),
+        *((name, f"give --limits {name}=VALUE") for name in Limits.model_fields),
+    ],
+)
+def test_a_name_that_there_was_is_refused_and_its_successor_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, successor: str
 ) -> None:
-    successor = f"give --limits {name}=VALUE"
     assert successor in refused(f"--{name.replace('_', '-')}", "127.0.0.1:7421")
     assert successor in refused(f"--{name.replace('_', '-')}=127.0.0.1:7421")
     assert successor in refused("--config", write(tmp_path / "c.yaml", f"{name}: off\n"))
-    monkeypatch.setenv(f"KVSTORE_{name.upper()}", "off")
-    assert successor in refused()
+    if name != "peer_port":  # as Kubernetes names what it puts into pods
+        monkeypatch.setenv(f"KVSTORE_{name.upper()}", "off")
+        assert successor in refused()
 
 
 def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
@@ -424,6 +434,21 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
     message = refused("--config", both)
     assert f"is {name} too; give one of the two" in message
     assert "redis://" not in message
+
+
+def test_a_setting_that_is_gone_is_refused_with_what_replaces_it_wherever_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix = "any more; use --policy hit_density"
+    assert f"flags='--adapt-tenants': there is no such flag {fix}" in refused(
+        "--adapt-tenants=acme"
+    )
+    path = write(tmp_path / "g.yaml", "adapt_tenants: acme\n")
+    assert f"adapt_tenants='***': there is no such setting {fix} (from {path})" in refused(
+        "--config", path
+    )
+    monkeypatch.setenv("KVSTORE_ADAPT_TENANTS", "acme")
+    assert f"{fix} (from KVSTORE_ADAPT_TENANTS)" in refused()
 
 
 def test_an_unknown_variable_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
