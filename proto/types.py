@@ -40,6 +40,9 @@ MAX_ROPE_FACTORS = 32
 MAX_FACTOR_CHARS = 64
 """Of the name of one."""
 
+_LAYER_IDS = tuple(range(MAX_LAYERS))
+"""Shared by all Representations: a server keeps a thousand of them."""
+
 
 class DType(IntEnum):
     """Element types, by the number they carry in frames. Names are torch's."""
@@ -120,10 +123,10 @@ class LayerGroup:
             raise RepresentationError(
                 "layer_ids", self.layer_ids, "name each layer of the group once, ascending"
             )
-        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))  # a list is no key
         if not 0 <= self.layer_ids[0] <= self.layer_ids[-1] < MAX_LAYERS:
             fix = f"number layers from 0 to {MAX_LAYERS - 1}"
             raise RepresentationError("layer_ids", self.layer_ids, fix)
+        object.__setattr__(self, "layer_ids", tuple(_LAYER_IDS[one] for one in self.layer_ids))
         for name in ("kv_heads", "head_dim"):
             if not 1 <= getattr(self, name) < 1 << 24:
                 raise RepresentationError(name, getattr(self, name), "give a positive count")

@@ -105,11 +105,12 @@ class Scrub:
 
     def close(self) -> None:
         """End the pass and the thread. Idempotent."""
+        self._closing.set()
         with self._lock:
-            self._closing.set()
+            thread = self._thread
         self._requests.put(((), 0))
-        if self._thread is not None:
-            self._thread.join()
+        if thread is not None:
+            thread.join()
 
     def check(
         self, key: ChunkKey, slot: TierSlot, representation: bytes = b""

@@ -100,7 +100,7 @@ def test_hints_go_over_the_stream(server: LocalServer, monkeypatch: pytest.Monke
     opened = Writes.open
 
     def noted(writes: Writes, *terms: Any, **others: Any) -> object:
-        taken.append(terms[3].hints)
+        taken.append(terms[3])
         return opened(writes, *terms, **others)
 
     monkeypatch.setattr(Writes, "open", noted)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -264,10 +265,7 @@ def test_frames_whose_asset_is_missing_or_anothers_are_refused_and_nothing_is_wr
     room = np.empty(CachegenCodec(1, foreign).max_frame_bytes(layout), np.uint8)
     other = template(layout, representation=bytes(16))
     header = CachegenCodec(1, foreign).encode(other, chunk((GQA,)), room)
-    forged = parse_header(room[: header.frame_bytes])
-    forged = type(forged)(
-        **{n: getattr(forged, n) for n in forged.__slots__} | {"representation": MODEL}
-    )
+    forged = replace(parse_header(room[: header.frame_bytes]), representation=MODEL)
     with pytest.raises(RepresentationError, match=r"asset\.representation"):
         CachegenCodec(1, foreign).decode_into(forged, room[: header.frame_bytes], out)
     assert all(map(np.array_equal, out[0][0], chunk((GQA,), 3)[0][0]))
