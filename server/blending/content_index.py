@@ -50,8 +50,8 @@ MAX_STATISTICS = 1 << 16
 MAX_LEARNED = 4096
 """Variants whose statistics are kept over a restart, those reported on last."""
 
-CONTENT_LIMIT = 1 << 18
-"""Contents that blending finds chunks by."""
+CONTENT_LIMIT = 1 << 16
+"""Contents that blending finds chunks by; each takes about half a KiB a variant."""
 
 MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""

@@ -86,13 +86,19 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
     file = _by_full_name((name, name, value) for name, value in content.items())
     given: dict[str, Given] = {}
     values: dict[str, Any] = {}
-    for source in ({n: (path, value) for n, (_, value) in file.items()}, environment, flags):
+    sources = ({n: (path, value) for n, (_, value) in file.items()}, environment, flags)
+    for source in sources:
         given |= source
         for name, (_, value) in source.items():
             values[name] = [*values.get(name, []), value] if name in _JOINED else value
     try:
         return model.model_validate(values), {name: origin for name, (origin, _) in given.items()}
     except ValidationError as error:
+        for name in _JOINED:
+            parts = [source[name] for source in sources if name in source]
+            if len(parts) > 1:  # the wrong one may be of any
+                shown = [value for _, value in parts]
+                given[name] = " and ".join(origin for origin, _ in parts), shown
         raise _refusal(error, given, model.model_fields) from None
 
 

@@ -359,7 +359,7 @@ class Settings(Checked):
     """serve --http over TLS, to admins alone where it is open to other hosts"""
 
     # --- blending
-    blend_contents: Annotated[int, Field(ge=0), "N"] = 1 << 18
+    blend_contents: Annotated[int, Field(ge=0), "N"] = 1 << 16
     """contents that blending finds chunks by; 0: none"""
     blend_agreement: Share = GateTerms.min_agreement
     """share of tokens that full prefill would choose too, where its choice is clear, for a gate to

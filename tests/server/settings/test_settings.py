@@ -404,6 +404,13 @@ def test_a_name_that_there_was_is_refused_and_its_successor_named(
         assert successor in refused()
 
 
+def test_an_error_in_one_of_several_sources_shows_what_each_gave(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "codec: disk=bogus\n")
+    message = refused("--config", path, "--codec", "redis=raw")
+    assert "codec=['disk=bogus', 'redis=raw']" in message
+    assert f"(from {path} and --codec)" in message
+
+
 def test_an_unknown_key_in_the_file_is_refused_and_the_nearest_named(tmp_path: Path) -> None:
     message = refused("--config", write(tmp_path / "c.yaml", "cpu_sise: 8GiB\n"))
     assert "cpu_sise='***'" in message
