@@ -133,6 +133,24 @@ def test_a_damaged_page_costs_its_own_rows_and_one_line_says_so(
     tier.close()
 
 
+def test_a_row_whose_key_lost_its_length_costs_that_row_alone(
+    original: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "disk"
+    shutil.copytree(original, path)
+    file = path / "index" / "data.mdb"
+    data = bytearray(file.read_bytes())
+    victim = sorted(frame_of(seed)[0].key for seed in range(CHUNKS))[CHUNKS // 2]
+    for at in (at for at in range(len(data)) if data.startswith(victim, at)):
+        data[at - 2 : at] = bytes(2)  # LMDB keeps the length before the key
+    file.write_bytes(data)
+    tier = open_disk(path, CAPACITY_BYTES)
+    kept = list(tier.scan())
+    assert kept
+    assert all(info.key != victim and is_whole(tier, info) for info in kept)
+    tier.close()
+
+
 def test_an_index_of_which_nothing_can_be_read_leaves_an_empty_tier_and_one_line(
     original: Path, tmp_path: Path
 ) -> None:

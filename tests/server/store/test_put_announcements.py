@@ -13,7 +13,7 @@ from simulation.core import Core, prompt, settings
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS
+from kvstore.server.index.in_flight import MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutTicket
 from kvstore.server.store.store import WORKERS_PER_WAITER
@@ -173,7 +173,10 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
     keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
     assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
     assert in_flight.announce(1, keys, 0.0) == MAX_ANNOUNCED_CHUNKS
-    assert in_flight.announce(1, keys[:9], 1.0) == 9
+    made = [
+        in_flight.announce(1, [key], 1.0 + n) for n, key in enumerate(keys[: MAX_ANNOUNCEMENTS + 1])
+    ]
+    assert made == [1] * MAX_ANNOUNCEMENTS + [0]
     assert in_flight.announce(2, keys, 0.0) == 0
     assert in_flight.announce(1, keys[:3], 0.0) == 3
     core.catalog.release_session(1)
