@@ -195,7 +195,7 @@ class WatchedFile(Generic[T]):
         self._parse = parse
         self._gone = gone
         self._misses = 0
-        self._lock = Lock()  # whoever looks while another reads waits, and has the value, too
+        self._lock = Lock()  # who looks while another reads waits, and has the value, too
         self._seen = list(map(_look, self._paths))
         self.value = parse(*map(read_guarded, paths))
 

@@ -74,17 +74,17 @@ class Placement:
         if engine is None and not rule.looks_ahead and budget is None:
             return moment in rule.triggers
         looks_ahead = rule.looks_ahead or (budget is not None and moment is Trigger.leaving)
-        prospect = self.catalog.queries.reuse_estimate(key, ahead=looks_ahead)
-        if prospect is None:
+        estimate = self.catalog.queries.reuse_estimate(key, ahead=looks_ahead)
+        if estimate is None:
             return False
         load_s = compute_s = 0.0
         if engine is not None:
-            load_s = slot.load_s(prospect.size_bytes)
-            tokens, context = prospect.tokens, prospect.context_tokens
+            load_s = slot.load_s(estimate.size_bytes)
+            tokens, context = estimate.tokens, estimate.context_tokens
             compute_s = engine.token_s * tokens + engine.pair_s * tokens * context
         offer = CopyRequest(
-            moment, prospect.size_bytes, prospect.hits, prospect.chance, load_s, compute_s,
-            prospect.is_needed,
+            moment, estimate.size_bytes, estimate.hits, estimate.chance, load_s, compute_s,
+            estimate.is_needed,
         )  # fmt: skip
         if not rule.admits(offer, self.pressure(slot.name)):
             return False
@@ -129,11 +129,11 @@ class Placement:
 
     def _value(self, key: ChunkKey, source: TierSlot) -> float:
         """Return the seconds that a byte of *key* in memory saves, against a load from *source*."""
-        prospect = self.catalog.queries.reuse_estimate(key)
-        if prospect is None:
+        estimate = self.catalog.queries.reuse_estimate(key)
+        if estimate is None:
             return 0.0
-        saved_s = source.load_s(prospect.size_bytes)
-        return prospect.chance * saved_s / max(1, prospect.size_bytes)
+        saved_s = source.load_s(estimate.size_bytes)
+        return estimate.chance * saved_s / max(1, estimate.size_bytes)
 
     def budgets(self) -> dict[str, tuple[int, float]]:
         """Return, of tiers that have one, the budget in bytes a day and what is left of it now."""
