@@ -195,7 +195,7 @@ class DiskTier(Tier):
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible; with *durable* return once its key, whoever sealed it, is
+        """Make the frame visible; with *durable* return once its key, sealed here or before, is
         committed. Raises TierFullError, too, when the index is full; the room is then free.
         """
         with self._calling():

@@ -30,7 +30,7 @@ from kvstore.tiers.base import (
     spent,
 )
 
-PIECES_PER_LANE = 2
+PIECES_PER_TRANSFER = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -53,31 +53,31 @@ class _Piece:
 
 
 class Staging:
-    """*lanes* transfers at once, each through two pieces of *piece_bytes*; others wait. The host
+    """*transfers* at once, each through two pieces of *piece_bytes*; others wait. The host
     fills or empties one piece while the device copies the other. Thread-safe.
     """
 
-    def __init__(self, device: Device, lanes: int, piece_bytes: int) -> None:
+    def __init__(self, device: Device, transfers: int, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
-        self._lanes: SimpleQueue[list[_Piece]] = SimpleQueue()
-        for _ in range(lanes):
-            tensors = [device.staging(piece_bytes) for _ in range(PIECES_PER_LANE)]
-            self._lanes.put([_Piece(tensor, tensor.numpy()) for tensor in tensors])
+        self._pairs: SimpleQueue[list[_Piece]] = SimpleQueue()
+        for _ in range(transfers):
+            tensors = [device.staging(piece_bytes) for _ in range(PIECES_PER_TRANSFER)]
+            self._pairs.put([_Piece(tensor, tensor.numpy()) for tensor in tensors])
 
     @contextmanager
-    def _lane(self) -> Iterator[list[_Piece]]:
-        lane = self._lanes.get()
+    def _pair(self) -> Iterator[list[_Piece]]:
+        pair = self._pairs.get()
         try:
-            yield lane
+            yield pair
         finally:
-            for piece in lane:
+            for piece in pair:
                 piece.out = None  # of a transfer that failed
-            self._lanes.put(lane)
+            self._pairs.put(pair)
 
     def upload(self, stream: Stream, out: torch.Tensor, data: Bytes) -> None:
         """Queue copies of *data* to the device; *data* may be reused at once."""
-        with self._lane() as lane:
-            for piece, start in zip(cycle(lane), self._starts(data), strict=False):
+        with self._pair() as pair:
+            for piece, start in zip(cycle(pair), self._starts(data), strict=False):
                 part = data[start : start + self._piece_bytes]
                 piece.settle()
                 copy_bytes(piece.bytes[: len(part)], part)
@@ -86,13 +86,13 @@ class Staging:
 
     def download(self, stream: Stream, out: Bytes, data: torch.Tensor) -> None:
         """Copy *data* from the device to *out*; done when this returns."""
-        with self._lane() as lane:
-            for piece, start in zip(cycle(lane), self._starts(out), strict=False):
+        with self._pair() as pair:
+            for piece, start in zip(cycle(pair), self._starts(out), strict=False):
                 piece.settle()
                 part = out[start : start + self._piece_bytes]
                 stream.copy(piece.tensor[: len(part)], data[start : start + len(part)])
                 piece.busy, piece.out = stream.record(), part
-            for piece in lane:
+            for piece in pair:
                 piece.settle()
 
     def _starts(self, data: Bytes) -> range:
@@ -103,7 +103,7 @@ GRANULE_BYTES = 256
 """What cudaMalloc aligns to: every frame starts on a line of the device's memory."""
 BLOCK_HEADER_BYTES = 256
 """Before each frame; ends in the generation, as in a slab of CPU memory."""
-STAGING_LANES = 4
+STAGING_TRANSFERS = 4
 STAGING_PIECE_BYTES = 4 << 20
 _WORD_BYTES = 8
 _generations = count(0x5EED_B10C_0000_0000, 2)
@@ -140,7 +140,7 @@ class GpuTier(Tier):
         self.memory = device.allocate(self.capacity_bytes)
         """The whole arena (uint8): for work on frames whose places and leases the caller has."""
         try:
-            self._staging = Staging(device, STAGING_LANES, staging_piece_bytes)
+            self._staging = Staging(device, STAGING_TRANSFERS, staging_piece_bytes)
             self._up, self._down = device.stream(), device.stream()
         except TierUnavailableError:
             device.release(self.memory)

@@ -2,9 +2,8 @@
 get and put frames.
 
 One thread waits on all idle connections; other threads answer requests. Each connection that has
-not attached yet has a thread of its own to be slow with. Clients have threads of theirs, those of
-other servers, their guests, among them, and so have clients' gets whose reader takes more after it
-had stalled.
+not attached yet has a thread of its own to be slow with. Clients, guests of other servers among
+them, have a pool of threads, and so have gets whose reader takes more after it had stalled.
 """
 
 from __future__ import annotations

@@ -108,15 +108,16 @@ def test_no_damage_of_the_index_ends_the_process_or_serves_a_wrong_byte(
         assert max(right for _, right in lines) > CHUNKS // 2
 
 
+VICTIM = sorted(frame_of(seed)[0].key for seed in range(CHUNKS))[CHUNKS // 2]
+
+
 def test_a_damaged_page_costs_its_own_rows_and_one_line_says_so(
     original: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "disk"
-    shutil.copytree(original, path)
+    path = Path(shutil.copytree(original, tmp_path / "disk"))
     file = path / "index" / "data.mdb"
     data = bytearray(file.read_bytes())
-    victim = sorted(frame_of(seed)[0].key for seed in range(CHUNKS))[CHUNKS // 2]
-    for page in {at // PAGE for at in range(len(data)) if data.startswith(victim, at)}:
+    for page in {at // PAGE for at in range(len(data)) if data.startswith(VICTIM, at)}:
         data[page * PAGE : (page + 1) * PAGE] = bytes(PAGE)
     file.write_bytes(data)
     with capture_logs() as logs:
@@ -136,18 +137,16 @@ def test_a_damaged_page_costs_its_own_rows_and_one_line_says_so(
 def test_a_row_whose_key_lost_its_length_costs_that_row_alone(
     original: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "disk"
-    shutil.copytree(original, path)
+    path = Path(shutil.copytree(original, tmp_path / "disk"))
     file = path / "index" / "data.mdb"
     data = bytearray(file.read_bytes())
-    victim = sorted(frame_of(seed)[0].key for seed in range(CHUNKS))[CHUNKS // 2]
-    for at in (at for at in range(len(data)) if data.startswith(victim, at)):
+    for at in (at for at in range(len(data)) if data.startswith(VICTIM, at)):
         data[at - 2 : at] = bytes(2)  # LMDB keeps the length before the key
     file.write_bytes(data)
     tier = open_disk(path, CAPACITY_BYTES)
     kept = list(tier.scan())
     assert kept
-    assert all(info.key != victim and is_whole(tier, info) for info in kept)
+    assert all(info.key != VICTIM and is_whole(tier, info) for info in kept)
     tier.close()
 
 
