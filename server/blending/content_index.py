@@ -114,8 +114,35 @@ class Learned(NamedTuple):
     context: Annotated[tuple[Context, ...], Field(max_length=MAX_CONTEXT)] = ()
 
 
+class PromptChunk(NamedTuple):
+    """A chunk of a prompt. *key* is empty where what is before it is not known."""
+
+    key: ChunkKey
+    content: bytes
+    tokens: int
+
+
+class Candidate(NamedTuple):
+    """A chunk that can be read: *source* is the place of its tier in the request."""
+
+    facts: VariantInfo
+    source: int
+    size_bytes: int
+    fidelity: Fidelity
+
+
+class Matches(NamedTuple):
+    """What there is of one chunk: itself, or others with its content, and its priorities."""
+
+    is_exact: bool
+    candidates: list[Candidate]
+    priority: bytes
+
+
 class ContentIndex:
-    """Variants by namespace and content digest. Not thread-safe: the catalog's lock guards it.
+    """Variants by namespace and content digest. A listener of the catalog, of which *state* is.
+
+    Thread-safe but for ``note`` to ``removed``, which are called under the catalog's lock.
 
     A variant is a chunk with a copy whose frame names its content. Of more than MAX_VARIANTS of
     one content that goes which has saved least, uses times the share that was not to be recomputed
@@ -125,7 +152,8 @@ class ContentIndex:
     where it is a prefix.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, state: CatalogState, limit: int = CONTENT_LIMIT) -> None:
+        self._state = state
         self._limit = limit
         self.left_out = 0
         """Chunks that came when *limit* was reached."""
@@ -136,6 +164,9 @@ class ContentIndex:
         """By namespace and content, the latest first."""
         self._learned: OrderedDict[ChunkKey, Learned] = OrderedDict()
         """Of variants, and of chunks that were variants before the last start and may be again."""
+        self._priorities = TokenPriorities()
+        self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
+        """Chunks that others put and that came into memory: their frames say what they hold."""
 
     def note(self, chunk: Named) -> ChunkKey | None:
         """A chunk came; return the variant that gave way to it, if one did."""
@@ -210,15 +241,6 @@ class ContentIndex:
             found.append(Context(UNKNOWN_CONTENT, left, float(left)))
         return found[::-1]
 
-    def used(self, key: ChunkKey, overlap: float) -> None:
-        """A variant was given out where this share of its context was there, too."""
-        if key in self._variants:
-            known = self._known(key)
-            mean = known.overlap + _EWMA_WEIGHT * (overlap - known.overlap)
-            self._learned[key] = known._replace(uses=known.uses + 1.0, overlap=mean)
-            if len(self._learned) > MAX_STATISTICS:
-                self._learned.popitem(last=False)
-
     def report(self, key: ChunkKey, measured: Measured) -> bytes | None:
         """An engine used a variant, and measured it. Return its content; None when it is gone."""
         if key not in self._variants:
@@ -236,70 +258,11 @@ class ContentIndex:
         remember(self._learned, key, known, MAX_STATISTICS)
         return content
 
-    def learned(self) -> list[Learned]:
-        """Return what reports taught, the latest last."""
-        reported = (one for one in reversed(self._learned.values()) if one.reports)
-        return list(islice(reported, MAX_LEARNED))[::-1]
-
-    def recall(self, rows: Sequence[Learned]) -> None:
-        """Take in what an earlier run learned of variants that are here, or may come."""
-        for one in rows[-MAX_LEARNED:]:
-            remember(self._learned, one.key, one, MAX_STATISTICS)
-
-    @property
-    def content_count(self) -> int:
-        """Contents of which there is a variant."""
-        return len(self._contents)
-
-    def __len__(self) -> int:
-        return len(self._variants)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._variants
-
-
-class PromptChunk(NamedTuple):
-    """A chunk of a prompt. *key* is empty where what is before it is not known."""
-
-    key: ChunkKey
-    content: bytes
-    tokens: int
-
-
-class Candidate(NamedTuple):
-    """A chunk that can be read: *source* is the place of its tier in the request."""
-
-    facts: VariantInfo
-    source: int
-    size_bytes: int
-    fidelity: Fidelity
-
-
-class Matches(NamedTuple):
-    """What there is of one chunk: itself, or others with its content, and its priorities."""
-
-    is_exact: bool
-    candidates: list[Candidate]
-    priority: bytes
-
-
-class Contents:
-    """A listener of the catalog. Shares the lock of *state*. Thread-safe but for what the catalog
-    calls, which has the lock. *limit* contents are kept.
-    """
-
-    def __init__(self, state: CatalogState, limit: int = CONTENT_LIMIT) -> None:
-        self._state = state
-        self.content_index = ContentIndex(limit)
-        self._priorities = TokenPriorities()
-        self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
-        """Chunks that others put and that came into memory: their frames say what they hold."""
-
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
         """Know a chunk by its content, or note that its frame in memory is to be read."""
         if put_info is None:
             if tier == _MEMORY:
-                self.unread += [info.key for info in infos if info.key not in self.content_index]
+                self.unread += [info.key for info in infos if info.key not in self._variants]
         elif put_info.content != UNKNOWN_CONTENT:
             (info,) = infos
             tokens = info.layout.tokens
@@ -308,11 +271,11 @@ class Contents:
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
         """Forget a chunk that is nowhere any more."""
         if is_last:
-            self.content_index.forget(key)
+            self.forget(key)
 
     def _take_in(self, chunk: Named) -> None:
         # A variant that gives way goes before others that are next, unless an engine ranked it.
-        key = self.content_index.note(chunk)
+        key = self.note(chunk)
         row = self._state.index.row(key) if key is not None else 0
         if row and self._state.metadata.hints.priority(row) == NO_PRIORITY:
             self._state.metadata.hints.set_priority(row, GAVE_WAY_PRIORITY)
@@ -330,7 +293,7 @@ class Contents:
 
         None: a tier that is not read. Without *approximate* only the chunks themselves are sought.
         """
-        index, contents, hints = self._state.index, self.content_index, self._state.metadata.hints
+        index, hints = self._state.index, self._state.metadata.hints
 
         def candidate(key: ChunkKey, facts: VariantInfo | None = None) -> Candidate | None:
             """Return the chunk on the first of *tiers* that has it; None where none does."""
@@ -342,7 +305,7 @@ class Contents:
             if source is None:
                 return None
             info = index.info(str(tiers[source]), row)
-            facts = facts or contents.facts(key)
+            facts = facts or self.facts(key)
             if facts is None:  # its frame is not read yet
                 facts = VariantInfo(key, info.parent, index.tokens(row), 0, 0.0, -1.0, 0, ())
             return Candidate(facts, source, info.size_bytes, info.fidelity)
@@ -355,7 +318,7 @@ class Contents:
                 if exact is not None and exact.facts.tokens == chunk.tokens:
                     found.append(Matches(True, [exact], b""))
                     continue
-                variants = contents.variants(space, chunk.content) if approximate else []
+                variants = self.variants(space, chunk.content) if approximate else []
                 placed = (candidate(v.key, v) for v in variants if v.tokens == chunk.tokens)
                 others = [one for one in placed if one is not None]
                 priority = self._priorities.levels(space + chunk.content) if others else b""
@@ -373,7 +336,12 @@ class Contents:
         """Variants were given out, each where this share of its context was there, too."""
         with self._state.lock:
             for key, overlap in chosen:
-                self.content_index.used(key, overlap)
+                if key in self._variants:
+                    known = self._known(key)
+                    mean = known.overlap + _EWMA_WEIGHT * (overlap - known.overlap)
+                    self._learned[key] = known._replace(uses=known.uses + 1.0, overlap=mean)
+                    if len(self._learned) > MAX_STATISTICS:
+                        self._learned.popitem(last=False)
             keys = [key for key, _ in chosen]
             rows = [row for key in keys if (row := self._state.index.row(key))]
             # For the policies, not the history, which counts prompts.
@@ -384,26 +352,27 @@ class Contents:
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
         """Return the tokens of each of *keys*; 0 for what is no variant here."""
         with self._state.lock:
-            found = [self.content_index.facts(key) for key in keys]
-        return [0 if one is None else one.tokens for one in found]
+            return [self._variants[key][2] if key in self._variants else 0 for key in keys]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
         """Take in reports of variants that are here: scores are (tokens), -1 if not measured."""
         with self._state.lock:
             for key, measured, scores in reports:
-                content = self.content_index.report(key, measured)
+                content = self.report(key, measured)
                 if content is not None and scores is not None:
                     self._priorities.note(key[:DIGEST_BYTES] + content, scores)
 
     def learned(self) -> list[Learned]:
-        """Return what engines reported of variants, of those reported on last."""
+        """Return what reports taught, the latest last."""
         with self._state.lock:
-            return self.content_index.learned()
+            reported = (one for one in reversed(self._learned.values()) if one.reports)
+            return list(islice(reported, MAX_LEARNED))[::-1]
 
     def recall(self, rows: Sequence[Learned]) -> None:
-        """Take in what an earlier run learned of variants."""
+        """Take in what an earlier run learned of variants that are here, or may come."""
         with self._state.lock:
-            self.content_index.recall(rows)
+            for one in rows[-MAX_LEARNED:]:
+                remember(self._learned, one.key, one, MAX_STATISTICS)
 
     def name(self, chunk: Named) -> None:
         """A frame was read that names its chunk; one that is gone is passed over."""
@@ -414,18 +383,18 @@ class Contents:
     def unnamed(self, tier: str, limit: int) -> list[ChunkKey]:
         """Return chunks on *tier* whose content is not known, at most *limit*."""
         with self._state.lock:
-            contents, index = self.content_index, self._state.index
+            index = self._state.index
             return [
                 key
                 for row in index.known_rows()
-                if tier in index.holders(row) and (key := index.key(row)) not in contents
+                if tier in index.holders(row) and (key := index.key(row)) not in self._variants
             ][-limit:]
 
     def counts(self) -> tuple[int, int, int, int]:
         """Return how many contents and variants there are, contents left out, priorities' bytes."""
         with self._state.lock:
-            contents, size = self.content_index, self._priorities.size_bytes
-            return contents.content_count, len(contents), contents.left_out, size
+            contents, size = len(self._contents), self._priorities.size_bytes
+            return contents, len(self._variants), self.left_out, size
 
 
 class ContentReader:
@@ -438,7 +407,7 @@ class ContentReader:
     def __init__(
         self,
         catalog: Catalog,
-        contents: Contents,
+        contents: ContentIndex,
         slots: Sequence[TierSlot],
         limit: int,
         clock: Callable[[], float],

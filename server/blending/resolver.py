@@ -31,7 +31,7 @@ from kvstore.proto.types import (
 from kvstore.server.blending.content_index import (
     CONTENT_LIMIT,
     Candidate,
-    Contents,
+    ContentIndex,
     Matches,
     Measured,
     PromptChunk,
@@ -206,7 +206,7 @@ class Blending:
         contents: int = CONTENT_LIMIT,
     ) -> None:
         self.gates = gates
-        self.contents = Contents(moves.catalog.state, contents)
+        self.contents = ContentIndex(moves.catalog.state, contents)
         moves.catalog.listeners.append(self.contents)
         self._catalog = moves.catalog
         self._counters = moves.counters

@@ -18,7 +18,7 @@ from kvstore.server.index.access_log import CatalogListener, CatalogState, Looku
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.eviction_state import EXPIRED_AT_ONCE, EvictionState
 from kvstore.server.index.hints import NEVER, ChunkMetadata, PutInfo
-from kvstore.server.index.holds import Lease, Leases, LeaseTerms
+from kvstore.server.index.holds import Holds, Lease, Leases, LeaseTerms
 from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.telemetry.events import Outcomes
@@ -74,9 +74,10 @@ class Catalog:
         metadata: ChunkMetadata | None = None,
     ) -> None:
         metadata = metadata or ChunkMetadata()
-        self.state = state = CatalogState(policies, leases, pin_limit_bytes, clock, metadata)
+        self._holds = Holds(leases, pin_limit_bytes)
+        self.state = state = CatalogState(policies, self._holds, clock, metadata)
         self._lock, self._clock = state.lock, clock
-        self._index, self._holds, self.leases = state.index, state.holds, leases
+        self._index, self.leases = state.index, leases
         self._metadata, self._access_log = metadata, state.access_log
         self.in_flight, self.eviction = InFlightPuts(state), EvictionState(state)
         self.queries = CatalogQueries(state, self.in_flight)
@@ -91,13 +92,13 @@ class Catalog:
     def needs_ends(self, space: Namespace, needs: ResumeRequirements) -> None:
         """Prefixes of *space* are of a model that goes on only where it has what it *needs*."""
         with self._lock:
-            self._index.ends.need(space, needs)
+            self._index.need(space, needs)
 
     def is_less_complete(self, key: ChunkKey, layout: KVLayout, *, absent: bool = False) -> bool:
         """Whether the chunk is here with less of its end than *layout*; *absent* if it is not."""
         with self._lock:
             row = self._index.row(key)
-            return self._index.ends.is_less_complete(row, layout) if row else absent
+            return self._index.is_less_complete(row, layout) if row else absent
 
     def note_sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None = None) -> None:
         """A copy became visible on *tier*; *put_info* says where it came from, if it was put."""
@@ -124,7 +125,7 @@ class Catalog:
             for info in infos:
                 if put_info is not None:  # who put it has used it
                     uses.used([info.key])
-                self._holds.keep(info.key, info.size_bytes)
+                self._holds.unkept += not uses.keep(info.key, info.size_bytes)
         number, parent = index.tiers.index(tier), index.parents[rows[0]]
         self._access_log.note(
             Stored(number, rows, parent, infos[0].size_bytes, facts, flops, self._clock())
@@ -264,8 +265,8 @@ class Catalog:
             if self.in_flight.writers or self.in_flight.announced:
                 pending = self._count_pending(keys, len(rows), now_s)
             if len(known) > len(rows):
-                evicted = index.evicted.count(known[len(rows) :])
-            has_ends = bool(keys) and keys[0][:DIGEST_BYTES] in index.ends.needs
+                evicted = int(np.frombuffer(index.evicted.here, np.uint8)[known[len(rows) :]].sum())
+            has_ends = bool(keys) and keys[0][:DIGEST_BYTES] in index.needs
             sources, sizes = self._choose(rows, min_fidelity, tiers)
             if lease is not None and len(sources):
                 lease_id = self._holds.lease(keys[: len(sources)], lease, now_s).lease_id
@@ -315,8 +316,7 @@ class Catalog:
                 np.copyto(sizes, there, where=held)
                 open_rows ^= held
         end = int(open_rows.argmax()) if open_rows.any() else len(rows)
-        if self._index.ends.needs:
-            end = len(self._index.usable(rows[:end]))
+        end = len(self._index.usable(rows[:end]))
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
@@ -375,7 +375,7 @@ class Catalog:
             pins, handed_over = self._holds.pins, self._holds.handed_over
             for table, ms in ((pins, hints.pin_ms), (handed_over, hints.handover_ms)):
                 for key, row in ((index.key(row), row) for row in rows if ms):
-                    until = max(now + ms / 1000, table.until(key))
+                    until = max(now + ms / 1000, table.pinned.get(key, (0.0, 0))[0])
                     ignored += not table.pin(key, index.any_size_bytes(row), until)
             return ignored
 
@@ -410,10 +410,11 @@ class Catalog:
         """Keep chunks, as they come, for a batch for *ttl_s* at most; return how many are here."""
         with self._lock:
             self._holds.uses.announce(session_id, uses, self._clock() + ttl_s)
+            planned, index = self._holds.uses, self._index
             for key in uses:
-                if row := self._index.row(key):
-                    self._holds.keep(key, self._index.any_size_bytes(row))
-            return len(uses.keys() & self._holds.uses.kept.keys())
+                if row := index.row(key):
+                    self._holds.unkept += not planned.keep(key, index.any_size_bytes(row))
+            return len(uses.keys() & planned.kept.keys())
 
     def take_unkept(self) -> int:
         """Return how many announced chunks came since the last time that found no room."""

@@ -92,8 +92,7 @@ class RowHints:
         if expires_s != NEVER:
             heapq.heappush(self._times, (expires_s, row))
             if len(self._times) > 2 * self.expiring + _STALE_TIMES:
-                self._times = [time for time in self._times if self._is_true(time)]
-                self._times = sorted(set(self._times))  # sorted is a heap
+                self._times = sorted(set(filter(self._is_true, self._times)))  # which is a heap
 
     def _is_true(self, time: tuple[float, int]) -> bool:
         return self.expiries[time[1]] == time[0]
@@ -115,16 +114,14 @@ class RowHints:
 
         They are named again and again until they are forgotten or live on.
         """
-        found: dict[int, None] = {}
-        popped = []
+        found: dict[tuple[float, int], int] = {}
         while self._times and self._times[0][0] <= now_s and len(found) < limit:
             time = heapq.heappop(self._times)
-            if self._is_true(time) and time[1] not in found:
-                found[time[1]] = None
-                popped.append(time)
-        for time in popped:
+            if self._is_true(time):
+                found[time] = time[1]
+        for time in found:
             heapq.heappush(self._times, time)
-        return list(found)
+        return list(found.values())
 
     # --- over a restart
 
@@ -212,13 +209,13 @@ class ChunkMetadata:
             self._full_tokens.popitem(last=False)
         tenant, hints = put_info.tenant, put_info.hints
         partition = self.partitions.number(tenant, hints.category)
-        flops = []
-        for row, info in zip(rows, chain, strict=True):
+        for row in rows:
             self.hints.partitions[row] = partition
-            flops.append(info.prefill_flops if 0.0 <= info.prefill_flops < math.inf else 0.0)
+        flops = [one.prefill_flops for one in chain]
+        flops = [count if 0.0 <= count < math.inf else 0.0 for count in flops]
         facts = InsertInfo(
             tokens_full=tokens >= full,
-            group=self.groups.get((tenant, hints.category)) or self.group(tenant, hints.category),
+            group=self.group(tenant, hints.category),
             reuse=hints.reuse,
             prompt_chunks=-(-hints.prompt_tokens // full),
         )

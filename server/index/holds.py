@@ -219,10 +219,6 @@ class Pins:
         self.pinned[key] = (until, size_bytes)
         return True
 
-    def until(self, key: ChunkKey) -> float:
-        """Return until when a chunk is pinned; 0 for one that is not."""
-        return self.pinned.get(key, (0.0, 0))[0]
-
     def unpin(self, key: ChunkKey) -> bool:
         """End a pin; return whether there was one."""
         is_pinned = key in self.pinned
@@ -265,10 +261,6 @@ class Holds:
             for key in keys:
                 self.handed_over.unpin(key)
         return self.leases.grant(terms.session_id, keys, now + terms.ttl_s)
-
-    def keep(self, key: ChunkKey, size_bytes: int) -> None:
-        """Keep a chunk that is here for the uses that were announced, if there is room."""
-        self.unkept += not self.uses.keep(key, size_bytes)
 
     def expire(self, now: float) -> int:
         """End what is over by *now*; return how many leases."""

@@ -42,7 +42,7 @@ class InFlightPuts:
         index, hints = self._index, self._state.metadata.hints
         with self._state.lock:
             row = index.row(key)
-            if row and layout is not None and index.ends.is_less_complete(row, layout):
+            if row and layout is not None and index.is_less_complete(row, layout):
                 return False
             if row and index.holders(row, Fidelity.exact):
                 if hints.is_expired(row, self._state.clock()):
