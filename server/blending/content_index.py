@@ -56,6 +56,9 @@ CONTENT_LIMIT = 1 << 16
 MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
 
+CHUNKS_AT_ONCE = 8
+"""Looked up under one holding of the catalog's lock."""
+
 STEP_S = 0.05
 """How long a step reads headers at most, so that its caller can do other things, too."""
 
@@ -311,18 +314,19 @@ class ContentIndex:
             return Candidate(facts, source, info.size_bytes, info.fidelity)
 
         found = []
-        with self._state.lock:
-            now_s = self._state.clock()
-            for chunk in chunks:
-                exact = candidate(chunk.key)
-                if exact is not None and exact.facts.tokens == chunk.tokens:
-                    found.append(Matches(True, [exact], b""))
-                    continue
-                variants = self.variants(space, chunk.content) if approximate else []
-                placed = (candidate(v.key, v) for v in variants if v.tokens == chunk.tokens)
-                others = [one for one in placed if one is not None]
-                priority = self._priorities.levels(space + chunk.content) if others else b""
-                found.append(Matches(False, others, priority))
+        for start in range(0, len(chunks), CHUNKS_AT_ONCE):
+            with self._state.lock:
+                now_s = self._state.clock()
+                for chunk in chunks[start : start + CHUNKS_AT_ONCE]:
+                    exact = candidate(chunk.key)
+                    if exact is not None and exact.facts.tokens == chunk.tokens:
+                        found.append(Matches(True, [exact], b""))
+                        continue
+                    variants = self.variants(space, chunk.content) if approximate else []
+                    placed = (candidate(v.key, v) for v in variants if v.tokens == chunk.tokens)
+                    others = [one for one in placed if one is not None]
+                    priority = self._priorities.levels(space + chunk.content) if others else b""
+                    found.append(Matches(False, others, priority))
         return found
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
