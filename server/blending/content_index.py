@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
-from kvstore.proto.frame import FIXED_BYTES, header_bytes, parse_header, stated_header_bytes
+from kvstore.proto.frame import header_bytes, parse_header, stated_header_bytes
 from kvstore.proto.plans import NO_PRIORITY
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -401,6 +402,7 @@ class ContentIndex:
             return contents, len(self._variants), self.left_out, size
 
 
+@dataclass(eq=False)
 class ContentReader:
     """Reads headers of chunks whose content is not known: those that other nodes put and that came
     into memory, then at most *limit* that the last of *slots* kept over a restart, latest first.
@@ -408,48 +410,42 @@ class ContentReader:
     Each is read from the first of *slots* that has it. For one thread; *clock* returns seconds.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        contents: ContentIndex,
-        slots: Sequence[TierSlot],
-        limit: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._catalog = catalog
-        self._contents = contents
-        self._slots = slots
-        self._clock = clock
-        self._left = contents.unnamed(slots[-1].name, limit) if limit else []
+    catalog: Catalog
+    contents: ContentIndex
+    slots: Sequence[TierSlot]
+    limit: int
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        limit = self.limit
+        self._left = self.contents.unnamed(self.slots[-1].name, limit) if limit else []
 
     def step(self) -> bool:
         """Read some headers; False once there are none left."""
-        until = self._clock() + STEP_S
-        while self._clock() < until:
-            waiting = self._contents.unread or self._left
+        until = self.clock() + STEP_S
+        while self.clock() < until:
+            waiting = self.contents.unread or self._left
             if not waiting:
                 return False
             self._read(waiting.pop())  # of a deque, which may grow meanwhile, but not shrink
         return True
 
     def _read(self, key: ChunkKey) -> None:
-        copies = self._catalog.hold(key)
+        copies = self.catalog.hold(key)
         try:
-            slot = next((one for one in self._slots if one.name in copies), None)
-            named = self._named(slot, copies[slot.name]) if slot is not None else None
-        except KVStoreError:  # it is found by key all the same, and its reader learns what is wrong
-            return
+            slot = next((one for one in self.slots if one.name in copies), None)
+            if slot is not None and (named := self._named(slot, copies[slot.name])) is not None:
+                self.contents.name(named)
+        except KVStoreError:
+            pass  # it is found by key all the same, and its reader learns what is wrong
         finally:
-            self._catalog.let_go(key)
-        if named is not None:
-            self._contents.name(named)
+            self.catalog.let_go(key)
 
     def _named(self, slot: TierSlot, info: ChunkInfo) -> Named | None:
         head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)
         if not slot.guarded(lambda: slot.tier.read(info.key, head)):
             return None
-        longer = stated_header_bytes(head) if len(head) >= FIXED_BYTES else 0
-        if len(head) < longer <= info.size_bytes:
+        if len(head) < (longer := stated_header_bytes(head)) <= info.size_bytes:
             head = np.empty(longer, np.uint8)
             if not slot.guarded(lambda: slot.tier.read(info.key, head)):
                 return None

@@ -274,13 +274,11 @@ class Catalog:
         shared = len(known) if has_ends else 0
         return PrefixMatch(len(rows), pending, sources, sizes, lease_id, evicted, shared)
 
-    def held(
-        self, tiers: Sequence[str], keys: Sequence[ChunkKey], least: Fidelity
-    ) -> list[NDArray[np.bool_]]:
-        """Return, for each of *tiers*, which of the known prefix of *keys* it has at *least*."""
+    def held(self, tier: str, keys: Sequence[ChunkKey], least: Fidelity) -> NDArray[np.bool_]:
+        """Return which of the known prefix of *keys* *tier* has at *least*."""
         with self._lock:
             rows = self._index.readable(self._index.prefix(keys), least)
-            return [self._index.sizes(tier, rows, least)[0] for tier in tiers]
+            return self._index.sizes(tier, rows, least)[0]
 
     def read_plan(self, keys: Sequence[ChunkKey], least: Fidelity) -> list[list[str]]:
         """Return, for each of leased *keys*, the tiers with such a copy of it now."""
@@ -494,15 +492,12 @@ def _chains(infos: Sequence[ChunkInfo]) -> Iterator[list[ChunkInfo]]:
     chain: list[ChunkInfo] = []
     seen: set[ChunkKey] = set()
     for info in infos:
-        if chain and not (_continues(chain[-1], info) and info.key not in seen):
+        last = chain[-1] if chain else info
+        is_alike = (info.size_bytes, info.layout) == (last.size_bytes, last.layout)
+        if chain and not (is_alike and info.parent_key == last.key and info.key not in seen):
             yield chain
             chain, seen = [], set()
         chain.append(info)
         seen.add(info.key)
     if chain:
         yield chain
-
-
-def _continues(last: ChunkInfo, info: ChunkInfo) -> bool:
-    is_next = info.parent_key == last.key and info.size_bytes == last.size_bytes
-    return is_next and (info.layout is last.layout or info.layout == last.layout)

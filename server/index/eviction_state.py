@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 from kvstore.proto.types import ChunkKey
@@ -103,13 +103,12 @@ class EvictionState:
         def stays(row: int) -> bool:
             return self.stays(index.key(row))
 
-        rows = self._ordered(tier, wanted, stays)
+        if not wanted.is_own:
+            late = self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
+            yield from (row for row in late if tier in index.holders(row) and not stays(row))
         if tier == index.tiers[-1] != index.tiers[0]:
-            rows = chain(self._sparing(tier, wanted, stays), rows)
-        if wanted.is_own:
-            return rows
-        late = self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
-        return chain((row for row in late if tier in index.holders(row) and not stays(row)), rows)
+            yield from self._sparing(tier, wanted, stays)
+        yield from self._ordered(tier, wanted, stays)
 
     def _sparing(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
         """Yield those candidates without which no chunk of a faster tier would be orphaned."""

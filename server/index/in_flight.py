@@ -62,11 +62,9 @@ class InFlightPuts:
             self._arrived.notify_all()
 
     def _forget(self, key: ChunkKey) -> None:
-        announcement = self.announced.pop(key, None)
-        if announcement is not None:
-            keys = self._chunks[announcement]
-            keys.discard(key)
-            if not keys:
+        if (announcement := self.announced.pop(key, None)) is not None:
+            self._chunks[announcement].discard(key)
+            if not self._chunks[announcement]:
                 del self._chunks[announcement]
 
     def count(self) -> int:
