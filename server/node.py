@@ -29,7 +29,6 @@ from kvstore.server.api.unix_calls import UnixCalls
 from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
 from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
-from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.authorization import Trust
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.process_limits import (
@@ -116,8 +115,7 @@ class Node:
         config, clock = self._config, self._clock
         if config.assets is not None:
             ASSETS.load_folder(config.assets)
-        models = KnownModels()
-        store = build_store(config, clock, self.counters, self._opened, models, _new_id)
+        store = build_store(config, clock, self.counters, self._opened, _new_id)
         self.store, slots = store, store.tiers.slots
         self._saved_state: SavedState | None = None
         if "disk" in slots:
@@ -130,7 +128,7 @@ class Node:
         self._content_reader = ContentReader(store.catalog, contents, kept, limit, clock)
         salts, ttl_ms = tenant_salts(config), config.limits.session_ttl_ms
         self.sessions = SessionTable(config.max_sessions, ttl_ms, salts, clock, os.urandom)
-        self.sessions.on_open += [models.note, store.begin_session]
+        self.sessions.on_open.append(store.begin_session)
         self.sessions.on_close.append(store.end_session)
         self.trust = self._open(Trust(config, self.sessions, clock))
         self.trust.authorizer.counters = self.counters

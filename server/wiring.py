@@ -209,7 +209,6 @@ def build_store(
     clock: Clock,
     counters: Counters,
     opened: ExitStack,
-    models: KnownModels,
     new_id: Callable[[], int],
 ) -> Store:
     """Open the configured tiers and put a store over them; *opened* closes them.
@@ -219,6 +218,7 @@ def build_store(
     tiers = open_tiers(config, counters, clock, opened)
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
     metadata, policies = make_policies(config, capacities, time.perf_counter)
+    models = KnownModels()
     slots = [_slot(config, tier, policies[tier.name], clock, models) for tier in tiers]
     queues = {"store-cpu": 1, QUEUE: 1} if "gpu" in config.tiers else {QUEUE: 1}
     for tier in tiers:

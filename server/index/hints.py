@@ -75,13 +75,12 @@ class RowHints:
             ahead += islice(victims, 1)
 
     def _lowest(self, ahead: list[int], parent: Callable[[int], int]) -> int:
-        waiting: set[int] = set()
-        best, least = 0, NO_PRIORITY + NO_PRIORITY + 1
+        waiting, free = set[int](), list[int]()
         for at, row in enumerate(ahead):
-            if row not in waiting and self.priority(row) < least:
-                best, least = at, self.priority(row)
+            if row not in waiting:
+                free.append(at)
             waiting.add(parent(row))
-        return best
+        return min(free, key=lambda at: self.priority(ahead[at]))
 
     # --- lifetimes
 

@@ -86,8 +86,8 @@ class Leases:
         if lease is None:
             return False
         del self._leases[lease_id]
-        _count_down(self._by_session, session_id)
-        _count_down(self.by_tenant, lease.tenant)
+        count_down(self._by_session, session_id)
+        count_down(self.by_tenant, lease.tenant)
         pins = self.pins
         for key in lease.keys:
             if left := pins.pop(key) - 1:
@@ -108,13 +108,14 @@ class Leases:
 
     def unpin(self, key: ChunkKey) -> None:
         """Undo one ``pin``."""
-        _count_down(self.pins, key)
+        count_down(self.pins, key)
 
     def __len__(self) -> int:
         return len(self._leases)
 
 
-def _count_down(counter: Counter[Any], key: object) -> None:
+def count_down(counter: Counter[Any], key: object) -> None:
+    """Take one from a count, which goes when it is zero."""
     if left := counter.pop(key) - 1:
         counter[key] = left
 

@@ -41,10 +41,6 @@ class KnownModels:
         self.weights_bytes = 0
         self._lock = threading.Lock()  # guards the three above
 
-    def note(self, session: Session) -> None:
-        """Remember the model of a session that was opened."""
-        self.learn(session.representation_digest, session.representation)
-
     def learn(self, digest: bytes, representation: Representation) -> None:
         """Remember *representation*, whose digest is *digest*."""
         with self._lock:

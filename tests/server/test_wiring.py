@@ -110,7 +110,7 @@ def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> 
         match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
         assert match.ready == 12
         assert outcomes(core, 1) == {PutOutcome.refused}
-        assert (len(core.store.writes), core.catalog.in_flight.count()) == (0, 0)
+        assert (len(core.store.writes), core.catalog.in_flight.writers.total()) == (0, 0)
         assert core.cpu.stats().reservations == 0
         core.store.release(session, match.lease_id)
         assert outcomes(core, 1) == {PutOutcome.stored}
@@ -124,4 +124,4 @@ def test_a_chunk_larger_than_its_tier_is_refused_by_name(policy: str) -> None:
         with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
             core.put(session, [large])
         assert (core.cpu.stats().chunks, core.cpu.stats().reservations) == (4, 0)
-        assert core.catalog.in_flight.count() == 0
+        assert core.catalog.in_flight.writers.total() == 0
