@@ -49,7 +49,6 @@ _PURPOSE = b"kvstore socket"
 _CREDENTIALS = struct.Struct("3i")
 
 Packet: TypeAlias = bytes
-T = TypeVar("T", bound=Message)
 K = TypeVar("K")
 
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
@@ -247,13 +246,9 @@ _NAMES = "Lookup Get Release Reserve Commit Abort Plan Resolve ReportReuse PutDe
 METHODS = dict(enumerate(map(_method, _NAMES.split()), 1))
 """What may be called so: what every put and get needs. Numbers are never used again."""
 
+REPLIES = {method.name: method.reply for method in METHODS.values()}
+"""By the names of methods."""
 _NUMBERS = {method.name: number for number, method in METHODS.items()}
-
-
-def reply_of(name: str) -> type[Message] | None:
-    """Return the reply message of the method called *name*; None when it has no number."""
-    number = _NUMBERS.get(name)
-    return None if number is None else METHODS[number].reply
 
 
 def pack_call(method: str, request: Message) -> Packet:
@@ -312,14 +307,6 @@ def unpack_answer(packet: Packet) -> Answer:
     if reply not in (Reply.ok, Reply.more, Reply.part):
         return Answer(reply, b"", KVStoreError(f"the server refused the call: {reply.name}"))
     return Answer(reply, body)
-
-
-def parse_answer(kind: type[T], body: bytes) -> T:
-    """Return the message of *kind* that *body* is. Raises KVStoreError."""
-    try:
-        return kind.FromString(body)
-    except DecodeError:
-        raise KVStoreError(f"the server's answer is no {kind.DESCRIPTOR.name}") from None
 
 
 _ROW = struct.Struct("<IBB2xQQQ")
