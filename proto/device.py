@@ -464,14 +464,11 @@ def import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise TierUnavailableError(
-            "gpu",
-            f"needs cupy ({error}): install kvstore-server[gpu] or kvstore-server[gpu-cuda12]",
-        ) from None
+        fix = "install kvstore-server[gpu] or kvstore-server[gpu-cuda12]"
+        raise TierUnavailableError("gpu", f"needs cupy ({error}): {fix}") from None
     except OSError as error:  # it makes the folder of what it compiled as soon as it is loaded
-        raise TierUnavailableError(
-            "gpu", f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
-        ) from None
+        reason = f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
+        raise TierUnavailableError("gpu", reason) from None
     return cupy
 
 

@@ -1,17 +1,15 @@
-"""What server and client exchange over the Unix socket: memory, calls, and where frames lie.
+"""What server and client exchange over the Unix socket, as docs/format.md specifies it.
 
 *Memory*: one SOCK_SEQPACKET message each way, 32 bytes, little-endian, descriptors beside them as
 SCM_RIGHTS. Memory travels as memfds with seals: the receiver maps nothing that its sender could
 still truncate.
 
-*Calls* are the service's own messages without gRPC around them: a packet of a ``Request`` whose op
-is ``call`` and whose arg is the method's number, then the request message. It is answered by
-packets of a reply, then a message each: ``more`` while others follow, ``ok`` last (a streaming
-method's last is empty), or ``failed`` with the error's class name, a zero byte and its text; of a
-message too long for a packet, ``part`` but for the last. A round trip costs a tenth of gRPC's.
+*Calls* are the service's own messages at a tenth of gRPC's cost: a packet of a ``Request`` whose
+arg is the method's number, then the request message. It is answered by packets of a reply, then a
+message each: ``more`` while others follow, ``ok`` last (a streaming method's last is empty), or
+``failed``; of a message too long for a packet, ``part`` but for the last.
 
-*Places* are frames that a reader on the server's host can reach without a stream, as rows of 32
-bytes: a prompt of a hundred chunks is one field. docs/format.md specifies all three.
+*Places* are frames that a reader on the server's host can reach without a stream, 32 bytes each.
 """
 
 from __future__ import annotations
