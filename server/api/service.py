@@ -29,7 +29,7 @@ from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
 from kvstore.server.store.reads import NO_REACH
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import check_put
@@ -82,7 +82,7 @@ class Backend:
     def stamp(self) -> pb.Server:
         """What each reply has of the server."""
         features = messages.FEATURE_SHARED_MEMORY if self.unix_server is not None else 0
-        features |= messages.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
+        features |= messages.FEATURE_DURABLE_PUT if self.store.durable else 0
         return pb.Server(boot_id=self.identity.boot_id, features=features)
 
     @property
@@ -278,7 +278,8 @@ class DataCalls:
             for reservation_id, offset in zip(request.reservation_ids, offsets, strict=True):
                 ticket = writes.claim(session, reservation_id)
                 try:
-                    frame = staging.part(offset, ticket.frame_bytes)
+                    sized = ticket.info if isinstance(ticket, PutTicket) else ticket.part
+                    frame = staging.part(offset, sized.size_bytes)
                 except KVStoreError:
                     writes.discard(ticket)
                     raise

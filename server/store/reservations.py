@@ -55,11 +55,6 @@ class PutTicket:
     ticket_id: int = 0
     until: float = math.inf
 
-    @property
-    def frame_bytes(self) -> int:
-        """Size of the frame that is to come."""
-        return self.info.size_bytes
-
 
 class Reservations:
     """Room for chunks that are put, which are pending from then on. Thread-safe.
@@ -191,16 +186,14 @@ class Reservations:
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
         moves, catalog, slot, key = self._moves, self._catalog, ticket.slot, ticket.info.key
-        if ticket.partition is not None:
-            self._uncount(ticket)
+        self._uncount(ticket)
         try:
             sealed = slot.tier.seal(ticket.reservation)
             if sealed:
                 hints, tenant = ticket.hints, ticket.session.tenant
                 put_info = PutInfo(tenant, hints, header.content, header.position)
                 catalog.note_sealed(slot.name, header.info(), put_info)
-                if hints is not NO_HINTS:
-                    self._hint(key, hints)
+                self._hint(key, hints)
         finally:
             catalog.in_flight.end(key)
         if not sealed:
