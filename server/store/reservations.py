@@ -186,14 +186,16 @@ class Reservations:
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
         moves, catalog, slot, key = self._moves, self._catalog, ticket.slot, ticket.info.key
-        self._uncount(ticket)
+        if ticket.partition is not None:
+            self._uncount(ticket)
         try:
             sealed = slot.tier.seal(ticket.reservation)
             if sealed:
                 hints, tenant = ticket.hints, ticket.session.tenant
                 put_info = PutInfo(tenant, hints, header.content, header.position)
                 catalog.note_sealed(slot.name, header.info(), put_info)
-                self._hint(key, hints)
+                if hints is not NO_HINTS:
+                    self._hint(key, hints)
         finally:
             catalog.in_flight.end(key)
         if not sealed:
