@@ -26,7 +26,7 @@ from kvstore.server.api.interceptors import CallWrapper, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
-from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
+from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixServer
 from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
@@ -58,7 +58,6 @@ if TYPE_CHECKING:  # their files load redis, an HTTP server, ZeroMQ and torch
 
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
-MAX_STAGING_BYTES = 1 << 30
 _new_id = partial(SystemRandom().randrange, 1, 1 << 64)
 
 logger = structlog.get_logger(__name__)
@@ -213,13 +212,10 @@ class Node:
         config = self._config
         most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
         most = share_of(SOCKET_SHARE, self._taken, most)
-        limits = UnixLimits(config.max_sessions, MAX_STAGING_BYTES, config.workers, most)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        authorizer = self.trust.authorizer
+        sessions, authorizer = self.sessions, self.trust.authorizer
         try:
-            return self._open(
-                UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
-            )
+            return self._open(UnixServer(path, sessions, files, authorizer, config.workers, most))
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise

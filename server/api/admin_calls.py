@@ -51,18 +51,14 @@ class AdminCalls:
     """Answers the RPCs of administration. Thread-safe."""
 
     def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
-        trust = backend.trust
+        self._backend = backend
         self._store = backend.store
         self._catalog = backend.store.catalog
         self._sessions = backend.sessions
         self._checks = backend.checks
         self._clock = backend.checks.clock
-        self._identity = backend.identity
-        self._pools = backend.pools
-        self._limits = trust.limits if trust else TenantLimits({}, self._clock)
-        self._unix_server = backend.unix_server
+        self._limits = backend.trust.limits if backend.trust else TenantLimits({}, self._clock)
         self._scrub = backend.scrub
-        self._directory = backend.directory
         self._explainer = explainer
         self._requests = requests
 
@@ -140,7 +136,7 @@ class AdminCalls:
         """Return the namespaces that sessions of a tenant had; of others' to admins alone."""
         tenant = request.tenant or caller.tenant
         if tenant.startswith(POOL_PREFIX):
-            tenant, _ = access_to(self._pools, caller, tenant)
+            tenant, _ = access_to(self._backend.pools, caller, tenant)
         counts = self._catalog.queries.spaces()
         spaces = [
             _space_message(space, counts[space.namespace], space.tenant)
@@ -205,10 +201,11 @@ class AdminCalls:
 
     def Status(self, request: pb.StatusRequest, caller: Principal) -> pb.StatusResponse:
         """Report the server's state; how much of it is used, and by whom, to admins alone."""
+        backend, catalog = self._backend, self._catalog
         reply = pb.StatusResponse(
-            version=self._identity.version,
+            version=backend.identity.version,
             state="draining" if self._sessions.is_draining else "serving",
-            uptime_s=self._clock() - self._identity.started_at,
+            uptime_s=self._clock() - backend.identity.started_at,
         )
         tiers = [_tier_status(slot) for slot in self._store.tiers.slots.values()]
         if not caller.is_admin():
@@ -216,7 +213,6 @@ class AdminCalls:
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
             )
             return reply
-        catalog, directory = self._catalog, self._directory
         for tier in tiers:
             catalog.eviction.policy_report(tier.name).fill(tier)
         reply.tiers.extend(tiers)
@@ -225,9 +221,9 @@ class AdminCalls:
         reply.sessions = len(self._sessions)
         reply.leases = len(catalog.leases)
         reply.counters.update(self._store.counters.snapshot())
-        reply.socket_path = str(self._unix_server.path) if self._unix_server else ""
-        if directory is not None:
-            reply.directory.CopyFrom(directory.report())
+        reply.socket_path = str(backend.unix_server.path) if backend.unix_server else ""
+        if backend.directory is not None:
+            reply.directory.CopyFrom(backend.directory.report())
         return reply
 
     def Scrub(self, request: pb.ScrubRequest, caller: Principal) -> pb.ScrubResponse:

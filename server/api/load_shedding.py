@@ -21,8 +21,8 @@ import grpc
 from typing_extensions import override
 
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, QuotaExceededError
-from kvstore.server.api.event_calls import EVENT_READERS
 from kvstore.server.api.interceptors import Behavior, CallWrapper, guarded
+from kvstore.server.telemetry.events import EVENT_READERS
 from kvstore.server.telemetry.metrics import Counters
 
 if TYPE_CHECKING:

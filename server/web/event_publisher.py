@@ -27,10 +27,9 @@ import structlog
 import zmq
 
 from kvstore.proto.types import ROOT, Fidelity
-from kvstore.server.api.event_calls import POLL_S
 from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.settings import Settings
-from kvstore.server.telemetry.events import EventLog, EventReader, Page
+from kvstore.server.telemetry.events import POLL_S, EventLog, EventReader, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.event_sockets import EventSockets, load_key, parse_readers
 
