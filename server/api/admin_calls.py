@@ -26,7 +26,6 @@ from kvstore.server.security.sessions import Principal, Session, check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
-from kvstore.server.tiering.tier_slot import TierSlot
 
 CLEAR_DEADLINE_MS = 60_000
 """Of a request that names none."""
@@ -164,7 +163,17 @@ class AdminCalls:
         tenant = check_tenant(request.tenant)
         given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
         limits = replace(self._limits.of(tenant), **given)
-        self._change_tier_quotas(tenant, request)
+        sizes = {
+            ours: getattr(request, of) for ours, of in _QUOTA_FIELDS.items() if request.HasField(of)
+        }
+        if sizes:
+            known = self._catalog.eviction.quotas_of(tenant)
+            tiers = [request.tier] if request.tier else list(known)
+            fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
+            is_known = known and set(tiers) <= set(known)
+            require(is_known, "tenant", (tenant, request.tier), fix)
+            changed = {tier: replace(known[tier].quota, **sizes) for tier in tiers}
+            self._catalog.eviction.set_quotas(tenant, changed)
         if given:
             self._limits.set(tenant, limits)
         return pb.QuotaResponse(tenants=[self._quota_of(tenant)])
@@ -183,20 +192,6 @@ class AdminCalls:
             )
         return reply
 
-    def _change_tier_quotas(self, tenant: str, request: pb.SetQuotaRequest) -> None:
-        given = {
-            ours: getattr(request, of) for ours, of in _QUOTA_FIELDS.items() if request.HasField(of)
-        }
-        if not given:
-            return
-        known = self._catalog.eviction.quotas_of(tenant)
-        tiers = [request.tier] if request.tier else list(known)
-        if not known or not set(tiers) <= set(known):
-            fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
-            raise InvalidRequestError("tenant", (tenant, request.tier), fix)
-        changed = {tier: replace(known[tier].quota, **given) for tier in tiers}
-        self._catalog.eviction.set_quotas(tenant, changed)
-
     # --- the server
 
     def Status(self, request: pb.StatusRequest, caller: Principal) -> pb.StatusResponse:
@@ -207,15 +202,14 @@ class AdminCalls:
             state="draining" if self._sessions.is_draining else "serving",
             uptime_s=self._clock() - backend.identity.started_at,
         )
-        tiers = [_tier_status(slot) for slot in self._store.tiers.slots.values()]
+        for slot in self._store.tiers.slots.values():
+            state = "degraded" if (why := slot.reason) else "serving"
+            tier = reply.tiers.add(name=slot.name, codec=slot.encoder.name, state=state)
+            if caller.is_admin():
+                tier.MergeFrom(as_message(pb.TierStatus, slot.tier.stats(), reason=why))
+                catalog.eviction.policy_report(slot.name).fill(tier)
         if not caller.is_admin():
-            reply.tiers.extend(
-                pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
-            )
             return reply
-        for tier in tiers:
-            catalog.eviction.policy_report(tier.name).fill(tier)
-        reply.tiers.extend(tiers)
         reply.ghosts = catalog.evicted_count()
         reply.gates.extend(as_message(pb.Gate, gate) for gate in self._store.blends.gates.views())
         reply.sessions = len(self._sessions)
@@ -359,14 +353,6 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
         copies=_copies(held.copies.items()),
         pinned=held.is_pinned,
         components=messages.layout_to_message(info.layout).components,
-    )
-
-
-def _tier_status(slot: TierSlot) -> pb.TierStatus:
-    codec, why = slot.encoder.name, slot.reason
-    state = "degraded" if why else "serving"
-    return as_message(
-        pb.TierStatus, slot.tier.stats(), name=slot.name, codec=codec, state=state, reason=why
     )
 
 

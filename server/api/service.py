@@ -36,7 +36,7 @@ from kvstore.server.api.get_stream import MAX_READ_PEERS, REACH, GetStream
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
-from kvstore.server.api.validation import BlendChecks, Checks, outcomes, require
+from kvstore.server.api.validation import Checks, outcomes, require
 from kvstore.server.security.authorization import Trust, access_to
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
@@ -115,7 +115,6 @@ class DataCalls:
         self._store = backend.store
         self._sessions = backend.sessions
         self._checks = backend.checks
-        self._blend_checks = BlendChecks(backend.checks)
         self._clock = backend.checks.clock
         self._unix_server = backend.unix_server
         self._explainer = explainer
@@ -368,7 +367,7 @@ class DataCalls:
     def Resolve(self, request: pb.ResolveRequest, session: Session) -> pb.ResolveResponse:
         """Return what can replace the segments of a prompt, under a lease."""
         started = self._clock()
-        question = self._blend_checks.question(session, request)
+        question = self._checks.question(session, request)
         blends = self._store.blends
         reply = messages.as_message(
             pb.ResolveResponse,
@@ -385,7 +384,7 @@ class DataCalls:
         """Take in what an engine measured; all of it, or an error that names what is wrong."""
         blends = self._store.blends
         try:
-            report = self._blend_checks.report(session, request, blends.contents.variant_tokens)
+            report = self._checks.report(session, request, blends.contents.variant_tokens)
         except InvalidRequestError:
             self._store.counters.add("blend_refused_reports")
             raise

@@ -156,19 +156,17 @@ class Checks:
             for key, parent, at, size in rows
         ]
 
+    # --- blending
 
-class BlendChecks:
-    """Checks blending's messages, from Resolve and ReportReuse, against the limits of *checks*."""
-
-    def __init__(self, checks: Checks) -> None:
-        self._checks = checks
-        self._limit = min(MAX_ASKED_CHUNKS, checks.max_batch_chunks)
+    @property
+    def _most_blended(self) -> int:
+        return min(MAX_ASKED_CHUNKS, self.max_batch_chunks)
 
     def question(self, session: Session, request: pb.ResolveRequest) -> Question:
         """Return the question of *request*. Raises InvalidRequestError that names what is wrong."""
         count, tag, variants = len(request.segments), request.tag, request.max_variants
         require(1 <= count <= MAX_SEGMENTS, "segments", count, f"give 1 to {MAX_SEGMENTS}")
-        total, most = sum(len(one.tokens) for one in request.segments), self._limit
+        total, most = sum(len(one.tokens) for one in request.segments), self._most_blended
         require(total <= most, "segments.tokens", total, f"at most {most} chunks")
         fix = "use another: this is of lossy copies, which blending says nothing of"
         require(not tag.startswith(ACCURACY_TAG), "tag", tag, fix)
@@ -184,7 +182,7 @@ class BlendChecks:
             tuple(segments),
             check_tag(tag),
             request.trial,
-            self._checks.deadline(request.deadline_ms),
+            self.deadline(request.deadline_ms),
             messages.fidelity_of(request.min_fidelity),
             variants or MAX_VARIANTS,
             engine.prefill if engine is not None else None,
@@ -192,8 +190,8 @@ class BlendChecks:
 
     def _segment(self, space: Namespace, message: pb.PromptSegment) -> PromptSegment:
         tokens = message.tokens
-        contents = split_digests(message.contents, self._limit)
-        chains = split_digests(message.chains, self._limit)
+        contents = split_digests(message.contents, self._most_blended)
+        chains = split_digests(message.chains, self._most_blended)
         wrong = (len(tokens), len(contents), len(chains))
         fits = len(contents) == len(tokens) and len(chains) in (0, len(tokens))
         fix = "give a content digest for each chunk, and a chain digest for each or for none"
@@ -221,7 +219,8 @@ class BlendChecks:
         Raises InvalidRequestError that names what cannot be.
         """
         count, digests = len(request.chunks), [one.digest for one in request.chunks]
-        require(count <= self._limit, "chunks", count, f"at most {self._limit}")
+        most = self._most_blended
+        require(count <= most, "chunks", count, f"at most {most}")
         for digest in digests:
             require(len(digest) == DIGEST_BYTES, "chunks.digest", digest.hex(), "give 16 bytes")
         keys = [ChunkKey(session.namespace + digest) for digest in digests]

@@ -100,9 +100,6 @@ class ConnectionCap:
         socket.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.news.connect(where)
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def hold(self) -> None:
         """Take in who came and went, and hang up on who is too many."""
         with suppress(zmq.Again):
