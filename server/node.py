@@ -249,15 +249,15 @@ class Node:
         if config.bulk == "off":
             return "", b""
         from kvstore.server.bulk.service import BulkService
-        from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
+        from kvstore.server.bulk.tcp_server import MAX_STREAMS, BulkServer
 
         authorizer = self.trust.authorizer
         service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
-        self.bulk, certificate = open_bulk(config, service, most)
+        self.bulk = BulkServer(config, service, most)
         self._open(self.bulk)
-        return self.bulk.address, certificate
+        return self.bulk.address, self.bulk.certificate
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
         slot = self.store.tiers.file_backed

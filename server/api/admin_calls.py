@@ -327,7 +327,7 @@ def _similar(similar: SimilarModel) -> pb.KnownSpace:
 def _space_message(space: ModelNamespace, chunks: int, tenant: str = "") -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
-        representation=messages.representation_to_message(space.representation),
+        representation=messages.as_message(pb.Representation, space.representation),
         client=space.client,
         chunks=chunks,
         tenant=tenant,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 from grpc import ServicerContext as Context
 
 from kvstore.codecs.base import CODECS
@@ -202,7 +203,10 @@ class DataCalls:
             places=self._leased_places(keys, match.sources) if wants_places else b"",
             shared=match.shared,
         )
-        messages.add_plan(reply, match.plan)
+        if match.plan is not None:
+            plan = match.plan
+            reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
+            reply.plan.extend(messages.as_message(pb.PlanRange, one) for one in plan.ranges)
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
@@ -214,7 +218,7 @@ class DataCalls:
         keys = self._checks.keys(session, request.chains)
         chains = messages.chains_of(keys, request.lengths)
         plan, kept = self._store.plan(session, chains, request.ttl_ms / 1000)
-        uses = messages.pack_uses([plan.uses[key] for key in keys])
+        uses = np.array([plan.uses[key] for key in keys], "<u4").tobytes()
         return messages.as_message(pb.PlanResponse, plan, uses=uses, kept=kept)
 
     def Get(self, request: pb.GetRequest, session: Session) -> Iterator[pb.GetResponse]:
