@@ -26,7 +26,7 @@ from kvstore.server.api.interceptors import CallWrapper, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
-from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
+from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixServer
 from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
@@ -58,7 +58,6 @@ if TYPE_CHECKING:  # their files load redis, an HTTP server, ZeroMQ and torch
 
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
-MAX_STAGING_BYTES = 1 << 30
 _new_id = partial(SystemRandom().randrange, 1, 1 << 64)
 
 logger = structlog.get_logger(__name__)
@@ -203,16 +202,15 @@ class Node:
         return log, self._open(open_publisher(config, log, boot_id, self.counters))
 
     def _open_unix_server(self) -> UnixServer | None:
-        config, authorizer = self._config, self.trust.authorizer
-        path, sessions = config.socket_path_for(self.port), config.max_sessions
+        config, max_sessions = self._config, self._config.max_sessions
+        path = config.socket_path_for(self.port)
         if path is None:
             return None
-        most = share_of(SOCKET_SHARE, self._taken, (CONNECTIONS_PER_SESSION + 2) * sessions)
-        limits = UnixLimits(sessions, MAX_STAGING_BYTES, config.workers, most)
+        most = share_of(SOCKET_SHARE, self._taken, (CONNECTIONS_PER_SESSION + 2) * max_sessions)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
+        sessions, authorizer = self.sessions, self.trust.authorizer
         try:
-            server = UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
-            return self._open(server)
+            return self._open(UnixServer(path, sessions, files, authorizer, config.workers, most))
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -246,15 +244,15 @@ class Node:
         if config.bulk == "off":
             return "", b""
         from kvstore.server.bulk.service import BulkService
-        from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
+        from kvstore.server.bulk.tcp_server import MAX_STREAMS, BulkServer
 
         authorizer = self.trust.authorizer
         service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
-        self.bulk, certificate = open_bulk(config, service, most)
+        self.bulk = BulkServer(config, service, most)
         self._open(self.bulk)
-        return self.bulk.address, certificate
+        return self.bulk.address, self.bulk.certificate
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
         slot = self.store.tiers.file_backed

@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.messages import MESSAGE_BYTES, fidelity_of
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import Reach, pack_places
-from kvstore.server.api.validation import Checks
+from kvstore.server.api.validation import Checks, require
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import IN_MEMORY, NO_REACH, LayerPart, ReadTerms
@@ -72,7 +73,10 @@ class GetStream:
         least = fidelity_of(request.min_fidelity)
         if request.ranges:
             checks.ranges(request.ranges, len(keys))
-        skipped = checks.skipped(request, len(keys)) if request.skip_rows else None
+        skipped, rows = None, request.skip_rows
+        if rows:
+            require(request.layer_major, "skip_rows", len(rows), "with layer_major only")
+            skipped = SkippedRows.unpack(rows, len(keys))
         peers = frozenset(request.peers[:MAX_READ_PEERS] if self.reach else ())
         terms = ReadTerms(session, self.deadline, least, self.reach, peers)
         self.lease_id, known = store.open_get(session, keys, request.lease_id)

@@ -42,7 +42,7 @@ Differing: TypeAlias = tuple[ModelNamespace, list[FieldDifference]]
 
 
 class ChunkFacts(NamedTuple):
-    """What was known of one chunk at ``at_s``; ``down``: which tiers with it were left alone, why."""
+    """What was known of one chunk at ``at_s``. ``down``: tiers with it, left alone, and why."""
 
     key: ChunkKey
     least: Fidelity

@@ -22,7 +22,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import UNKNOWN, check_tag
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
-from kvstore.proto.messages import representation_from_message, representation_to_message
+from kvstore.proto.messages import as_message, representation_from_message
 from kvstore.proto.types import DIGEST_BYTES, Namespace
 from kvstore.server.blending.content_index import MAX_LEARNED, Learned
 from kvstore.server.blending.gates import MAX_GATES, GateName, GateState
@@ -144,7 +144,9 @@ def pack_models(spaces: Sequence[ModelNamespace]) -> bytes:
     """Return the section ``models``, the last of *spaces* last."""
     rows = []
     for one in spaces[-MAX_SPACES:]:
-        data = representation_to_message(one.representation).SerializeToString(deterministic=True)
+        data = as_message(pb.Representation, one.representation).SerializeToString(
+            deterministic=True
+        )
         if len(data) <= MAX_MODEL_BYTES:
             rows.append(_Model(one.namespace, one.tenant, one.client[:MAX_NAME_CHARS], data))
     return _MODELS.dump_json(rows)
