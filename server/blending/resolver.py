@@ -240,7 +240,7 @@ class Blending:
             segments.append(choice.segment(one, found))
         resolution = Resolution(
             tuple(segments), prefix, gate,
-            tuple(place.layer_id for place in layer_order(session.representation)),
+            tuple(layer for layer, _ in layer_order(session.representation)),
             session.representation.rope, is_shadow,
         )  # fmt: skip
         return self._leased(session, resolution)
