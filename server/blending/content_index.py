@@ -51,9 +51,6 @@ MAX_STATISTICS = 1 << 16
 MAX_LEARNED = 4096
 """Variants whose statistics are kept over a restart, those reported on last."""
 
-CONTENT_LIMIT = 1 << 16
-"""Contents that blending finds chunks by; each takes about half a KiB a variant."""
-
 MAX_UNREAD = 4096
 """Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
 
@@ -152,11 +149,11 @@ class ContentIndex:
     one content that goes which has saved least, uses times the share that was not to be recomputed
     (Cache-Craft, section 5), but never the one that depends least on what was before it. One that
     began its prompt is that only where there is no other: its first token is an attention sink.
-    Contents beyond *limit* are not taken in; 0: none are. What goes from here stays on its tiers,
-    where it is a prefix.
+    Contents beyond *limit*, of half a KiB a variant, are not taken in; 0: none are. What goes from
+    here stays on its tiers, where it is a prefix.
     """
 
-    def __init__(self, state: CatalogState, limit: int = CONTENT_LIMIT) -> None:
+    def __init__(self, state: CatalogState, limit: int) -> None:
         self._state = state
         self._limit = limit
         self.left_out = 0
@@ -449,9 +446,7 @@ class ContentReader:
             head = np.empty(longer, np.uint8)
             if not slot.guarded(lambda: slot.tier.read(info.key, head)):
                 return None
-        header = parse_header(head)
-        if header.key != info.key:
-            raise InvalidFrameError("key", header.key.hex(), "the frame is another chunk's")
-        return Named(
-            header.key, header.parent, header.content, header.layout.tokens, header.position
-        )
+        found = parse_header(head)
+        if found.key != info.key:
+            raise InvalidFrameError("key", found.key.hex(), "the frame is another chunk's")
+        return Named(found.key, found.parent, found.content, found.layout.tokens, found.position)

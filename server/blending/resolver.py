@@ -30,7 +30,6 @@ from kvstore.proto.types import (
     layer_order,
 )
 from kvstore.server.blending.content_index import (
-    CONTENT_LIMIT,
     Candidate,
     ContentIndex,
     Matches,
@@ -201,7 +200,7 @@ class Blending:
         count_ready: Callable[[Session, Sequence[ChunkKey], float, Fidelity], int],
         lease_ttl_ms: int,
         gates: Gates,
-        contents: int = CONTENT_LIMIT,
+        contents: int,
     ) -> None:
         self.gates = gates
         self.contents = ContentIndex(moves.catalog.state, contents)

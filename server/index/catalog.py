@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.proto.errors import QuotaExceededError
+from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, Fidelity, KVLayout, Namespace
 from kvstore.server.eviction.access_history import MAX_CHUNKS, SavedHistory
@@ -288,16 +290,14 @@ class Catalog:
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
         """Return how many chunks after the known ones are being written, or are beside one."""
-        at, is_any = known, False
-        while at < len(keys):
-            if self.in_flight.is_coming(keys[at]):
-                is_any = True
-            else:
-                row = self._index.row(keys[at])
-                if not row or self._metadata.hints.is_expired(row, now_s):
-                    break
-            at += 1
-        return at - known if is_any else 0
+        is_coming, is_expired = self.in_flight.is_coming, self._metadata.hints.is_expired
+
+        def follows(key: ChunkKey) -> bool:
+            row = self._index.row(key)
+            return is_coming(key) or (row != NO_ROW and not is_expired(row, now_s))
+
+        beside = list(takewhile(follows, islice(keys, known, None)))
+        return len(beside) if any(map(is_coming, beside)) else 0
 
     def _choose(
         self, rows: Rows, least: Fidelity, tiers: Sequence[str | None]

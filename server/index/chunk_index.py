@@ -394,10 +394,8 @@ class ChunkIndex:
     def known_prefix(self, keys: Sequence[ChunkKey]) -> Rows:
         """Return the rows of the longest run of *keys* that have a copy or are ghosts."""
         rows = self.prefix(keys)
-        known = (
-            np.frombuffer(self._holders, np.uint8)[rows]
-            | np.frombuffer(self.evicted.here, np.uint8)[rows]
-        )
+        here = np.frombuffer(self._holders, np.uint8)[rows]
+        known = here | np.frombuffer(self.evicted.here, np.uint8)[rows]
         return rows if known.all() else rows[: int(known.argmin())]
 
     def readable(self, rows: Rows, least: Fidelity = Fidelity.exact) -> Rows:

@@ -128,8 +128,7 @@ class RowHints:
         """Write what is known of *rows* into *chunks*, of ``access_history.CHUNK``."""
         chunks["priority"] = np.frombuffer(self.priorities, np.uint8)[rows]
         expiries = np.frombuffer(self.expiries)[rows]
-        left_s = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
-        chunks["left_s"] = left_s
+        chunks["left_s"] = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
 
     def restore(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
         """Take what an earlier run wrote."""
@@ -147,7 +146,6 @@ class RowHints:
 
 MAX_GROUPS = 15
 """Those that came first; statistics of all others are kept together, as group 0."""
-
 
 EVICTED_LIMIT = 1 << 18
 """Chunks without a copy that are remembered at least, if there were so many."""

@@ -132,7 +132,7 @@ class _Batch:
 
     session_id: int
     until: float
-    left: dict[ChunkKey, int]
+    left: Counter[ChunkKey]
 
 
 class PlannedUses:
@@ -153,7 +153,7 @@ class PlannedUses:
     def announce(self, session_id: int, uses: Mapping[ChunkKey, int], until: float) -> None:
         """A batch will use chunks so often."""
         room = MAX_ANNOUNCED - sum(len(batch.left) for batch in self.batches)
-        left = dict(islice(uses.items(), room))
+        left = Counter(dict(islice(uses.items(), room)))
         if left and len(self.batches) < MAX_BATCHES:
             self.batches.append(_Batch(session_id, until, left))
 
@@ -176,9 +176,8 @@ class PlannedUses:
         for key in keys:
             batch = next((batch for batch in batches if key in batch.left), None)
             if batch is not None:
-                batch.left[key] -= 1
-                if not batch.left[key]:
-                    del batch.left[key]
+                count_down(batch.left, key)
+                if key not in batch.left:
                     self._review([key])
         self.drop(lambda batch: not batch.left)
 

@@ -17,7 +17,6 @@ from kvstore.server.eviction.marconi import MarconiEviction
 from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction
 from kvstore.server.index.hints import ChunkMetadata
-from kvstore.server.index.known_models import KnownModels
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
 from kvstore.server.telemetry.metrics import Counters
@@ -37,7 +36,7 @@ def test_no_put_is_called_durable_while_a_lossy_codec_may_be_chosen(
     disk = ["--tiers", "cpu,disk", "--disk", f"{tmp_path}:16MiB", "--codec", f"disk={codec}"]
     config = load_config(["--cpu-size", "16MiB", "--limits", "cpu_slab_bytes=1MiB", *disk])
     with ExitStack() as opened:
-        store = build_store(config, FakeClock(), Counters(), opened, KnownModels(), lambda: 1)
+        store = build_store(config, FakeClock(), Counters(), opened, lambda: 1)
         assert (store.durable is not None) == is_durable
 
 
