@@ -30,7 +30,7 @@ from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, 
 from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
-from kvstore.server.security.authorization import Trust
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.process_limits import (
     BULK_SHARE,
@@ -132,9 +132,9 @@ class Node:
         self.sessions = SessionTable(config.max_sessions, ttl_ms, salts, clock, os.urandom)
         self.sessions.on_open += [models.note, store.begin_session]
         self.sessions.on_close.append(store.end_session)
-        self.trust = self._open(Trust(config, self.sessions, clock))
-        self.trust.authorizer.counters = self.counters
-        store.catalog.leases.tenant_of = self.trust.authorizer.lease_terms
+        self.trust = self._open(Authorizer(config, self.sessions, clock))
+        self.trust.counters = self.counters
+        store.catalog.leases.tenant_of = self.trust.lease_terms
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:
             self._open(self._tracing)
@@ -171,7 +171,7 @@ class Node:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.unix_server is not None:
             learn = store.catalog.drain_some
-            calls = UnixCalls(service, trust.authorizer, learn, self._tracing)
+            calls = UnixCalls(service, trust, learn, self._tracing)
             self.unix_server.answer = calls.answer
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -215,7 +215,7 @@ class Node:
         most = share_of(SOCKET_SHARE, self._taken, most)
         limits = UnixLimits(config.max_sessions, MAX_STAGING_BYTES, config.workers, most)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        authorizer = self.trust.authorizer
+        authorizer = self.trust
         try:
             return self._open(
                 UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
@@ -255,7 +255,7 @@ class Node:
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
 
-        authorizer = self.trust.authorizer
+        authorizer = self.trust
         service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)

@@ -156,7 +156,7 @@ class AdminCalls:
     def Quota(self, request: pb.QuotaRequest, caller: Principal) -> pb.QuotaResponse:
         """Return what a tenant takes and may take; of other tenants to admins alone."""
         tenant = request.tenant or caller.tenant
-        if tenant != caller.tenant and not caller.is_admin():
+        if tenant != caller.tenant and "admin" not in caller.roles:
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
         tenants = [tenant]
         if tenant == EVERY_TENANT:
@@ -211,7 +211,7 @@ class AdminCalls:
             uptime_s=self._clock() - self._identity.started_at,
         )
         tiers = [_tier_status(slot) for slot in self._store.tiers.slots.values()]
-        if not caller.is_admin():
+        if "admin" not in caller.roles:
             reply.tiers.extend(
                 pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
             )
