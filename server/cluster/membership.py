@@ -160,14 +160,11 @@ class Membership:
                     fix = "a stranger's answer; see what lies at its hashes"
                     raise TierUnavailableError("redis", f"{self._link.url}: {fix}")
         self.living = [one for one in living if one and one.incarnation != self._incarnation]
-        return self._settle(states, next(filter(None, rivals), None))
-
-    def _settle(self, states: list[bytes], rival: NodeAddress | None) -> bool:
-        """Decide by most of the answers: a hash that lost its rows lets anybody in."""
+        # Most of the answers decide: a hash that lost its rows lets anybody in.
         was_known = self.state is MembershipState.known
         for state in (MembershipState.taken, MembershipState.full):
             if 2 * states.count(state.name.encode()) > len(states) - (not was_known):
-                self.state, self.rival = state, rival
+                self.state, self.rival = state, next(filter(None, rivals), None)
                 if len(set(states)) > 1:
                     self.leave()
                 return False

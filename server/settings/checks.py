@@ -93,7 +93,7 @@ def _callers(config: Settings) -> Problems:
 
 
 def _addresses(config: Settings) -> Problems:
-    host, _ = config.listen_address
+    host, _ = parse_endpoint(config.listen)
     if config.directory and not config.advertise and host in _ANY_HOST:
         yield "listen", "other nodes need an address to reach this one by: give --advertise HOST"
         return

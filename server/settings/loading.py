@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args
@@ -80,7 +80,13 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
     Raises InvalidRequestError for flags that do not exist, for a file that is no YAML, and for
     values, with a line for each that is wrong.
     """
-    flags, environment = _flags(model.model_fields, argv), _by_full_name(_environment())
+    flags = _flags(model.model_fields, argv)
+    upper = ((variable.upper(), variable, value) for variable, value in os.environ.items())
+    environment = _by_full_name(
+        (name.removeprefix(_PREFIX).lower(), variable, value)
+        for name, variable, value in upper
+        if name.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(name)
+    )
     path = str(flags.pop("config", environment.pop("config", ("", "")))[1])
     content = read_settings(Path(path)) if path else {}
     file = _by_full_name((name, name, value) for name, value in content.items())
@@ -100,14 +106,6 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
                 shown = [value for _, value in parts]
                 given[name] = " and ".join(origin for origin, _ in parts), shown
         raise _refusal(error, given, model.model_fields) from None
-
-
-def _environment() -> Iterator[tuple[str, str, object]]:
-    """Yield settings that variables give, in capitals or not: name, variable, value."""
-    for variable, value in os.environ.items():
-        in_capitals = variable.upper()
-        if in_capitals.startswith(_PREFIX) and not _FROM_KUBERNETES.fullmatch(in_capitals):
-            yield in_capitals.removeprefix(_PREFIX).lower(), variable, value
 
 
 def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
@@ -277,9 +275,10 @@ def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
     """
     lines = []
     for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        is_secret = name == "redis_url" and value is not None
-        shown = _masked(value) if is_secret else as_written(value, field)
+        shown = as_written(getattr(config, name), field)
+        if name == "redis_url" and shown is not None:
+            place, mark, _ = str(shown).partition("?")
+            shown = re.sub("(?<=://).*@", "***@", place) + (mark and "?***")
         line = yaml.safe_dump({name: shown}, width=1 << 20).rstrip()
         lines.append(line if origins is None else f"{line}  # {origins.get(name, 'default')}")
     return "\n".join(lines) + "\n"
@@ -294,11 +293,6 @@ def as_written(value: object, field: FieldInfo) -> object:
     if isinstance(value, int) and "SIZE" in field.metadata:
         return format_size(value)
     return str(value) if isinstance(value, BaseModel | Path) else value
-
-
-def _masked(url: str) -> str:
-    without_options = url.partition("?")[0]
-    return re.sub("(?<=://).*@", "***@", without_options) + ("?***" if "?" in url else "")
 
 
 # --- the schema of the YAML file

@@ -399,11 +399,6 @@ class Settings(Checked):
         return self
 
     @property
-    def listen_address(self) -> tuple[str, int]:
-        """Host and port of the gRPC service."""
-        return parse_endpoint(self.listen)
-
-    @property
     def authenticates_callers(self) -> bool:
         """Whether callers have to say who they are."""
         return any((self.auth_keys, self.jwt_key, self.tls_client_ca))
@@ -417,11 +412,6 @@ class Settings(Checked):
     def codecs(self) -> dict[str, str]:
         """The codec of each tier, by name; memory and peers have raw frames."""
         return dict.fromkeys(("gpu", "cpu", "peer"), "raw") | self.codec
-
-    @property
-    def peer_addresses(self) -> tuple[str, ...]:
-        """The peers that are always queried."""
-        return tuple(name for name in self.peers or () if name != DIRECTORY)
 
     def node_id_for(self, port: int) -> str:
         """This node's name among the others, where the gRPC service is bound to *port*."""
