@@ -148,13 +148,13 @@ class Membership:
         living: dict[NodeAddress | None, None] = {}
         for answer in answers:
             match answer:
-                case [bytes(state), bytes(mine), [*cells]] if all(
+                case [bytes(found), bytes(mine), [*cells]] if all(
                     isinstance(cell, bytes) for cell in cells
                 ):
                     pairs = islice(zip(cells[::2], cells[1::2], strict=False), MAX_NODES)
                     living |= dict.fromkeys(NodeAddress.parse(*pair) for pair in pairs)
-                    states.append(state)
-                    if state == b"taken":
+                    states.append(found)
+                    if found == b"taken":
                         rivals.append(NodeAddress.parse(self._row[0], mine))
                 case _:
                     fix = "a stranger's answer; see what lies at its hashes"

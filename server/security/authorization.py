@@ -107,24 +107,17 @@ class Authorizer:
             keys = WatchedFile((config.auth_keys,), parse_keys, lambda: ApiKeys(()))
         if config.jwt_key is not None:
             terms = config.jwt_algorithm, config.jwt_audience or "", config.jwt_issuer or ""
-            none = JwtVerifier(None, *terms)
-            verifier = WatchedFile(
-                (config.jwt_key,), lambda key: JwtVerifier(key, *terms), lambda: none
-            )
+            none, path = JwtVerifier(None, *terms), config.jwt_key
+            verifier = WatchedFile((path,), lambda key: JwtVerifier(key, *terms), lambda: none)
         if config.tls_crl is not None and config.tls_client_ca is not None:
             revocations = WatchedFile((config.tls_crl, config.tls_client_ca), parse_revocations)
         takes = config.tls_client_ca is not None
         self.authenticator = Authenticator(keys, verifier, revocations, takes_certificates=takes)
-        self.limits = TenantLimits(
-            {
-                rule.tenant: Limits(rule.chunks, rule.requests_per_s, rule.leases)
-                for rule in config.tenant_limits
-            },
-            clock,
-        )
+        rules, log, log_bytes = config.tenant_limits, config.audit_log, config.limits.audit_bytes
+        limits = {r.tenant: Limits(r.chunks, r.requests_per_s, r.leases) for r in rules}
+        self.limits = TenantLimits(limits, clock)
         self.pools = config.shared_pools
-        path, file_bytes = config.audit_log, config.limits.audit_bytes
-        self.audit = AuditLog(path, file_bytes, time.time) if path is not None else None
+        self.audit = AuditLog(log, log_bytes, time.time) if log is not None else None
         self._sessions = sessions
         self._notes_reads = config.audit_reads
         self._refusals = RateLimit(REFUSALS_PER_S, clock)

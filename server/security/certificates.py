@@ -30,12 +30,11 @@ _END = b"-----END X509 CRL-----"
 
 @dataclass(frozen=True, slots=True)
 class Revocations:
-    """``proofs`` of the certificates that are revoked. ``until_s`` is when the first of the lists
-    is due to be replaced, in seconds since 1970.
-    """
+    """Certificates that are revoked, by ``proof_of_certificate``."""
 
     proofs: frozenset[bytes]
     until_s: float
+    """When the first of the lists is due to be replaced, in seconds since 1970."""
 
 
 @lru_cache(REMEMBERED)

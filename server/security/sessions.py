@@ -201,7 +201,6 @@ class SessionTable:
         return session
 
     def _check_share(self, session: Session, spared: int) -> None:
-        """Raise QuotaExceededError where tenant or process have *spared* sessions already."""
         tenant, process, others = session.owner.tenant, session.process, self.by_id.values()
         if session.owner != ANYBODY and sum(x.owner.tenant == tenant for x in others) >= spared:
             raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
@@ -250,11 +249,10 @@ class SessionTable:
             callback(session)
         return True
 
-    def close_owned(self, session_id: int, owner: Principal) -> bool:
+    def close_owned(self, session_id: int, owner: Principal) -> None:
         """``close``, unless the session is somebody else's."""
         with suppress(LeaseExpiredError):
-            return self.close(self.get(session_id, owner).session_id)
-        return False
+            self.close(self.get(session_id, owner).session_id)
 
     def expire(self) -> int:
         """End the sessions that were silent for longer than the time to live. Return how many."""

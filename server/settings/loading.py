@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails
 
 from kvstore import __version__
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.settings.checks import CONFLICT
 from kvstore.server.settings.values import Limits, format_size, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
@@ -40,6 +39,9 @@ REPLACED = {
     "zmq_keys": "give events_keys for published events; the bulk channel keeps no key",
 } | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
 """Settings that are gone, and what to give instead."""
+
+CONFLICT = "conflict"
+"""The type of an error that names, as ``problems``, settings and what to give instead."""
 
 Given: TypeAlias = tuple[str, object]
 """Where a setting came from, and what it was given."""
@@ -77,8 +79,7 @@ def user_folder(variable: str, otherwise: str) -> Path:
 def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, str]]:
     """Return the settings that are given somewhere, and where each of them came from.
 
-    Raises InvalidRequestError for flags that do not exist, for a file that is no YAML, and for
-    values, with a line for each that is wrong.
+    Raises InvalidRequestError for flags, files and values, with a line for each that is wrong.
     """
     flags = _flags(model.model_fields, argv)
     upper = ((variable.upper(), variable, value) for variable, value in os.environ.items())
@@ -109,10 +110,7 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
 
 
 def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
-    """Return settings, given as name, spelling and value, by their full names.
-
-    Raises InvalidRequestError for one given twice.
-    """
+    """Return names, spellings and values by full name. Raises InvalidRequestError for one twice."""
     found: dict[str, Given] = {}
     for name, spelling, value in given:
         full = SHORT_NAMES.get(name, name)
@@ -124,11 +122,7 @@ def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
 
 
 def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Given]:
-    """Return the settings named in *argv* as they were written, and ``config`` for the file.
-
-    Raises InvalidRequestError on a flag that does not exist. ``--help`` and ``--version``
-    print and raise SystemExit.
-    """
+    """Return the settings in *argv* as written. Raises InvalidRequestError, SystemExit."""
     parser = _parser(fields)
     try:
         known, rest = parser.parse_known_args(list(argv))
@@ -146,7 +140,6 @@ def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Gi
 
 
 def _fix(word: str, parser: argparse.ArgumentParser) -> str:
-    """Return what to give in place of a *word* that is no flag."""
     named = word.partition("=")[0].lstrip("-")
     successor = REPLACED.get(named.replace("-", "_"))
     if successor is not None:
@@ -269,10 +262,7 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
-    """Return *config* as YAML that ``--config`` reads, the Redis URL masked.
-
-    With *origins* each line says where its value came from.
-    """
+    """Return *config*, and where values are from, as YAML that ``--config`` reads; URL masked."""
     lines = []
     for name, field in type(config).model_fields.items():
         shown = as_written(getattr(config, name), field)
