@@ -56,11 +56,6 @@ def copy_bytes(out: Bytes, data: Bytes) -> None:
     np.copyto(out, data)
 
 
-def copy_checked(out: Bytes, data: Bytes) -> int:
-    """Copy *data* to *out* and return xxh3_64 of what arrived."""
-    return copy_groups([[(out, data)]])[0]
-
-
 def copy_groups(groups: Sequence[Pieces]) -> list[int]:
     """Copy all pieces of *groups*; return xxh3_64 of what arrived for each group.
 
@@ -188,9 +183,7 @@ def read_by_loop(
 ) -> list[int] | None:
     """Do what ``read_summed`` does, by the compiled loop.
 
-    Threads that read and sum step by step in Python wait for each other's interpreter lock.
-
-    None when a read failed or was short; what the pieces hold is then anything. Raises
+    Threads that read and sum step by step in Python wait for each other's interpreter lock. Raises
     ValueError for a piece that it cannot fill, and for a group of none.
     """
     rows = _rows(_placed(groups))
