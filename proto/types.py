@@ -507,7 +507,7 @@ def layer_order(representation: Representation) -> tuple[tuple[int, int], ...]:
 
 
 POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")
-"""The names of the eviction policies; server/eviction/registry.py says where each is."""
+"""The names of the eviction policies; server/eviction/policy.py says where each is."""
 
 REPLACED_POLICIES = {
     "adaptive": "hit_density",
