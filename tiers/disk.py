@@ -19,15 +19,7 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 from kvstore.tiers.allocator import Span, adjacent_run
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_range,
-    check_size,
-    spent,
-)
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.disk_files import DataFile, DataFiles, DiskConfig
 from kvstore.tiers.disk_index import (
     DEFAULT_INDEX_BYTES,
@@ -92,6 +84,7 @@ class DiskTier(Tier):
     name: ClassVar[str] = TIER
     survives_restart: ClassVar[bool] = True
     reads_ahead: ClassVar[bool] = True
+    granule_bytes = BLOCK_BYTES
 
     def __init__(
         self,
@@ -134,7 +127,7 @@ class DiskTier(Tier):
         for row in rows:
             self._chunks.seal(row.info, _place(row))
         self._sequence = itertools.count(rows[-1].sequence + 1 if rows else 0)
-        self._largest_bytes = max(file.size_bytes for file in self._files.by_number.values())
+        self.max_frame_bytes = max(file.size_bytes for file in self._files.by_number.values())
         self.dropped_rows = self._index.dropped
         self._commit = GroupCommit(self._files, self._index, clock, self._forget)
         with self._lock:
@@ -145,14 +138,6 @@ class DiskTier(Tier):
     @override
     def write_error(self) -> str:
         return self._commit.write_failure
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-    @override
-    def max_frame_bytes(self) -> int:
-        return self._largest_bytes
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
@@ -187,7 +172,7 @@ class DiskTier(Tier):
 
     @override
     def write(self, reservation: Reservation, frame: Bytes) -> None:
-        check_size(reservation, frame)
+        reservation.check(frame)
         with self._calling():
             with self._lock:
                 pending = self._held(reservation)
@@ -380,7 +365,7 @@ class DiskTier(Tier):
     def _held(self, reservation: Reservation) -> PendingRow:
         pending = reservation.place
         if not isinstance(pending, PendingRow) or pending not in self._reserved:
-            raise spent(reservation)
+            raise reservation.spent()
         return pending
 
     def _release(self, reservation: Reservation) -> PendingRow:

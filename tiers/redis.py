@@ -25,15 +25,7 @@ from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavail
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.base import (
-    DEFAULT_TENANT,
-    Reservation,
-    Tier,
-    TierStats,
-    check_range,
-    check_size,
-    spent,
-)
+from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.redis_chunks import MAX_PARTS, WRITE_ID_BYTES, KeyNames, Manifest, RedisChunks
 from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, NodeDown, RedisClient
 from kvstore.tiers.redis_connection import Reply
@@ -145,6 +137,8 @@ class RedisTier(Tier):
     name = "redis"
     survives_restart: ClassVar[bool] = True
     shared: ClassVar[bool] = True
+    overhead_bytes = CHUNK_OVERHEAD_BYTES
+    write_error = ""
 
     def __init__(  # noqa: PLR0913 - the operator's settings
         self,
@@ -160,6 +154,8 @@ class RedisTier(Tier):
         if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
         self.capacity_bytes = capacity_bytes
+        room_bytes = capacity_bytes - CHUNK_OVERHEAD_BYTES
+        self.max_frame_bytes = min(room_bytes, MAX_FRAME_BYTES, part_bytes * MAX_PARTS)
         self._part_bytes = part_bytes
         self._client = RedisClient(self.name, url, timeout_ms, connections)
         self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
@@ -167,32 +163,17 @@ class RedisTier(Tier):
         self._reserved: dict[object, Bytes | None] = {}
         """Frames by place; None until written, which the writer's are until sealed or aborted."""
         self._listed = False
-        self._never_answered = ""
         try:
             self._list()
         except TierUnavailableError as error:
-            self._never_answered = f"has not answered since the start: {error}"
-
-    @property
-    @override
-    def write_error(self) -> str:
-        return self._never_answered
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return size_bytes + CHUNK_OVERHEAD_BYTES
-
-    @override
-    def max_frame_bytes(self) -> int:
-        room_bytes = self.capacity_bytes - CHUNK_OVERHEAD_BYTES
-        return min(room_bytes, MAX_FRAME_BYTES, self._part_bytes * MAX_PARTS)
+            self.write_error = f"has not answered since the start: {error}"
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
         if not self._listed:
             self._list()
         need_bytes = self.allocated_bytes(info.size_bytes)
-        fits = info.size_bytes <= self.max_frame_bytes()
+        fits = info.size_bytes <= self.max_frame_bytes
         if not fits or not self._capacity.reserve(need_bytes):
             used_bytes = self._capacity.stats().used_bytes
             raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
@@ -202,9 +183,9 @@ class RedisTier(Tier):
 
     @override
     def write(self, reservation: Reservation, frame: Bytes) -> None:
-        check_size(reservation, frame)
+        reservation.check(frame)
         if reservation.place not in self._reserved:
-            raise spent(reservation)
+            raise reservation.spent()
         self._reserved[reservation.place] = frame
 
     @override
@@ -213,7 +194,7 @@ class RedisTier(Tier):
         TierFullError, freeing the room, when the server itself takes no more.
         """
         if reservation.place not in self._reserved:
-            raise spent(reservation)
+            raise reservation.spent()
         frame = self._reserved[reservation.place]
         if frame is None:
             raise InvalidRequestError("reservation", reservation.info.key.hex(), "write it first")
@@ -301,14 +282,14 @@ class RedisTier(Tier):
             key: row for key, row in zip(keys, rows, strict=True) if not isinstance(row, NodeDown)
         }
         if found:
-            self._never_answered = ""
+            self.write_error = ""
         self._capacity.note(before, found)
         return [found.get(key) for key in keys]
 
     def _list(self) -> Mapping[ChunkKey, Manifest]:
         before = self._capacity.counted()
         found, whole = self._stored.scan()
-        self._never_answered = ""
+        self.write_error = ""
         gone = [key for key in before if key not in found] if whole else []
         self._capacity.note(before, {**found, **dict.fromkeys(gone)}, is_listing=True)
         if not self._listed:

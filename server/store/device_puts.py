@@ -203,7 +203,7 @@ class DevicePuts:
             return reservations.refuse(
                 info.key, "whether its state is kept is judged in CPU memory"
             )
-        most_bytes = slot.tier.max_frame_bytes()
+        most_bytes = slot.tier.max_frame_bytes
         if info.size_bytes > most_bytes:
             return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
         return reservations.reserve(session, info, deadline, hints, device=slot)
