@@ -27,7 +27,7 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 from kvstore.tiers.redis_chunks import MAX_PARTS, WRITE_ID_BYTES, KeyNames, Manifest, RedisChunks
-from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, NodeDown, RedisClient
+from kvstore.tiers.redis_client import DEFAULT_CONNECTIONS, MAX_LISTING_BYTES, RedisClient
 from kvstore.tiers.redis_connection import Reply
 from kvstore.tiers.redis_servers import SLOTS, Server
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
@@ -276,11 +276,9 @@ class RedisTier(Tier):
 
     def _stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
         before = self._capacity.counted(keys)
-        rows = self._stored.stat(keys)
-        # What cannot be asked about stays counted.
-        found = {
-            key: row for key, row in zip(keys, rows, strict=True) if not isinstance(row, NodeDown)
-        }
+        rows = zip(keys, self._stored.stat(keys), strict=True)
+        # What cannot be requested stays counted.
+        found = {key: row for key, row in rows if not isinstance(row, TierUnavailableError)}
         if found:
             self.write_error = ""
         self._capacity.note(before, found)
@@ -321,7 +319,7 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     replies = client.ask([(master, (b"SCAN", 0, b"COUNT", 1)) for master in masters])
     answering = []
     for master, reply in zip(masters, replies, strict=True):
-        if isinstance(reply, NodeDown):
+        if isinstance(reply, TierUnavailableError):
             fix = "bring it back, or let a replica of it take over"
             yield HealthFinding(f"{master} does not answer; its slots miss", fix, is_loss=True)
         else:

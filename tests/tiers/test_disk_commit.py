@@ -105,7 +105,7 @@ def test_seal_is_visible_at_once_and_survives_a_crash_after_flush(tmp_path: Path
 
 def test_seal_nobody_waits_for_is_committed_when_old_enough(tmp_path: Path) -> None:
     now_s = [100.0]
-    tier = DiskTier(tmp_path, 1 << 20, index_bytes=1 << 20, clock=lambda: now_s[0])
+    tier = DiskTier((tmp_path, 1 << 20), index_bytes=1 << 20, clock=lambda: now_s[0])
     put_some(tier, 1)
     assert tier._commit.commits == 0
     now_s[0] += COMMIT_AGE_S
