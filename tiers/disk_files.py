@@ -371,7 +371,10 @@ class DataFiles:
         """
         usable = [one for one in self.directories if self._is_usable(one)]
         for directory in sorted(usable, key=lambda one: one.used_bytes / one.capacity_bytes):
-            file = _find_room(directory, tenant, size_bytes)
+            files = directory.files.values()
+            fits = [file for file in files if file.free.largest_free_bytes >= size_bytes]
+            theirs = (file for file in fits if file.owner == tenant)
+            file = next(theirs, None) or next((file for file in fits if file.owner is None), None)
             if file is not None:
                 is_new, file.owner = file.owner is None, tenant
                 offset = file.free.allocate(size_bytes)
@@ -492,18 +495,6 @@ class DataFiles:
         for directory in self.directories:
             directory.close()
         self.io.close()
-
-
-def _find_room(directory: DiskDirectory, tenant: str, size_bytes: int) -> DataFile | None:
-    """Return a file of the tenant's with room for a frame, else a blank one."""
-    blank = None
-    for file in directory.files.values():
-        if file.free.largest_free_bytes >= size_bytes:
-            if file.owner == tenant:
-                return file
-            if file.owner is None and blank is None:
-                blank = file
-    return blank
 
 
 def _check_ids(paths: Sequence[Path]) -> None:

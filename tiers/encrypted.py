@@ -164,6 +164,13 @@ READ_CELLS = 4
 """Read at once: a megabyte, which a core's cache still holds when it is decrypted."""
 
 
+_INNER = (
+    "name", "survives_restart", "shared", "reads_ahead", "capacity_bytes", "dropped_rows",
+    "prefetch", "chunks_sharing_block", "tenant_of", "flush",
+)  # fmt: skip
+"""What the inner tier promises is promised as it is."""
+
+
 class EncryptedTier(Tier):
     """*inner*, encrypted with *keys*. Sizes are those of frames; slack covers what is added.
 
@@ -174,16 +181,9 @@ class EncryptedTier(Tier):
     def __init__(self, inner: Tier, keys: KeyRing) -> None:
         self.inner = inner
         self._keys = keys
-        # What the Tier promises as attributes is the inner tier's.
-        self.name = inner.name  # type: ignore[misc]
-        self.survives_restart = inner.survives_restart  # type: ignore[misc]
-        self.shared = inner.shared  # type: ignore[misc]
-        self.reads_ahead = inner.reads_ahead  # type: ignore[misc]
         self.shares_files = False
-        self.capacity_bytes = inner.capacity_bytes
         self.max_frame_bytes = largest_frame_bytes(inner.max_frame_bytes)
-        self.dropped_rows = inner.dropped_rows
-        for name in ("prefetch", "chunks_sharing_block", "tenant_of", "flush"):
+        for name in _INNER:
             setattr(self, name, getattr(inner, name))
 
     @property

@@ -36,88 +36,8 @@ logger = structlog.get_logger(__name__)
 
 CHUNK_OVERHEAD_BYTES = 512
 """Accounted for each chunk's manifest and the names of its parts."""
-Known = Mapping[ChunkKey, Manifest | None]
-
 MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
-
-
-class CapacityTracker:
-    """Bytes reserved and sealed, against a capacity. Thread-safe. A chunk is counted from its
-    sealing, or a listing, until it is noticed to be gone.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
-        self._lock = threading.Lock()
-        self._chunks: dict[ChunkKey, Manifest] = {}
-        self._peers: OrderedDict[ChunkKey, Manifest] = OrderedDict()
-        self._used_bytes = 0
-        self._reservations = 0
-
-    def stats(self) -> TierStats:
-        """Count everything."""
-        with self._lock:
-            return TierStats(
-                self._capacity_bytes, self._used_bytes, len(self._chunks), self._reservations
-            )
-
-    def reserve(self, need_bytes: int) -> bool:
-        """Take *need_bytes*, or return False."""
-        with self._lock:
-            if self._used_bytes + need_bytes > self._capacity_bytes:
-                return False
-            self._used_bytes += need_bytes
-            self._reservations += 1
-            return True
-
-    def end(self, reserved_bytes: int, sealed: Manifest | None) -> None:
-        """End a reservation, counting the chunk that came of it."""
-        with self._lock:
-            self._reservations -= 1
-            self._used_bytes -= reserved_bytes
-            if sealed is not None:
-                self._count(sealed)
-
-    def known(self, key: ChunkKey) -> Manifest | None:
-        """Return the manifest last seen under *key*."""
-        with self._lock:
-            return self._chunks.get(key) or self._peers.get(key)
-
-    def counted(self, keys: Sequence[ChunkKey] | None = None) -> Known:
-        """Return the manifests counted for *keys*, or for all there are, before they are read."""
-        with self._lock:
-            return {key: self._chunks.get(key) for key in (self._chunks if keys is None else keys)}
-
-    def note(self, before: Known, found: Known, *, is_listing: bool = False) -> None:
-        """Take in a read: what its keys were counted as *before* it, and what it *found*. What
-        this process sealed meanwhile stays counted; what a listing found is counted from now on.
-        """
-        with self._lock:
-            for key, new in found.items():
-                old = before.get(key)
-                if old is not None and old != new and self._chunks.get(key) == old:
-                    self._discount(key)
-                self._peers.pop(key, None)
-                if new is not None and key not in self._chunks:
-                    if is_listing:
-                        self._count(new)
-                    else:
-                        self._peers[key] = new
-                if len(self._peers) > MAX_PEER_MANIFESTS:
-                    self._peers.popitem(last=False)
-
-    def _count(self, manifest: Manifest) -> None:
-        key = manifest.info.key
-        self._discount(key)
-        self._peers.pop(key, None)
-        self._chunks[key] = manifest
-        self._used_bytes += manifest.info.size_bytes + CHUNK_OVERHEAD_BYTES
-
-    def _discount(self, key: ChunkKey) -> None:
-        gone = self._chunks.pop(key, None)
-        if gone is not None:
-            self._used_bytes -= gone.info.size_bytes + CHUNK_OVERHEAD_BYTES
 
 
 class RedisTier(Tier):
@@ -159,7 +79,12 @@ class RedisTier(Tier):
         self._part_bytes = part_bytes
         self._client = RedisClient(self.name, url, timeout_ms, connections)
         self._stored = RedisChunks(self._client, KeyNames(prefix), ttl_s)
-        self._capacity = CapacityTracker(capacity_bytes)
+        # Guards the fields below; held for dictionary operations only.
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+        self._chunks: dict[ChunkKey, Manifest] = {}
+        """Those counted: from their sealing, or a listing, until they are noticed to be gone."""
+        self._peers: OrderedDict[ChunkKey, Manifest] = OrderedDict()
         self._reserved: dict[object, Bytes | None] = {}
         """Frames by place; None until written, which the writer's are until sealed or aborted."""
         self._listed = False
@@ -173,12 +98,13 @@ class RedisTier(Tier):
         if not self._listed:
             self._list()
         need_bytes = self.allocated_bytes(info.size_bytes)
-        fits = info.size_bytes <= self.max_frame_bytes
-        if not fits or not self._capacity.reserve(need_bytes):
-            used_bytes = self._capacity.stats().used_bytes
-            raise TierFullError(self.name, need_bytes, max(0, self.capacity_bytes - used_bytes))
         place = object()
-        self._reserved[place] = None
+        with self._lock:
+            free_bytes = self.capacity_bytes - self._used_bytes
+            if need_bytes > free_bytes or info.size_bytes > self.max_frame_bytes:
+                raise TierFullError(self.name, need_bytes, max(0, free_bytes))
+            self._used_bytes += need_bytes
+            self._reserved[place] = None
         return Reservation(info, tenant, need_bytes, place)
 
     @override
@@ -198,7 +124,8 @@ class RedisTier(Tier):
         frame = self._reserved[reservation.place]
         if frame is None:
             raise InvalidRequestError("reservation", reservation.info.key.hex(), "write it first")
-        del self._reserved[reservation.place]
+        with self._lock:
+            del self._reserved[reservation.place]
         write_id, now_us = os.urandom(WRITE_ID_BYTES), time.time_ns() // 1000
         manifest = Manifest.of(reservation.info, self._part_bytes, write_id, now_us)
         sealed = False
@@ -207,14 +134,18 @@ class RedisTier(Tier):
         except OutOfMemoryError:
             raise TierFullError(self.name, reservation.reserved_bytes, 0) from None
         finally:
-            self._capacity.end(reservation.reserved_bytes, manifest if sealed else None)
+            with self._lock:
+                self._used_bytes -= reservation.reserved_bytes
+                if sealed:
+                    self._count(manifest)
         return sealed
 
     @override
     def abort(self, reservation: Reservation) -> None:
-        if reservation.place in self._reserved:
-            del self._reserved[reservation.place]
-            self._capacity.end(reservation.reserved_bytes, None)
+        with self._lock:
+            if reservation.place in self._reserved:
+                del self._reserved[reservation.place]
+                self._used_bytes -= reservation.reserved_bytes
 
     @override
     def read(
@@ -228,7 +159,8 @@ class RedisTier(Tier):
         """
         arrived = bool if verifier is None else verifier.update
         try:
-            known = self._capacity.known(key)
+            with self._lock:
+                known = self._chunks.get(key) or self._peers.get(key)
             in_it = known is not None and 0 <= offset <= known.info.size_bytes - len(out)
             if known and in_it and self._stored.read(known, out, offset, arrived):
                 return True
@@ -242,7 +174,7 @@ class RedisTier(Tier):
                 return not has_checked
             with contextlib.suppress(TierUnavailableError):
                 self._stored.delete(key, current.raw)
-            self._capacity.note({key: current}, {key: None})
+            self._note({key: current}, {key: None})
         except TierUnavailableError as error:
             if not error.is_partial:
                 raise
@@ -254,10 +186,10 @@ class RedisTier(Tier):
 
     @override
     def delete(self, key: ChunkKey) -> bool:
-        before = self._capacity.counted([key])
+        counted = self._chunks.get(key)
         removed = self._stored.delete(key)
-        for gone in (before[key], removed):
-            self._capacity.note({key: gone}, {key: None})
+        for gone in (counted, removed):
+            self._note({key: gone}, {key: None})
         return removed is not None
 
     @override
@@ -268,34 +200,74 @@ class RedisTier(Tier):
 
     @override
     def stats(self) -> TierStats:
-        return self._capacity.stats()
+        with self._lock:
+            used_bytes, chunks = self._used_bytes, len(self._chunks)
+            return TierStats(self.capacity_bytes, used_bytes, chunks, len(self._reserved))
 
     @override
     def close(self) -> None:
         self._client.close()
 
     def _stat(self, keys: Sequence[ChunkKey]) -> list[Manifest | None]:
-        before = self._capacity.counted(keys)
+        with self._lock:
+            before = {key: self._chunks.get(key) for key in keys}
         rows = zip(keys, self._stored.stat(keys), strict=True)
         # What cannot be requested stays counted.
         found = {key: row for key, row in rows if not isinstance(row, TierUnavailableError)}
         if found:
             self.write_error = ""
-        self._capacity.note(before, found)
+        self._note(before, found)
         return [found.get(key) for key in keys]
 
     def _list(self) -> Mapping[ChunkKey, Manifest]:
-        before = self._capacity.counted()
+        with self._lock:
+            before = dict(self._chunks)
         found, whole = self._stored.scan()
         self.write_error = ""
         gone = [key for key in before if key not in found] if whole else []
-        self._capacity.note(before, {**found, **dict.fromkeys(gone)}, is_listing=True)
+        self._note(before, {**found, **dict.fromkeys(gone)}, is_listing=True)
         if not self._listed:
             self._listed = True
             with contextlib.suppress(TierUnavailableError):
                 for finding in check_health(self._client):
                     logger.warning(finding.saw, fix=finding.fix)
         return found
+
+    def _note(
+        self,
+        before: Mapping[ChunkKey, Manifest | None],
+        found: Mapping[ChunkKey, Manifest | None],
+        *,
+        is_listing: bool = False,
+    ) -> None:
+        """Take in a read: what its keys were counted as *before* it, and what it *found*. What
+        this process sealed meanwhile stays counted; what a listing found is counted from now on.
+        """
+        with self._lock:
+            for key, new in found.items():
+                old = before.get(key)
+                if old is not None and old != new and self._chunks.get(key) == old:
+                    self._discount(key)
+                self._peers.pop(key, None)
+                if new is not None and key not in self._chunks:
+                    if is_listing:
+                        self._count(new)
+                    else:
+                        self._peers[key] = new
+                if len(self._peers) > MAX_PEER_MANIFESTS:
+                    self._peers.popitem(last=False)
+
+    def _count(self, manifest: Manifest) -> None:
+        key = manifest.info.key
+        self._discount(key)
+        self._peers.pop(key, None)
+        self._chunks[key] = manifest
+        self._used_bytes += self.allocated_bytes(manifest.info.size_bytes)
+
+    def _discount(self, key: ChunkKey) -> None:
+        gone = self._chunks.pop(key, None)
+        if gone is not None:
+            self._used_bytes -= self.allocated_bytes(gone.info.size_bytes)
 
 
 FULL_SHARE = 0.95

@@ -169,7 +169,7 @@ class RedisClient:
         if batch.error is not None:
             self._topology.note_failure(batch.server, batch.error)
             for at in numbers:
-                replies[at] = _Failure(batch.error, batch.is_unsent)
+                replies[at] = _Failure(batch.error, is_undone=batch.connection is None)
         for at, reply in zip(numbers, batch.replies, strict=False):
             replies[at] = reply
             if isinstance(reply, WrongTypeError):
