@@ -197,23 +197,23 @@ class RedisChunks:
         What is left when this raises goes before the next publishing. Raises redis'
         OutOfMemoryError when the server takes no more.
         """
-        published = False
         try:
             self._sweep()
             (found,) = self.stat([manifest.info.key])
             if isinstance(found, TierUnavailableError):
                 raise found
-            if found is None:
-                published = self._send(manifest, frame)
-                if not published:
-                    self._discard(manifest)
+            if found is not None:
+                return False
+            if self._send(manifest, frame):
+                return True
+            self._discard(manifest)
         except OutOfMemoryError:
             self._discard(manifest)
             raise
         except TierUnavailableError:
             self._remains.append(manifest)
             raise
-        return published
+        return False
 
     def delete(self, key: ChunkKey, raw: bytes = b"") -> Manifest | None:
         """Remove the chunk of *key*, if given only the version whose manifest is *raw*. Return it,
