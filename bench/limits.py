@@ -23,7 +23,7 @@ from xxhash import xxh3_64
 from bench.workload import MIB
 from kvstore.client import Chunk
 from kvstore.client.tensors import LayerTensors
-from kvstore.proto.buffers import Bytes, copy_checked
+from kvstore.proto.buffers import Bytes, copy_groups
 
 STEP_BYTES = 1 << 19
 """Copied, then summed: it is in cache still."""
@@ -116,7 +116,7 @@ def _take_from_ring(descriptor: int, size_bytes: int) -> None:
             if not step:
                 os.sched_yield()
                 continue
-            copy_checked(slab[at : at + step], ring[start : start + step])
+            copy_groups([[(slab[at : at + step], ring[start : start + step])]])
             taken += step
             words[1] = taken
 
@@ -137,7 +137,7 @@ def summed_get(outs: Sequence[Bytes]) -> Iterator[Callable[[], None]]:
     source = _shared(sum(map(len, outs)))
 
     def fill(out: Bytes, start: int) -> None:
-        copy_checked(out, source[start : start + len(out)])
+        copy_groups([[(out, source[start : start + len(out)])]])
 
     with _shared_out(outs, fill) as get:
         yield get

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 from xxhash import xxh3_64
 
-from kvstore.proto.buffers import Bytes, copy_checked
+from kvstore.proto.buffers import Bytes, copy_groups
 
 CHUNK_BYTES = 8 << 20
 PART_BYTES = 1 << 20
@@ -119,7 +119,7 @@ def landing(kind: str, size_bytes: int) -> Iterator[Callable[[], int]]:
                 if not tells.read(1):
                     raise RuntimeError("the taker has ended")
                 stop = min(at + CHUNK_BYTES, size_bytes)
-                copy_checked(out[at:stop], room[at:stop])
+                copy_groups([[(out[at:stop], room[at:stop])]])
                 at = stop
             return at
 

@@ -29,7 +29,7 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import QuotaExceededError
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import ChunkKey
 
 IDLE = 1000
@@ -61,7 +61,7 @@ class Caller:
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
         self._lookup = self._method("Lookup")
-        message = pb.OpenSessionRequest(representation=representation_to_message(TINY))
+        message = pb.OpenSessionRequest(representation=as_message(pb.Representation, TINY))
         reply = self._method("OpenSession")(message.SerializeToString(), timeout=60)
         self._session_id = pb.OpenSessionResponse.FromString(reply).session_id
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from kvstore.cli.chunk_files import check_suffix, write_chunk
 from kvstore.cli.spaces import Where, find, hex_prefix, places
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import Fidelity
 
 
@@ -28,5 +29,5 @@ def get_chunk(where: Where, name: str, out: Path, *, lossy: bool) -> tuple[Frame
         if frame is None:
             return None
         header, data = frame
-        kind = representation_to_message(place.client.representation)
+        kind = as_message(pb.Representation, place.client.representation)
         return header, write_chunk(out, header, data, kind)

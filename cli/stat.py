@@ -15,7 +15,7 @@ from kvstore.cli.tables import Grid, open_console
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import ChunkKey, DType, Fidelity, LayerKind
 
 
@@ -55,7 +55,7 @@ def stat_chunk(where: Where, name: str) -> ChunkFacts | None:
             header = frame[0] if frame is not None else None
         except (ChunkCorruptError, InvalidFrameError) as error:
             damage = str(error)
-        kind = representation_to_message(place.client.representation)
+        kind = as_message(pb.Representation, place.client.representation)
         return ChunkFacts(key, known[0], kind, header, damage)
 
 

@@ -1,4 +1,4 @@
-"""Batches: lists that are longer than what a server takes in one request."""
+"""Batches: lists that are longer than what a server takes in one request, and its answers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import TypeVar
 
+import numpy as np
 from typing_extensions import override
 
 from kvstore.client.blend.segments import NamedSegment
@@ -20,9 +21,11 @@ from kvstore.client.reader import Room
 from kvstore.client.rectangle_room import RectangleRoom
 from kvstore.client.transport import Put
 from kvstore.codecs.base import AnyPart
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import Resolution
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import DeadlineError, TierUnavailableError
+from kvstore.proto.errors import DeadlineError, KVStoreError, TierUnavailableError
+from kvstore.proto.messages import as_value, chains_of
 from kvstore.proto.plans import LoadPlan, PlannedBatch, PlanRange, PrefillModel
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
 
@@ -50,6 +53,39 @@ def behind(room: Room, first: int) -> Room:
     if isinstance(room, RectangleRoom):
         return room.behind(first)
     return lambda index, layout: room(first + index, layout)
+
+
+def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
+    """Return the answer to a lookup of *asked* chunks. Raises KVStoreError if it is none."""
+    names, sources = tuple(message.tier_names), message.tiers
+    ready = message.ready
+    fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * asked
+    if not fits or max(sources, default=-1) >= len(names):
+        raise KVStoreError(f"the server's answer to a lookup of {asked} chunks is damaged")
+    return Match(
+        ready=ready,
+        pending=message.pending,
+        missing=asked - ready - message.pending,
+        tier_names=names,
+        sources=sources,
+        loads=message.load_us,
+        lease_id=message.lease_id,
+        lease_ttl_ms=message.lease_ttl_ms,
+        plan=_plan_from_message(message, asked),
+        shared=min(message.shared, asked),
+    )
+
+
+def _plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
+    """Return the plan over *asked* chunks; None without one. Raises KVStoreError."""
+    if not message.plan and not message.recompute_ms:
+        return None
+    ranges = tuple(as_value(PlanRange, one) for one in message.plan)
+    bounds = [0, *(one.stop for one in ranges)]
+    is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
+    if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
+        raise KVStoreError(f"the server's plan for {asked} chunks is damaged")
+    return LoadPlan(ranges, message.plan_ms, message.recompute_ms)
 
 
 def joined(matches: Sequence[Match], asked: int) -> Match:
@@ -114,6 +150,15 @@ def chain_batches(
             groups[-1].append((number, piece))
             room -= len(piece)
     return groups
+
+
+def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> PlannedBatch:
+    """Return the answer to the announcement of chains of these *lengths*. Raises KVStoreError."""
+    if len(message.uses) != 4 * sum(lengths) or sorted(message.order) != list(range(len(lengths))):
+        raise KVStoreError(f"the server's plan for {len(lengths)} chains is damaged")
+    uses = chains_of(np.frombuffer(message.uses, "<u4").tolist(), lengths)
+    order, uses_of = tuple(message.order), tuple(map(tuple, uses))
+    return PlannedBatch(order, uses_of, message.kept, message.peak_chunks)
 
 
 def joined_plans(

@@ -9,7 +9,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from kvstore.client.batches import batches, digest_batches, joined, prefix_plan
+from kvstore.client.batches import batches, digest_batches, joined, match_from_message, prefix_plan
 from kvstore.client.chunk import Chunk
 from kvstore.client.engine_calls import EngineCalls, check_frame_bytes, check_out
 from kvstore.client.events import Following
@@ -30,7 +30,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
-from kvstore.proto.messages import engine_to_message, fidelity_number, match_from_message
+from kvstore.proto.messages import engine_to_message, fidelity_number
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, PrefillModel
 from kvstore.proto.types import (
     DIGEST_BYTES,

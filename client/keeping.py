@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.client.batches import chain_batches, joined_plans
+from kvstore.client.batches import batch_from_message, chain_batches, joined_plans
 from kvstore.client.caller import Caller
 from kvstore.client.options import MAX_NAME_CHARS
 from kvstore.client.retry import countdown
@@ -18,7 +18,7 @@ from kvstore.proto.errors import (
     check_text,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.messages import batch_from_message, fidelity_number
+from kvstore.proto.messages import fidelity_number
 from kvstore.proto.plans import MAX_HANDOVER_MS, PlannedBatch
 from kvstore.proto.types import ChunkKey, Fidelity
 

@@ -34,9 +34,8 @@ class LayeredPut:
     ) -> None:
         self.results: list[Put] = []
         self._sink = sink
-        places = layer_order(representation)
-        self._segments = {place.layer_id: place.segment for place in places}
-        self._missing = [place.layer_id for place in places]
+        self._segments = dict(layer_order(representation))
+        self._missing = list(self._segments)
         groups = representation.layer_groups
         numbers = [number for number, group in enumerate(groups) for _ in group.layer_ids]
         self._components: list[list[Component]] = [

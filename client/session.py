@@ -13,7 +13,7 @@ from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import Namespace, Representation
 
 _BEATS_PER_LIFETIME = 3
@@ -72,7 +72,7 @@ class Session:
         reply = connection.call(
             "OpenSession",
             pb.OpenSessionRequest(
-                representation=representation_to_message(representation),
+                representation=as_message(pb.Representation, representation),
                 client=options.name,
                 tenant=options.tenant,
                 process=int.from_bytes(FORKS.process, "little"),

@@ -11,7 +11,7 @@ from kvstore.codecs.base import Codec, Part, codec_by_id
 from kvstore.codecs.lossy import LossyCodec
 from kvstore.codecs.raw import RawCodec, part_views
 from kvstore.codecs.terms import EncodeTerms
-from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_checked
+from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_groups
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
     FLAG_RESTORED,
@@ -135,7 +135,7 @@ def _copy(header: FrameHeader, frame: Bytes, codec: Codec, writer: FrameWriter) 
         data = header.segment(frame, index)
         if len(data) > most_bytes:
             raise InvalidFrameError("stored_bytes", len(data), f"too long for {codec.name}")
-        found = copy_checked(writer.reserve(len(data)), data)
+        found = copy_groups([[(writer.reserve(len(data)), data)]])[0]
         check_segment(header, index, found)
         writer.commit(len(data), found)
 

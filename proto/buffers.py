@@ -56,11 +56,6 @@ def copy_bytes(out: Bytes, data: Bytes) -> None:
     np.copyto(out, data)
 
 
-def copy_checked(out: Bytes, data: Bytes) -> int:
-    """Copy *data* to *out* and return xxh3_64 of what arrived."""
-    return copy_groups([[(out, data)]])[0]
-
-
 def copy_groups(groups: Sequence[Pieces]) -> list[int]:
     """Copy all pieces of *groups*; return xxh3_64 of what arrived for each group.
 

@@ -16,7 +16,6 @@ import ssl
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -227,15 +226,8 @@ _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 """It ends with the process, whatever the clocks of hosts."""
 
 
-class OwnTls(NamedTuple):
-    """What a server accepts connections with, and its certificate in DER for others."""
-
-    context: ssl.SSLContext
-    certificate: bytes
-
-
-def make_tls() -> OwnTls:
-    """Make a key, and a certificate of it."""
+def make_tls() -> tuple[ssl.SSLContext, bytes]:
+    """Make a key and a certificate: what accepts connections with them, and the latter in DER."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -256,7 +248,7 @@ def make_tls() -> OwnTls:
     with open(os.memfd_create("peer-tls"), "wb", buffering=0) as file:
         file.write(certificate.public_bytes(encodings.PEM) + private)
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
-    return OwnTls(context, certificate.public_bytes(encodings.DER))
+    return context, certificate.public_bytes(encodings.DER)
 
 
 def tls_to(certificate: bytes) -> ssl.SSLContext:

@@ -12,7 +12,6 @@ from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-import numpy as np
 from google.protobuf.message import Message
 
 from kvstore.proto import kvstore_pb2 as pb
@@ -27,9 +26,6 @@ from kvstore.proto.plans import (
     NO_HINTS,
     EngineTerms,
     Hints,
-    LoadPlan,
-    PlannedBatch,
-    PlanRange,
     PrefillModel,
 )
 from kvstore.proto.types import (
@@ -42,7 +38,6 @@ from kvstore.proto.types import (
     Extent,
     Fidelity,
     KVLayout,
-    Match,
     Representation,
     Shard,
     check_count,
@@ -204,32 +199,6 @@ def fidelity_of(number: int) -> Fidelity:
     return _FIDELITIES[number]
 
 
-def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
-    """Return the answer to a lookup of *asked* chunks. Raises KVStoreError if it is none."""
-    names, sources = tuple(message.tier_names), message.tiers
-    ready = message.ready
-    fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * asked
-    if not fits or max(sources, default=-1) >= len(names):
-        raise KVStoreError(f"the server's answer to a lookup of {asked} chunks is damaged")
-    return Match(
-        ready=ready,
-        pending=message.pending,
-        missing=asked - ready - message.pending,
-        tier_names=names,
-        sources=sources,
-        loads=message.load_us,
-        lease_id=message.lease_id,
-        lease_ttl_ms=message.lease_ttl_ms,
-        plan=plan_from_message(message, asked),
-        shared=min(message.shared, asked),
-    )
-
-
-def representation_to_message(representation: Representation) -> pb.Representation:
-    """Return the protobuf form of *representation*."""
-    return as_message(pb.Representation, representation)
-
-
 def representation_from_message(message: pb.Representation) -> Representation:
     """Return the checked Representation. Raises RepresentationError naming the field."""
     if not message.HasField("rope"):
@@ -291,43 +260,9 @@ def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> Engine
     return EngineTerms(as_value(PrefillModel, request.prefill), request.prefill.tokens)
 
 
-def add_plan(reply: pb.LookupResponse, plan: LoadPlan | None) -> None:
-    """Put a plan into the answer to a lookup."""
-    if plan is None:
-        return
-    reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
-    reply.plan.extend(as_message(pb.PlanRange, one) for one in plan.ranges)
-
-
-def plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
-    """Return the plan over *asked* chunks; None without one. Raises KVStoreError."""
-    if not message.plan and not message.recompute_ms:
-        return None
-    ranges = tuple(as_value(PlanRange, one) for one in message.plan)
-    bounds = [0, *(one.stop for one in ranges)]
-    is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
-    if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
-        raise KVStoreError(f"the server's plan for {asked} chunks is damaged")
-    return LoadPlan(ranges, message.plan_ms, message.recompute_ms)
-
-
 def chains_of(digests: Sequence[T], lengths: Sequence[int]) -> list[Sequence[T]]:
     """Cut *digests* into chains of these *lengths*. Raises InvalidRequestError."""
     ends = [0, *accumulate(lengths)]
     if ends[-1] != len(digests):
         raise InvalidRequestError("lengths", ends[-1], f"as many as chains has, {len(digests)}")
     return [digests[first:stop] for first, stop in pairwise(ends)]
-
-
-def pack_uses(uses: Sequence[int]) -> bytes:
-    """Return counts as four bytes each, little-endian."""
-    return np.asarray(uses, "<u4").tobytes()
-
-
-def batch_from_message(message: pb.PlanResponse, lengths: Sequence[int]) -> PlannedBatch:
-    """Return the answer to the announcement of chains of these *lengths*. Raises KVStoreError."""
-    if len(message.uses) != 4 * sum(lengths) or sorted(message.order) != list(range(len(lengths))):
-        raise KVStoreError(f"the server's plan for {len(lengths)} chains is damaged")
-    uses = chains_of(np.frombuffer(message.uses, "<u4").tolist(), lengths)
-    order, uses_of = tuple(message.order), tuple(map(tuple, uses))
-    return PlannedBatch(order, uses_of, message.kept, message.peak_chunks)

@@ -501,18 +501,14 @@ class Shard:
         return [(at, extent) for at, extent in enumerate(self.extents) if extent is not None]
 
 
-class LayerPlace(NamedTuple):
-    """A layer by the model's own number, and which segment of a frame holds it."""
-
-    layer_id: int
-    segment: int
-
-
 @lru_cache(maxsize=64)
-def layer_order(representation: Representation) -> tuple[LayerPlace, ...]:
-    """Return the layers by number. Segments lie group by group, and groups may alternate."""
+def layer_order(representation: Representation) -> tuple[tuple[int, int], ...]:
+    """Return the layers by the model's numbers, each with the number of its segment in a frame.
+
+    Segments lie group by group, and groups may alternate.
+    """
     ids = [layer for group in representation.layer_groups for layer in group.layer_ids]
-    return tuple(sorted(LayerPlace(layer, segment) for segment, layer in enumerate(ids)))
+    return tuple(sorted((layer, segment) for segment, layer in enumerate(ids)))
 
 
 POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")

@@ -324,16 +324,6 @@ def parse_answer(kind: type[T], body: bytes) -> T:
 
 _ROW = struct.Struct("<IBB2xQQQ")
 ROW_BYTES = _ROW.size
-assert ROW_BYTES == 32
-
-PLACE_ROW = np.dtype(
-    {
-        "names": ["number", "reach", "tier", "offset", "size_bytes", "generation"],
-        "formats": ["<u4", "u1", "u1", "<u8", "<u8", "<u8"],
-        "offsets": [0, 4, 5, 8, 16, 24],
-    }
-)
-"""The same rows as numpy writes hundreds of them."""
 
 
 class Reach(IntEnum):
@@ -362,6 +352,12 @@ class Place(NamedTuple):
     size_bytes: int
     generation: int
 
+
+PLACE_ROW = np.dtype(
+    {"names": Place._fields, "formats": ["<u4", "u1", "u1", "<u8", "<u8", "<u8"]}, align=True
+)
+"""The rows as numpy writes hundreds of them."""
+assert PLACE_ROW.itemsize == ROW_BYTES
 
 NOWHERE = Place(0, Reach.none, 0, 0, 0, 0)
 """A chunk that has to be loaded first."""

@@ -26,7 +26,7 @@ from kvstore.server.api.interceptors import CallWrapper, known_errors
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, Identity
 from kvstore.server.api.unix_calls import UnixCalls
-from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
+from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixServer
 from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
@@ -58,7 +58,6 @@ if TYPE_CHECKING:  # their files load redis, an HTTP server, ZeroMQ and torch
 
 SERVICE_NAME: str = SERVICE.full_name
 TICK_S = 0.25
-MAX_STAGING_BYTES = 1 << 30
 _new_id = partial(SystemRandom().randrange, 1, 1 << 64)
 
 logger = structlog.get_logger(__name__)
@@ -81,8 +80,7 @@ def run_jobs(jobs: Iterable[Callable[[], object]]) -> None:
 class Node:
     """One server: tiers, store, Unix socket and gRPC. ``port`` is the one it got.
 
-    Raises KVStoreError with one sentence when something it was to use cannot be used; nothing is
-    left open then.
+    Raises KVStoreError, and leaves nothing open, when something it was to use cannot be used.
     """
 
     def __init__(self, config: Settings, clock: Clock = time.monotonic) -> None:
@@ -107,8 +105,7 @@ class Node:
 
     def _open(self, part: PartT) -> PartT:
         """Return *part*, which is closed in the end, before what was opened before it."""
-        closable: Any = part
-        self._opened.callback(closable.close)
+        self._opened.callback(cast("Any", part).close)
         return part
 
     def _open_store(self) -> None:
@@ -119,7 +116,7 @@ class Node:
         models = KnownModels()
         store = build_store(config, clock, self.counters, self._opened, models, _new_id)
         self.store, slots = store, store.tiers.slots
-        self._saved_state: SavedState | None = None
+        self._saved_state = None
         if "disk" in slots:
             self._saved_state = SavedState(store, config.disk[0].path, time.time)
             self._saved_state.load()
@@ -155,11 +152,9 @@ class Node:
         if config.directory:
             from kvstore.server.cluster.directory import open_directory
 
-            self.directory = self._open(
-                open_directory(
-                    config, boot_id, self.port, identity.bulk_address, self.counters, clock
-                )
-            )
+            bulk_address, counters = identity.bulk_address, self.counters
+            found = open_directory(config, boot_id, self.port, bulk_address, counters, clock)
+            self.directory = self._open(found)
             store.catalog.listeners.append(self.directory)
         self._scrub = self._open(Scrub(store.moves, config.scrub_tiers, config.scrub_bytes_per_s))
         self.events, self.publisher = self._open_events(boot_id)
@@ -207,19 +202,15 @@ class Node:
         return log, self._open(open_publisher(config, log, boot_id, self.counters))
 
     def _open_unix_server(self) -> UnixServer | None:
-        path = self._config.socket_path_for(self.port)
+        config, max_sessions = self._config, self._config.max_sessions
+        path = config.socket_path_for(self.port)
         if path is None:
             return None
-        config = self._config
-        most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
-        most = share_of(SOCKET_SHARE, self._taken, most)
-        limits = UnixLimits(config.max_sessions, MAX_STAGING_BYTES, config.workers, most)
+        most = share_of(SOCKET_SHARE, self._taken, (CONNECTIONS_PER_SESSION + 2) * max_sessions)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        authorizer = self.trust.authorizer
+        sessions, authorizer = self.sessions, self.trust.authorizer
         try:
-            return self._open(
-                UnixServer(path, self.sessions, files, self._clock, limits, authorizer)
-            )
+            return self._open(UnixServer(path, sessions, files, authorizer, config.workers, most))
         except InvalidRequestError as error:
             if "socket_path" in config.model_fields_set:
                 raise
@@ -253,15 +244,15 @@ class Node:
         if config.bulk == "off":
             return "", b""
         from kvstore.server.bulk.service import BulkService
-        from kvstore.server.bulk.tcp_server import MAX_STREAMS, open_bulk
+        from kvstore.server.bulk.tcp_server import MAX_STREAMS, BulkServer
 
         authorizer = self.trust.authorizer
         service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
-        self.bulk, certificate = open_bulk(config, service, most)
+        self.bulk = BulkServer(config, service, most)
         self._open(self.bulk)
-        return self.bulk.address, certificate
+        return self.bulk.address, self.bulk.certificate
 
     def _extent_file(self, extent: int, tenant: str) -> tuple[int, int]:
         slot = self.store.tiers.file_backed
@@ -356,6 +347,5 @@ class Node:
 
 def tenant_salts(config: Settings) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
-    path = config.secret_file
-    secret = path.read_bytes() if path is not None else b""
+    secret = config.secret_file.read_bytes() if config.secret_file is not None else b""
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")

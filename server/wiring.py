@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.types import Fidelity
 from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.policy import EvictionPolicy
 from kvstore.server.eviction.quotas import (
@@ -29,7 +30,7 @@ from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.key_files import WatchedFile, parse_encryption_keys
-from kvstore.server.settings.rules import GpuConfig, is_auto
+from kvstore.server.settings.rules import GpuConfig, auto_fidelity, is_auto
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import format_size
 from kvstore.server.store.store import Store
@@ -120,17 +121,21 @@ def _open_peer_tier(config: Settings, counters: Counters, clock: Clock) -> PeerT
 
 
 def hiding(config: Settings) -> Callable[[Tier], Tier]:
-    """Return what encrypts a tier; without keys it leaves tiers as they are.
-
-    The file of keys is looked at again with each frame. Raises InvalidRequestError for one that
-    cannot be used.
+    """Return what encrypts a tier, which without keys does nothing; it reads a replaced file of
+    keys again. Raises InvalidRequestError for one that cannot be used.
     """
     path = config.encryption_keys
     if path is None:
         return lambda tier: tier
     from kvstore.tiers.encrypted import EncryptedTier, KeyRing
 
-    file = WatchedFile((path,), _by_epoch)
+    def by_epoch(data: bytes) -> dict[int, bytes]:
+        if not (rows := parse_encryption_keys(data)):
+            fix = "has no key; make one with kvstore keys new"
+            raise InvalidRequestError("encryption_keys", len(data), fix)
+        return {epoch: row.key for epoch, row in rows.items()}
+
+    file = WatchedFile((path,), by_epoch)
 
     def now() -> Mapping[int, bytes]:
         file.refresh()
@@ -138,14 +143,6 @@ def hiding(config: Settings) -> Callable[[Tier], Tier]:
 
     keys = KeyRing(now, os.urandom)
     return lambda tier: EncryptedTier(tier, keys)
-
-
-def _by_epoch(data: bytes) -> dict[int, bytes]:
-    rows = parse_encryption_keys(data)
-    if not rows:
-        fix = "has no key; make one with kvstore keys new"
-        raise InvalidRequestError("encryption_keys", len(data), fix)
-    return {epoch: row.key for epoch, row in rows.items()}
 
 
 def make_policies(
@@ -251,6 +248,8 @@ def _slot(
     encoder = TierCodec(LOSSLESS if is_auto(name) else name, by_tenant, models.terms_of)
     if is_auto(name):
         encoder.name = f"{name}, measuring"
+        # It promises no durable puts before it has chosen, where it may choose a loss.
+        encoder.is_exact &= auto_fidelity(name) is Fidelity.exact
     rule = config.write.get(tier.name)
     return TierSlot(
         tier, encoder, policy, breaker, clock, ADMISSIONS[rule] if rule else None,
@@ -259,8 +258,7 @@ def _slot(
 
 
 def batch_parallelism() -> dict[str, int]:
-    """Return how many threads share chunks that one server is asked for in a row, by queue.
-
-    Of more than there are cores for, all would be late.
+    """Return how many threads share what one server sends in a row, by queue: one a core, as of
+    more all would be late.
     """
     return {"load-peer": len(os.sched_getaffinity(0))}

@@ -18,7 +18,7 @@ from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.speed import make_sample, measure
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import ChunkKey, Representation
 from kvstore.server.node import Node
 from kvstore.server.settings.rules import is_auto
@@ -168,5 +168,5 @@ def open_session(
     connection: Connection, representation: Representation = SMALL
 ) -> pb.OpenSessionResponse:
     """Open a session that nobody keeps alive."""
-    request = pb.OpenSessionRequest(representation=representation_to_message(representation))
+    request = pb.OpenSessionRequest(representation=as_message(pb.Representation, representation))
     return connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)

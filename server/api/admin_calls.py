@@ -26,7 +26,6 @@ from kvstore.server.security.sessions import Principal, Session, check_tenant
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
-from kvstore.server.tiering.tier_slot import TierSlot
 
 CLEAR_DEADLINE_MS = 60_000
 """Of a request that names none."""
@@ -51,18 +50,14 @@ class AdminCalls:
     """Answers the RPCs of administration. Thread-safe."""
 
     def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
-        trust = backend.trust
+        self._backend = backend
         self._store = backend.store
         self._catalog = backend.store.catalog
         self._sessions = backend.sessions
         self._checks = backend.checks
         self._clock = backend.checks.clock
-        self._identity = backend.identity
-        self._pools = backend.pools
-        self._limits = trust.limits if trust else TenantLimits({}, self._clock)
-        self._unix_server = backend.unix_server
+        self._limits = backend.trust.limits if backend.trust else TenantLimits({}, self._clock)
         self._scrub = backend.scrub
-        self._directory = backend.directory
         self._explainer = explainer
         self._requests = requests
 
@@ -140,7 +135,7 @@ class AdminCalls:
         """Return the namespaces that sessions of a tenant had; of others' to admins alone."""
         tenant = request.tenant or caller.tenant
         if tenant.startswith(POOL_PREFIX):
-            tenant, _ = access_to(self._pools, caller, tenant)
+            tenant, _ = access_to(self._backend.pools, caller, tenant)
         counts = self._catalog.queries.spaces()
         spaces = [
             _space_message(space, counts[space.namespace], space.tenant)
@@ -168,7 +163,17 @@ class AdminCalls:
         tenant = check_tenant(request.tenant)
         given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
         limits = replace(self._limits.of(tenant), **given)
-        self._change_tier_quotas(tenant, request)
+        sizes = {
+            ours: getattr(request, of) for ours, of in _QUOTA_FIELDS.items() if request.HasField(of)
+        }
+        if sizes:
+            known = self._catalog.eviction.quotas_of(tenant)
+            tiers = [request.tier] if request.tier else list(known)
+            fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
+            is_known = known and set(tiers) <= set(known)
+            require(is_known, "tenant", (tenant, request.tier), fix)
+            changed = {tier: replace(known[tier].quota, **sizes) for tier in tiers}
+            self._catalog.eviction.set_quotas(tenant, changed)
         if given:
             self._limits.set(tenant, limits)
         return pb.QuotaResponse(tenants=[self._quota_of(tenant)])
@@ -187,47 +192,32 @@ class AdminCalls:
             )
         return reply
 
-    def _change_tier_quotas(self, tenant: str, request: pb.SetQuotaRequest) -> None:
-        given = {
-            ours: getattr(request, of) for ours, of in _QUOTA_FIELDS.items() if request.HasField(of)
-        }
-        if not given:
-            return
-        known = self._catalog.eviction.quotas_of(tenant)
-        tiers = [request.tier] if request.tier else list(known)
-        if not known or not set(tiers) <= set(known):
-            fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
-            raise InvalidRequestError("tenant", (tenant, request.tier), fix)
-        changed = {tier: replace(known[tier].quota, **given) for tier in tiers}
-        self._catalog.eviction.set_quotas(tenant, changed)
-
     # --- the server
 
     def Status(self, request: pb.StatusRequest, caller: Principal) -> pb.StatusResponse:
         """Report the server's state; how much of it is used, and by whom, to admins alone."""
+        backend, catalog = self._backend, self._catalog
         reply = pb.StatusResponse(
-            version=self._identity.version,
+            version=backend.identity.version,
             state="draining" if self._sessions.is_draining else "serving",
-            uptime_s=self._clock() - self._identity.started_at,
+            uptime_s=self._clock() - backend.identity.started_at,
         )
-        tiers = [_tier_status(slot) for slot in self._store.tiers.slots.values()]
+        for slot in self._store.tiers.slots.values():
+            state = "degraded" if (why := slot.reason) else "serving"
+            tier = reply.tiers.add(name=slot.name, codec=slot.encoder.name, state=state)
+            if caller.is_admin():
+                tier.MergeFrom(as_message(pb.TierStatus, slot.tier.stats(), reason=why))
+                catalog.eviction.policy_report(slot.name).fill(tier)
         if not caller.is_admin():
-            reply.tiers.extend(
-                pb.TierStatus(name=one.name, codec=one.codec, state=one.state) for one in tiers
-            )
             return reply
-        catalog, directory = self._catalog, self._directory
-        for tier in tiers:
-            catalog.eviction.policy_report(tier.name).fill(tier)
-        reply.tiers.extend(tiers)
         reply.ghosts = catalog.evicted_count()
         reply.gates.extend(as_message(pb.Gate, gate) for gate in self._store.blends.gates.views())
         reply.sessions = len(self._sessions)
         reply.leases = len(catalog.leases)
         reply.counters.update(self._store.counters.snapshot())
-        reply.socket_path = str(self._unix_server.path) if self._unix_server else ""
-        if directory is not None:
-            reply.directory.CopyFrom(directory.report())
+        reply.socket_path = str(backend.unix_server.path) if backend.unix_server else ""
+        if backend.directory is not None:
+            reply.directory.CopyFrom(backend.directory.report())
         return reply
 
     def Scrub(self, request: pb.ScrubRequest, caller: Principal) -> pb.ScrubResponse:
@@ -337,7 +327,7 @@ def _similar(similar: SimilarModel) -> pb.KnownSpace:
 def _space_message(space: ModelNamespace, chunks: int, tenant: str = "") -> pb.KnownSpace:
     return pb.KnownSpace(
         key_namespace=space.namespace,
-        representation=messages.representation_to_message(space.representation),
+        representation=messages.as_message(pb.Representation, space.representation),
         client=space.client,
         chunks=chunks,
         tenant=tenant,
@@ -363,14 +353,6 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
         copies=_copies(held.copies.items()),
         pinned=held.is_pinned,
         components=messages.layout_to_message(info.layout).components,
-    )
-
-
-def _tier_status(slot: TierSlot) -> pb.TierStatus:
-    codec, why = slot.encoder.name, slot.reason
-    state = "degraded" if why else "serving"
-    return as_message(
-        pb.TierStatus, slot.tier.stats(), name=slot.name, codec=codec, state=state, reason=why
     )
 
 

@@ -11,18 +11,13 @@ from typing import TypeAlias
 
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.messages import MESSAGE_BYTES, fidelity_of
+from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import Reach, pack_places
-from kvstore.server.api.validation import Checks
+from kvstore.server.api.validation import Checks, require
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.reads import (
-    IN_MEMORY,
-    NO_REACH,
-    LayerPart,
-    RangeRead,
-    ReadTerms,
-)
+from kvstore.server.store.reads import IN_MEMORY, NO_REACH, LayerPart, ReadTerms
 from kvstore.server.store.store import Store
 
 REACH: dict[int, frozenset[Reach]] = {
@@ -78,7 +73,10 @@ class GetStream:
         least = fidelity_of(request.min_fidelity)
         if request.ranges:
             checks.ranges(request.ranges, len(keys))
-        skipped = checks.skipped(request, len(keys)) if request.skip_rows else None
+        skipped, rows = None, request.skip_rows
+        if rows:
+            require(request.layer_major, "skip_rows", len(rows), "with layer_major only")
+            skipped = SkippedRows.unpack(rows, len(keys))
         peers = frozenset(request.peers[:MAX_READ_PEERS] if self.reach else ())
         terms = ReadTerms(session, self.deadline, least, self.reach, peers)
         self.lease_id, known = store.open_get(session, keys, request.lease_id)
@@ -101,16 +99,16 @@ class GetStream:
 
     def _ranges(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
         """Yield the places of frames in reach, and ranges of others; one read for neighbours."""
-        reading = RangeRead(self.store.reads, terms)
+        reads = self.store.reads
         for index, group in groupby(self.request.ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
-            found = reading.place(keys[index]) if terms.reach else None
+            found = reads.chosen_place(keys[index], terms) if terms.reach else None
             if found is not None:
                 yield self._places(index, pack_places([found[1]]), [found[0]])
             else:
                 spans = [(one.start, one.stop) for one in group]
-                yield from reading.parts(index, keys[index], spans)
+                yield from reads.ranges(index, keys[index], spans, terms)
 
     def _frames(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
         """Yield the chunks in order; places that need no load come together."""

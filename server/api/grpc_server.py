@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from kvstore.proto import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.messages import MESSAGE_BYTES
+from kvstore.proto.messages import FEATURE_DURABLE_PUT, FEATURE_SHARED_MEMORY, MESSAGE_BYTES
 from kvstore.server.api.admin_calls import AdminCalls
-from kvstore.server.api.event_calls import EventCalls
 from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.load_shedding import LoadShedder
 from kvstore.server.api.service import Backend, DataCalls
@@ -75,7 +74,7 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
     requests = RequestLog(clock)
     data, admin = DataCalls(backend, explainer, requests), AdminCalls(backend, explainer, requests)
     servicer = kvstore_pb2_grpc.KVStoreServicer()
-    for part in (data, admin, EventCalls(backend)):
+    for part in (data, admin):
         for method in SERVICE.methods:
             if hasattr(part, method.name):
                 setattr(servicer, method.name, _answer(backend, getattr(part, method.name)))
@@ -86,7 +85,10 @@ def _answer(backend: Backend, method: Callable[..., Any]) -> Callable[[Any, Any]
     """Return *method* as gRPC calls it: it takes the session of a request, the caller, or gRPC's
     context.
     """
-    sessions, stamp = backend.sessions, backend.stamp
+    sessions = backend.sessions
+    features = FEATURE_SHARED_MEMORY if backend.unix_server is not None else 0
+    features |= FEATURE_DURABLE_PUT if backend.store.durable else 0
+    stamp = kvstore_pb2.Server(boot_id=backend.identity.boot_id, features=features)
     takes: Callable[[Any, Any], Any] = {
         "session": lambda request, _: sessions.get(request.session_id),
         "caller": lambda _, context: principal_of(context),

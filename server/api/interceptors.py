@@ -12,7 +12,6 @@ import structlog
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import ERROR_NAME
-from kvstore.server.security.authenticator import Authenticator
 from kvstore.server.security.authorization import OPEN, SERVICES, Authorizer, Trust
 from kvstore.server.security.sessions import ANYBODY, Principal, Session
 from kvstore.server.telemetry.tracing import CURRENT, NUMBERS, RequestId
@@ -81,7 +80,10 @@ class CallWrapper:
                 try:
                     if trust is not None:
                         who = trust.authenticator
-                        call.principal = ANYBODY if who.is_open else _caller(who, context)
+                        call.principal = ANYBODY
+                        if not who.is_open:
+                            metadata = context.invocation_metadata() or ()
+                            call.principal = who.principal_of(metadata, context.auth_context())
                         if handler.request_streaming:
                             trust.authorizer.admit(call.principal, method)
                             call.frames = 0
@@ -107,10 +109,6 @@ class CallWrapper:
                         note(call.principal, method, outcome, call.session, about, peer)
 
         return answers
-
-
-def _caller(authenticator: Authenticator, context: Any) -> Principal:
-    return authenticator.principal_of(context.invocation_metadata() or (), context.auth_context())
 
 
 def _each_admitted(

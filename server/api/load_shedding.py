@@ -21,8 +21,8 @@ import grpc
 from typing_extensions import override
 
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, QuotaExceededError
-from kvstore.server.api.event_calls import EVENT_READERS
 from kvstore.server.api.interceptors import Behavior, CallWrapper, guarded
+from kvstore.server.telemetry.events import EVENT_READERS
 from kvstore.server.telemetry.metrics import Counters
 
 if TYPE_CHECKING:
@@ -65,13 +65,6 @@ class StallGuard:
         """Since when, the longest first."""
         self._lock = threading.Lock()  # guards that
 
-    def only(self, messages: Iterator[T], context: grpc.ServicerContext) -> T:
-        """Return the one message of a call. Raises InvalidRequestError when there is none."""
-        message = next(self.each(messages, context), None)
-        if message is None:
-            raise InvalidRequestError("message", None, "send one with the call")
-        return message
-
     def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
         """Yield the messages of a call."""
         while True:
@@ -101,9 +94,6 @@ class StallGuard:
         for context in ended:
             context.cancel()
         return len(ended)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
 
 class BoundedExecutor(futures.ThreadPoolExecutor):
@@ -160,24 +150,18 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
 
 
 class ConcurrencyLimit(int):
-    """How many calls there may be at once; none more while those of *reads* wait too long.
+    """How many calls there may be at once; none more while those of ``reads`` wait too long.
 
     gRPC compares the calls that it has with this number before each: what it refuses itself costs
     less than what we refuse.
     """
 
-    _reads: BoundedExecutor
-
-    def __new__(cls, calls: int, reads: BoundedExecutor) -> ConcurrencyLimit:
-        """Return a limit of *calls*."""
-        limit = super().__new__(cls, calls)
-        limit._reads = reads
-        return limit
+    reads: BoundedExecutor
 
     @override
     def __le__(self, calls: int) -> bool:
         """Whether *calls* are all that may be: Python calls this for ``calls >= limit``."""
-        return int(self) <= calls or self._reads.is_late
+        return int(self) <= calls or self.reads.is_late
 
 
 class LoadShedder(ServerInterceptor):
@@ -198,7 +182,8 @@ class LoadShedder(ServerInterceptor):
         readers = max(1, workers - writers)
         waiting = CALLS_PER_WORKER * workers
         self.reads = BoundedExecutor("rpc", readers, waiting, clock)
-        self.most_calls = ConcurrencyLimit(waiting + EVENT_READERS, self.reads)
+        self.most_calls = ConcurrencyLimit(waiting + EVENT_READERS)
+        self.most_calls.reads = self.reads
         self._writes = BoundedExecutor("rpc-write", writers, WRITES_PER_WORKER * writers, clock)
         # A reader of events keeps its thread; one more refuses the next reader.
         self._events = BoundedExecutor("rpc-events", EVENT_READERS + 1, EVENT_READERS, clock)
@@ -247,8 +232,11 @@ class LoadShedder(ServerInterceptor):
             if left_s is not None and left_s < LEAST_LEFT_S:
                 self._counters.add("expired_calls")
                 raise DeadlineError("the call waited past its deadline")
-            take = guard.each if handler.request_streaming else guard.only
-            return take(requests, context)
+            messages = guard.each(requests, context)
+            message = messages if handler.request_streaming else next(messages, None)
+            if message is None:
+                raise InvalidRequestError("message", None, "send one with the call")
+            return message
 
         received = guarded(receive, method)
 

@@ -1,4 +1,4 @@
-"""The RPCs of data: sessions, lookups, gets and puts, blending, other servers' memory.
+"""The RPCs of data: sessions, lookups, gets and puts, blending, other servers' memory, events.
 
 Messages are checked here and passed on. No decision is made here.
 """
@@ -6,34 +6,54 @@ Messages are checked here and passed on. No decision is made here.
 from __future__ import annotations
 
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from grpc import ServicerContext as Context
 
 from kvstore.codecs.base import CODECS
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.buffers import as_bytes
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError, check_text
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    QuotaExceededError,
+    TierUnavailableError,
+    UnauthenticatedError,
+    check_text,
+)
 from kvstore.proto.frame import FrameHeader, parse_header, raw_frame_bytes
-from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ChunkKey, PutOutcome
+from kvstore.proto.types import KEY_BYTES, MAX_CHUNK_TOKENS, ROOT, ChunkKey, PutOutcome
 from kvstore.proto.unix_socket import Reach, pid_namespace
 from kvstore.server.api.get_stream import MAX_READ_PEERS, REACH, GetStream
+from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
-from kvstore.server.api.validation import BlendChecks, Checks, outcomes, require
+from kvstore.server.api.validation import Checks, outcomes, require
 from kvstore.server.security.authorization import Trust, access_to
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
 from kvstore.server.store.reads import NO_REACH
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import check_put
-from kvstore.server.telemetry.events import EventLog
+from kvstore.server.telemetry.events import (
+    EVENT_READERS,
+    EVENT_READERS_PER_TENANT,
+    POLL_S,
+    EventLog,
+    EventReader,
+)
 from kvstore.server.telemetry.request_trace import RequestLog
 
 if TYPE_CHECKING:  # their files load redis or torch
@@ -47,6 +67,10 @@ MAX_PLAN_TTL_MS = 3600 * 1000
 """How long announced chunks are kept; 0 keeps nothing."""
 MAX_LISTED_PEERS = 16
 """Of those that are there; clients learn of further ones as they read what these have."""
+BEAT_S = 1.0
+"""How often a reader of events is sent something, be there events or not."""
+_LAST_S = 0.5
+"""A call of Events with so little time left ends, rather than be cut off."""
 _NO_DEVICE = "this server takes no puts out of device memory: start it with gpu"
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
@@ -79,13 +103,6 @@ class Backend:
     directory: Directory | None = None
 
     @property
-    def stamp(self) -> pb.Server:
-        """What each reply has of the server."""
-        features = messages.FEATURE_SHARED_MEMORY if self.unix_server is not None else 0
-        features |= messages.FEATURE_DURABLE_PUT if self.store.can_be_durable else 0
-        return pb.Server(boot_id=self.identity.boot_id, features=features)
-
-    @property
     def pools(self) -> Sequence[Pool]:
         """The shared pools that callers may open sessions for."""
         return self.trust.pools if self.trust else ()
@@ -95,17 +112,17 @@ class DataCalls:
     """Answers the RPCs of data. *explainer* and *requests* record lookups. Thread-safe."""
 
     def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
+        self._backend = backend
         self._store = backend.store
         self._sessions = backend.sessions
         self._checks = backend.checks
-        self._blend_checks = BlendChecks(backend.checks)
         self._clock = backend.checks.clock
-        self._identity = backend.identity
-        self._pools = backend.pools
         self._unix_server = backend.unix_server
-        self._device_puts = backend.device_puts
         self._explainer = explainer
         self._requests = requests
+        self._event_readers: Counter[str] = Counter()
+        """By tenant, those that read now."""
+        self._lock = threading.Lock()  # guards that
 
     # --- sessions
 
@@ -115,11 +132,12 @@ class DataCalls:
         """Open a session for a client of one model."""
         client = check_text("client", request.client, MAX_CLIENT_CHARS)
         representation = messages.representation_from_message(request.representation)
-        tenant, roles = access_to(self._pools, caller, request.tenant)
+        tenant, roles = access_to(self._backend.pools, caller, request.tenant)
         session = self._sessions.open(
             representation, client, tenant, caller, roles, request.process
         )
         unix, gpu = self._unix_server, self._store.moves.tiers.gpu_tier
+        identity = self._backend.identity
         return pb.OpenSessionResponse(
             session_id=session.session_id,
             key_namespace=session.namespace,
@@ -127,11 +145,11 @@ class DataCalls:
             max_message_bytes=messages.MESSAGE_BYTES,
             max_frame_bytes=self._checks.max_frame_bytes,
             max_batch_chunks=self._checks.max_batch_chunks,
-            host_id=self._identity.host_id if unix else "",
+            host_id=identity.host_id if unix else "",
             socket_path=str(unix.path) if unix else "",
-            attach_token=session.attach_token if unix or self._identity.bulk_address else b"",
-            bulk_address=self._identity.bulk_address,
-            bulk_certificate=self._identity.bulk_certificate,
+            attach_token=session.attach_token if unix or identity.bulk_address else b"",
+            bulk_address=identity.bulk_address,
+            bulk_certificate=identity.bulk_certificate,
             codecs=list(CODECS),
             arena_device=gpu.device.identity if gpu and unix else "",
             arena_bytes=gpu.capacity_bytes if gpu and unix else 0,
@@ -185,7 +203,10 @@ class DataCalls:
             places=self._leased_places(keys, match.sources) if wants_places else b"",
             shared=match.shared,
         )
-        messages.add_plan(reply, match.plan)
+        if match.plan is not None:
+            plan = match.plan
+            reply.plan_ms, reply.recompute_ms = plan.plan_ms, plan.recompute_ms
+            reply.plan.extend(messages.as_message(pb.PlanRange, one) for one in plan.ranges)
         reply.server_us = int(1e6 * (self._clock() - started))
         return reply
 
@@ -197,7 +218,7 @@ class DataCalls:
         keys = self._checks.keys(session, request.chains)
         chains = messages.chains_of(keys, request.lengths)
         plan, kept = self._store.plan(session, chains, request.ttl_ms / 1000)
-        uses = messages.pack_uses([plan.uses[key] for key in keys])
+        uses = np.array([plan.uses[key] for key in keys], "<u4").tobytes()
         return messages.as_message(pb.PlanResponse, plan, uses=uses, kept=kept)
 
     def Get(self, request: pb.GetRequest, session: Session) -> Iterator[pb.GetResponse]:
@@ -214,8 +235,7 @@ class DataCalls:
         yield from get.messages()
 
     def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
-        """Return the places of those chunks whose copy in CPU memory, source 0, was matched."""
-        if any(sources):  # what is there of the others may be of too low fidelity
+        if any(sources):  # of copies in CPU memory, source 0; others may be of too low fidelity
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
         return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
@@ -278,7 +298,8 @@ class DataCalls:
             for reservation_id, offset in zip(request.reservation_ids, offsets, strict=True):
                 ticket = writes.claim(session, reservation_id)
                 try:
-                    frame = staging.part(offset, ticket.frame_bytes)
+                    sized = ticket.info if isinstance(ticket, PutTicket) else ticket.part
+                    frame = staging.part(offset, sized.size_bytes)
                 except KVStoreError:
                     writes.discard(ticket)
                     raise
@@ -307,11 +328,12 @@ class DataCalls:
         hints = messages.hints_from_message(request.hints)
         deadline = self._checks.deadline(request.deadline_ms)
         headers = [self._raw_header(session, data) for data in request.headers]
-        if self._device_puts is None:
+        device_puts = self._backend.device_puts
+        if device_puts is None:
             results = [PutResult(PutOutcome.refused, _NO_DEVICE)] * count
         else:
             frames = list(zip(headers, offsets, strict=True))
-            results = self._device_puts.put(session, frames, request.event, deadline, hints)
+            results = device_puts.put(session, frames, request.event, deadline, hints)
         return pb.PutResponse(**outcomes(results))
 
     def _raw_header(self, session: Session, data: bytes) -> FrameHeader:
@@ -350,7 +372,7 @@ class DataCalls:
     def Resolve(self, request: pb.ResolveRequest, session: Session) -> pb.ResolveResponse:
         """Return what can replace the segments of a prompt, under a lease."""
         started = self._clock()
-        question = self._blend_checks.question(session, request)
+        question = self._checks.question(session, request)
         blends = self._store.blends
         reply = messages.as_message(
             pb.ResolveResponse,
@@ -365,10 +387,9 @@ class DataCalls:
         self, request: pb.ReportReuseRequest, session: Session
     ) -> pb.ReportReuseResponse:
         """Take in what an engine measured; all of it, or an error that names what is wrong."""
-        blends, checks = self._store.blends, self._blend_checks
+        blends = self._store.blends
         try:
-            keys = checks.report_keys(session, request)
-            report = checks.report(request, keys, blends.contents.variant_tokens(keys))
+            report = self._checks.report(session, request, blends.contents.variant_tokens)
         except InvalidRequestError:
             self._store.counters.add("blend_refused_reports")
             raise
@@ -380,12 +401,12 @@ class DataCalls:
     def OpenPeer(self, request: pb.OpenPeerRequest, caller: Principal) -> pb.OpenPeerResponse:
         """Let another server in, which may only read, on the bulk channel."""
         node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS, least=1)
-        if not self._identity.bulk_address:
+        if not self._backend.identity.bulk_address:
             raise InvalidRequestError("bulk", "off", "peers read through it: start with --bulk")
         session = self._sessions.open_peer(node_id, caller)
         return messages.as_message(
             pb.OpenPeerResponse,
-            self._identity,
+            self._backend.identity,
             session_id=session.session_id,
             attach_token=session.attach_token,
             heartbeat_ms=self._sessions.ttl_ms,
@@ -409,3 +430,61 @@ class DataCalls:
         if grant is None:
             raise TierUnavailableError("peer", f"{peer.address}: is not up")
         return grant
+
+    # --- events
+
+    def Events(self, request: pb.EventsRequest, context: Context) -> Iterator[pb.EventsResponse]:
+        """Yield what comes and goes until the reader, its session or the server ends."""
+        log = self._backend.events
+        if log is None:
+            raise InvalidRequestError("method", "Events", "this server keeps no events")
+        session = self._sessions.get(request.session_id) if request.session_id else None
+        with self._reading_events("" if session is None else session.tenant):
+            reader = EventReader(log, None if session is None else session.namespace)
+            if request.boot_id == self._backend.identity.boot_id:
+                reader.go_on(request.cursor)  # which may look through the whole log
+            yield from self._event_pages(log, reader, session, context)
+
+    @contextmanager
+    def _reading_events(self, tenant: str) -> Iterator[None]:
+        with self._lock:
+            if self._event_readers.total() >= EVENT_READERS:
+                raise QuotaExceededError("event_readers", EVENT_READERS, "this server")
+            if self._event_readers[tenant] >= EVENT_READERS_PER_TENANT:
+                limit = EVENT_READERS_PER_TENANT
+                raise QuotaExceededError("event_readers", limit, f"tenant {tenant!r}")
+            self._event_readers[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._event_readers -= Counter((tenant,))
+
+    def _event_pages(
+        self, log: EventLog, reader: EventReader, session: Session | None, context: Context
+    ) -> Iterator[pb.EventsResponse]:
+        caller, trust, sent_at = principal_of(context), self._backend.trust, self._clock()
+        while context.is_active() and not log.ended.is_set():
+            left_s = context.time_remaining()
+            if left_s is not None and left_s < _LAST_S:
+                return
+            if session is not None and session.is_closed:
+                raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
+            # Sessions end with who opened them.
+            if session is None and trust is not None and not trust.authenticator.holds(caller):
+                raise UnauthenticatedError("credentials: not valid any more; call with others")
+            page, now = reader.poll(), self._clock()
+            if page is not None:
+                events = [
+                    messages.as_message(
+                        pb.ChunkEvent, one, parent=b"" if one.parent == ROOT else one.parent
+                    )
+                    for one in page.events
+                ]
+                yield messages.as_message(pb.EventsResponse, page, events=events)
+                sent_at = now
+            elif now - sent_at >= BEAT_S:
+                yield pb.EventsResponse(cursor=reader.cursor)
+                sent_at = now
+            else:
+                log.ended.wait(POLL_S)

@@ -44,6 +44,7 @@ from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Challenge, Session, SessionTable
 
 CONNECTIONS_PER_SESSION = 16
+MAX_STAGING_BYTES = 1 << 30
 _ACCEPT_AGAIN_S = 0.5
 _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
@@ -74,19 +75,6 @@ TakeRing = Callable[[Session, Request, Bytes], None]
 
 Answer = Callable[[Session, Request, bytes], Generator[Packet, None, None]]
 """A call's session, head and message to the packets of its answer, errors among them."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnixLimits:
-    """``threads`` answer at once, at most; ``max_sessions`` peers may be there without a session.
-
-    Connections and staging memory have ``max_descriptors`` of the process in all.
-    """
-
-    max_sessions: int
-    max_staging_bytes: int
-    threads: int
-    max_descriptors: int
 
 
 @dataclass(slots=True, eq=False)
@@ -146,11 +134,12 @@ class Staging:
 class UnixServer:
     """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
 
-    *authorizer* records what was given and refused. Several threads wait for messages side by side:
+    *authorizer* records what was given and refused. Up to *threads* wait for messages side by side:
     the one that gets a message answers it, so that no call is handed to another thread. The end of
     the connection that brought a session's memory closes the session; connections that joined it
-    are for calls only, answered in order. ``tick`` is called a few times a second; *clock* returns
-    monotonic seconds. Raises InvalidRequestError when another server listens on *path*.
+    are for calls only, answered in order. As many peers as *sessions* may have can be there without
+    a session; connections and staging memory have *max_descriptors* in all. ``tick`` is called a
+    few times a second. Raises InvalidRequestError when another server listens on *path*.
     """
 
     def __init__(
@@ -158,16 +147,17 @@ class UnixServer:
         path: Path,
         sessions: SessionTable,
         files: Mapping[Op, SlabFile],
-        clock: Callable[[], float],
-        limits: UnixLimits,
         authorizer: Authorizer,
+        threads: int,
+        max_descriptors: int,
     ) -> None:
         self.path = path
         self._sessions = sessions
         self._files = files
-        self._clock = clock
-        self._limits = limits
+        self._clock = authorizer.clock
         self._authorizer = authorizer
+        self._most_threads = threads
+        self._max_descriptors = max_descriptors
         self.take_ring: TakeRing | None = None
         self.answer: Answer | None = None
         """Answers calls; while it is None they are refused."""
@@ -189,10 +179,9 @@ class UnixServer:
         self._begin_thread()
 
     def _begin_thread(self) -> None:
-        """Start another thread, up to the limit, unless the server is closing."""
         with self._lock:
             is_late = self._clock() < self._no_thread_until_s
-            if self._begun >= self._limits.threads or is_late or self._closed.is_set():
+            if self._begun >= self._most_threads or is_late or self._closed.is_set():
                 return
             number = self._begun
             self._begun += 1
@@ -235,9 +224,10 @@ class UnixServer:
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
         self._poll.unregister(self._wakeup)
-        for peer in list(self._peers.values()):
-            with suppress(OSError):  # closed below, or by the thread that is at work for it
-                peer.connection.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            for peer in self._peers.values():
+                with suppress(OSError):  # closed below, or by the thread that is at work for it
+                    peer.connection.shutdown(socket.SHUT_RDWR)
         while ended := self._poll.poll(0):
             for descriptor, _ in ended:
                 self._serve(descriptor)
@@ -250,7 +240,6 @@ class UnixServer:
     # --- threads
 
     def _run(self) -> None:
-        """Serve what comes."""
         while not self._closed.is_set():
             for descriptor, _ in self._poll.poll(None, 1):
                 with self._lock:
@@ -284,14 +273,14 @@ class UnixServer:
             return
         with self._lock:
             strangers = sum(peer.session is None for peer in self._peers.values())
-            has_room = strangers < self._limits.max_sessions and self._has_room(1)
+            has_room = strangers < self._sessions.limit and self._has_room(1)
             if has_room:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
         if not has_room:
             connection.close()
             logger.warning(
                 "hung up on a connection: there are as many as may be", server="unix",
-                descriptors=self._limits.max_descriptors, unknown=strangers,
+                descriptors=self._max_descriptors, unknown=strangers,
                 fix="raise ulimit -n, or --max-sessions",
             )  # fmt: skip
             return
@@ -301,18 +290,18 @@ class UnixServer:
             self._hang_up(peer)
 
     def _has_room(self, descriptors: int) -> bool:
-        """Whether so many more are left for peers. For holders of the lock."""
-        used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)
-        return used + descriptors <= self._limits.max_descriptors
+        used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)  # under the lock
+        return used + descriptors <= self._max_descriptors
 
     def tick(self) -> None:
         """Hang up on peers that never attached, and on those whose session ended."""
         oldest = self._clock() - _ATTACH_WITHIN_S
-        for peer in list(self._peers.values()):
-            is_over = peer.session.is_closed if peer.session else peer.since < oldest
-            if is_over:
-                with suppress(OSError):  # wakes the thread that closes it, behind an answer
-                    peer.connection.shutdown(socket.SHUT_RD)
+        with self._lock:  # a peer leaves the table before its number can be another file's
+            for peer in self._peers.values():
+                is_over = peer.session.is_closed if peer.session else peer.since < oldest
+                if is_over:
+                    with suppress(OSError):  # wakes the thread that closes it, behind an answer
+                        peer.connection.shutdown(socket.SHUT_RD)
 
     def _serve(self, descriptor: int) -> None:
         """Answer what came from a peer.
@@ -343,7 +332,7 @@ class UnixServer:
     # --- messages
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
-        """Answer one message. False when the peer hung up or is to be hung up on."""
+        """False when the peer hung up or is to be hung up on."""
         request: Request | None = None
         try:
             if not message:
@@ -417,7 +406,6 @@ class UnixServer:
         self._authorizer.note_on(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
     def _admitted(self, peer: _Peer, op: Op) -> Session:
-        """Return the peer's session. Raises UnauthenticatedError, PermissionDeniedError."""
         session = peer.session
         if session is None or session.is_closed:
             raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
@@ -426,8 +414,7 @@ class UnixServer:
         return session
 
     def _attach(self, peer: _Peer, request: Request, descriptor: int) -> None:
-        most_bytes = self._limits.max_staging_bytes
-        memory = map_sealed(descriptor, most_bytes, STAGING_SEALS)
+        memory = map_sealed(descriptor, MAX_STAGING_BYTES, STAGING_SEALS)
         if len(memory) != request.arg:
             raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
         session = _proven(peer, request)
@@ -435,8 +422,8 @@ class UnixServer:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
             if not self._has_room(_STAGING_DESCRIPTORS):
-                most = self._limits.max_descriptors
-                raise QuotaExceededError("descriptors", most, "the Unix socket: raise ulimit -n")
+                fix = "the Unix socket: raise ulimit -n"
+                raise QuotaExceededError("descriptors", self._max_descriptors, fix)
             peer.staging = self._staging[session.session_id] = Staging(memory, descriptor)
             peer.session = session
             session.is_attached = True
@@ -447,7 +434,7 @@ class UnixServer:
             raise UnauthenticatedError("bring a ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
-        exported = map_sealed(descriptor, self._limits.max_staging_bytes)
+        exported = map_sealed(descriptor, MAX_STAGING_BYTES)
         self.take_ring(session, request, np.frombuffer(exported, np.uint8))
         self._authorizer.note_on(session, _METHODS[request.op], "OK", 0, _ORIGIN)
 
@@ -479,18 +466,14 @@ class UnixServer:
 
 
 def _proven(peer: _Peer, request: Request) -> Session:
-    """Return the session of the peer's hello, once: its next proof needs another.
-
-    Raises UnauthenticatedError, and PermissionDeniedError for who has no use for memory: another
-    server, an admin.
-    """
+    """Return the session of the peer's hello, once: its next proof needs another."""
     challenge, peer.challenge = peer.challenge, None
     if challenge is None or not hmac.compare_digest(challenge.proof(request.op), request.token):
         raise UnauthenticatedError("say hello, and prove that the session is yours")
     session = challenge.session
     if session.is_closed:
         raise UnauthenticatedError("the session ended; open another")
-    if not session.roles & {"read", "write"}:
+    if not session.roles & {"read", "write"}:  # another server's, an admin's
         raise PermissionDeniedError("Attach: this session may neither read nor write")
     return session
 
@@ -531,7 +514,6 @@ def listen(path: Path) -> socket.socket:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the socket's folder, or refuse one in which others could swap the socket."""
     missing = [one for one in folder.parents if not one.exists()]
     for one in (*reversed(missing), folder):
         one.mkdir(mode=0o700, exist_ok=True)

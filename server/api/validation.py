@@ -23,14 +23,9 @@ from kvstore.proto.blend import (
     check_number,
     check_tag,
 )
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    LayoutMismatchError,
-    RepresentationError,
-)
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, RepresentationError
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.keys import keys_of_digests, split_digests
-from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import (
     DIGEST_BYTES,
     MAX_CHUNK_TOKENS,
@@ -83,7 +78,7 @@ class Checks:
     def durable(self, store: Store) -> None:
         """Refuse a durable put where nothing survives a restart."""
         fix = "start the server with a disk tier whose codec loses nothing"
-        require(store.can_be_durable, "durable", True, fix)
+        require(store.durable, "durable", True, fix)
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""
@@ -101,12 +96,6 @@ class Checks:
             if one.index >= count or one.start >= one.stop:
                 fix = f"an index below {count}, and a start before the stop"
                 raise InvalidRequestError("ranges", (one.index, one.start, one.stop), fix)
-
-    def skipped(self, request: pb.GetRequest, count: int) -> SkippedRows | None:
-        """Return the rows of *count* chunks that *request* does not want."""
-        rows = request.skip_rows
-        require(request.layer_major or not rows, "skip_rows", len(rows), "with layer_major only")
-        return SkippedRows.unpack(rows, count)
 
     def chunk(
         self,
@@ -167,21 +156,17 @@ class Checks:
             for key, parent, at, size in rows
         ]
 
+    # --- blending
 
-class BlendChecks:
-    """Checks blending's messages, from Resolve and ReportReuse, against the limits of *checks*."""
-
-    def __init__(self, checks: Checks) -> None:
-        self._checks = checks
-        self._limit = min(MAX_ASKED_CHUNKS, checks.max_batch_chunks)
-
-    # --- resolve
+    @property
+    def _most_blended(self) -> int:
+        return min(MAX_ASKED_CHUNKS, self.max_batch_chunks)
 
     def question(self, session: Session, request: pb.ResolveRequest) -> Question:
         """Return the question of *request*. Raises InvalidRequestError that names what is wrong."""
         count, tag, variants = len(request.segments), request.tag, request.max_variants
         require(1 <= count <= MAX_SEGMENTS, "segments", count, f"give 1 to {MAX_SEGMENTS}")
-        total, most = sum(len(one.tokens) for one in request.segments), self._limit
+        total, most = sum(len(one.tokens) for one in request.segments), self._most_blended
         require(total <= most, "segments.tokens", total, f"at most {most} chunks")
         fix = "use another: this is of lossy copies, which blending says nothing of"
         require(not tag.startswith(ACCURACY_TAG), "tag", tag, fix)
@@ -197,7 +182,7 @@ class BlendChecks:
             tuple(segments),
             check_tag(tag),
             request.trial,
-            self._checks.deadline(request.deadline_ms),
+            self.deadline(request.deadline_ms),
             messages.fidelity_of(request.min_fidelity),
             variants or MAX_VARIANTS,
             engine.prefill if engine is not None else None,
@@ -205,8 +190,8 @@ class BlendChecks:
 
     def _segment(self, space: Namespace, message: pb.PromptSegment) -> PromptSegment:
         tokens = message.tokens
-        contents = split_digests(message.contents, self._limit)
-        chains = split_digests(message.chains, self._limit)
+        contents = split_digests(message.contents, self._most_blended)
+        chains = split_digests(message.chains, self._most_blended)
         wrong = (len(tokens), len(contents), len(chains))
         fits = len(contents) == len(tokens) and len(chains) in (0, len(tokens))
         fix = "give a content digest for each chunk, and a chain digest for each or for none"
@@ -223,27 +208,26 @@ class BlendChecks:
         chunks = tuple(map(PromptChunk, keys, contents, tokens))
         return PromptSegment(message.start, message.stop, chunks, message.approximate)
 
-    # --- reports
-
-    def report_keys(self, session: Session, request: pb.ReportReuseRequest) -> list[ChunkKey]:
-        """Return the variants of *request*. Raises InvalidRequestError."""
-        count, digests = len(request.chunks), [one.digest for one in request.chunks]
-        require(count <= self._limit, "chunks", count, f"at most {self._limit}")
-        for digest in digests:
-            is_one = len(digest) == DIGEST_BYTES
-            require(is_one, "chunks.digest", digest.hex(), "give 16 bytes")
-        return [ChunkKey(session.namespace + digest) for digest in digests]
-
     def report(
-        self, request: pb.ReportReuseRequest, keys: Sequence[ChunkKey], tokens: Sequence[int]
+        self,
+        session: Session,
+        request: pb.ReportReuseRequest,
+        tokens_of: Callable[[Sequence[ChunkKey]], Sequence[int]],
     ) -> Report:
-        """Return what *request* reports of variants of so many *tokens*; 0 for what is none.
+        """Return what *request* reports of variants; *tokens_of* has 0 for what is none.
 
         Raises InvalidRequestError that names what cannot be.
         """
-        for key, count in zip(keys, tokens, strict=True):
+        count, digests = len(request.chunks), [one.digest for one in request.chunks]
+        most = self._most_blended
+        require(count <= most, "chunks", count, f"at most {most}")
+        for digest in digests:
+            require(len(digest) == DIGEST_BYTES, "chunks.digest", digest.hex(), "give 16 bytes")
+        keys = [ChunkKey(session.namespace + digest) for digest in digests]
+        tokens = tokens_of(keys)
+        for digest, count in zip(digests, tokens, strict=True):
             fix = "no variant here, or gone since; resolve again"
-            require(count, "chunks.digest", key[DIGEST_BYTES:].hex(), fix)
+            require(count, "chunks.digest", digest.hex(), fix)
         ratio = check_number("ratio", request.ratio, 1.0)
         for name in ("load_ms", "compute_ms", "full_ms"):
             check_number(name, getattr(request, name), MAX_REPORTED_MS)
@@ -286,9 +270,16 @@ def _check_report_tag(tag: str, is_compared: bool) -> str:
 def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | None]:
     """Return what is reported of a chunk, and a score by token: deviation times attention, -1
     where the deviation was not measured."""
-    scores, mean = _deviations(message.deviations, tokens), UNKNOWN
-    if scores is not None and (scores >= 0).any():
-        mean = float(scores[scores >= 0].mean())
+    scores, mean = None, UNKNOWN
+    if packed := message.deviations:
+        fix = f"two bytes for each of {tokens} tokens"
+        require(len(packed) == 2 * tokens, "chunks.deviations", len(packed), fix)
+        scores = np.frombuffer(packed, "<f2").astype(np.float32)
+        are_known = (np.isfinite(scores) & ((scores >= 0) | (scores == UNKNOWN))).all()
+        fix = "finite, not negative; -1 for tokens that were not measured"
+        require(are_known, "chunks.deviations", "no such deviations", fix)
+        if (scores >= 0).any():
+            mean = float(scores[scores >= 0].mean())
     if packed := message.query_attention:
         fix = f"a byte for each of {tokens} tokens"
         require(len(packed) == tokens, "chunks.query_attention", len(packed), fix)
@@ -302,18 +293,6 @@ def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | 
         fix = f"no bits behind that of the last of {tokens} tokens"
         require(not packed[-1] >> (tokens % 8 or 8), "chunks.selected", packed[-1], fix)
     return Measured(mean, _context(message, tokens), message.intra_mass), scores
-
-
-def _deviations(packed: bytes, tokens: int) -> Scores | None:
-    if not packed:
-        return None
-    fix = f"two bytes for each of {tokens} tokens"
-    require(len(packed) == 2 * tokens, "chunks.deviations", len(packed), fix)
-    values = np.frombuffer(packed, "<f2").astype(np.float32)
-    are_known = (np.isfinite(values) & ((values >= 0) | (values == UNKNOWN))).all()
-    fix = "finite, not negative; -1 for tokens that were not measured"
-    require(are_known, "chunks.deviations", "no such deviations", fix)
-    return values
 
 
 def _context(message: pb.ChunkReport, tokens: int) -> tuple[Context, ...]:

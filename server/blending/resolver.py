@@ -243,7 +243,7 @@ class Blending:
         ]
         resolution = Resolution(
             tuple(segments), prefix, gate,
-            tuple(place.layer_id for place in layer_order(session.representation)),
+            tuple(layer for layer, _ in layer_order(session.representation)),
             session.representation.rope, is_shadow,
         )  # fmt: skip
         return self._leased(session, resolution)

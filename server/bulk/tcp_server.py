@@ -16,7 +16,6 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from typing import NamedTuple
 
 import structlog
 
@@ -29,7 +28,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.framing import FramedSocket, hang_up
+from kvstore.proto.framing import FramedSocket, hang_up, make_tls
 from kvstore.server.api.interceptors import known_errors
 from kvstore.server.bulk.service import METHODS, BulkService, Caller
 from kvstore.server.settings.settings import Settings
@@ -58,37 +57,26 @@ _SWEEP_S = 0.5
 logger = structlog.get_logger(__name__)
 
 
-class StreamLimits(NamedTuple):
-    """``threads`` answer other servers, ``client_threads`` clients. ``most_streams`` are open at
-    once.
-    """
-
-    threads: int
-    client_threads: int
-    most_streams: int = MAX_STREAMS
-
-
 class BulkServer:
-    """Serves gets of peers, and gets and puts of clients, on *listener*; over TLS with *tls*.
+    """Serves gets of peers, and gets and puts of clients, at ``config.bulk``.
 
     ``address`` is what they connect to, with ``*`` for the host when every interface is bound.
+    It is in plain text, with no ``certificate``, where only this machine can reach it. Raises
+    InvalidRequestError when the address cannot be had.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        address: str,
-        tls: ssl.SSLContext | None,
-        service: BulkService,
-        limits: StreamLimits,
-    ) -> None:
-        self.address = address
+    def __init__(self, config: Settings, service: BulkService, most_streams: int) -> None:
+        host, port = parse_endpoint(config.bulk)
+        self._tls: ssl.SSLContext | None = None
+        self.certificate = b""
+        if not is_loopback(host):
+            self._tls, self.certificate = make_tls()
+        self._listener, self.address = listen(host, port)
+        self._listener.setblocking(False)
         self.service = service
-        self.limits = limits
-        self._tls = tls
+        self._most_streams = most_streams
+        self._client_threads = config.workers
         self._clock = service.clock
-        self._listener = listener
-        listener.setblocking(False)
         self._streams: set[Caller] = set()
         self._strangers: dict[socket.socket, str] = {}
         """Where each came from, the oldest first."""
@@ -101,9 +89,9 @@ class BulkServer:
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._hellos = ThreadPoolExecutor(MAX_STRANGERS, "stream-hello")
-        self._workers = ThreadPoolExecutor(limits.threads, "stream-work")
-        self._for_clients = ThreadPoolExecutor(limits.client_threads, "stream-client")
-        self._resumed = ThreadPoolExecutor(limits.client_threads, "stream-resumed")
+        self._workers = ThreadPoolExecutor(config.limits.peer_requests + 1, "stream-work")
+        self._for_clients = ThreadPoolExecutor(config.workers, "stream-client")
+        self._resumed = ThreadPoolExecutor(config.workers, "stream-resumed")
         """For clients' gets whose reader takes more again: new ones do not hold them up."""
         self._ending = ThreadPoolExecutor(END_THREADS, "stream-ending")
         self._thread = threading.Thread(target=self._run, name="stream-plane", daemon=True)
@@ -178,7 +166,7 @@ class BulkServer:
         The client goes on over gRPC then.
         """
         with self._lock:
-            is_full = self._clients_served >= self.limits.client_threads
+            is_full = self._clients_served >= self._client_threads
             self._clients_served += not is_full
         if is_full:
             self.service.note(stream, "Get", "QuotaExceededError", 0)
@@ -206,7 +194,7 @@ class BulkServer:
                 gone = max(strangers, key=lambda one: counts[strangers[one]])
                 del strangers[gone]
                 hang_up(gone)  # its thread closes it
-            has_room = len(strangers) + len(self._streams) < self.limits.most_streams
+            has_room = len(strangers) + len(self._streams) < self._most_streams
             if has_room:
                 strangers[link] = origin
         if has_room:
@@ -291,7 +279,7 @@ class BulkServer:
             alike = [one for one in self._streams if one.session is session]
             if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
                 raise QuotaExceededError("streams_per_session", most, session.client)
-            most_clients = min(MAX_CLIENT_STREAMS, self.limits.most_streams // 2)
+            most_clients = min(MAX_CLIENT_STREAMS, self._most_streams // 2)
             is_full = sum(one.is_client for one in self._streams) >= most_clients
             if is_full and stream.is_client:
                 raise QuotaExceededError("client_streams", most_clients, session.client)
@@ -371,26 +359,6 @@ class BulkServer:
 
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 _BACKLOG = 128
-
-
-def open_bulk(
-    config: Settings, service: BulkService, most_streams: int
-) -> tuple[BulkServer, bytes]:
-    """Return the channel at ``config.bulk`` and its certificate; in plain text, with none, where
-    only this machine can reach it.
-
-    Raises InvalidRequestError when the address cannot be had.
-    """
-    host, port = parse_endpoint(config.bulk)
-    tls = None
-    if not is_loopback(host):
-        from kvstore.proto.framing import make_tls
-
-        tls = make_tls()
-    listener, address = listen(host, port)
-    limits = StreamLimits(config.limits.peer_requests + 1, config.workers, most_streams)
-    server = BulkServer(listener, address, tls.context if tls else None, service, limits)
-    return server, tls.certificate if tls else b""
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:

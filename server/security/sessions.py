@@ -145,7 +145,7 @@ class SessionTable:
         random_bytes: Callable[[int], bytes],
     ) -> None:
         self.ttl_ms = ttl_ms
-        self._limit = limit
+        self.limit = limit
         self._tenant_salt = tenant_salt
         self._clock = clock
         self._random_bytes = random_bytes
@@ -208,10 +208,10 @@ class SessionTable:
         with self._lock:
             if self.is_draining:
                 raise ShuttingDownError("the server drains; no new sessions")
-            if len(self.by_id) >= self._limit:
-                raise QuotaExceededError("max_sessions", self._limit, "this server")
-            spared = self._limit // SPARED_SHARE
-            if spared and len(self.by_id) >= self._limit - spared:
+            if len(self.by_id) >= self.limit:
+                raise QuotaExceededError("max_sessions", self.limit, "this server")
+            spared = self.limit // SPARED_SHARE
+            if spared and len(self.by_id) >= self.limit - spared:
                 self._check_share(session, spared)
             self.by_id[session_id] = session
         return session
@@ -220,11 +220,11 @@ class SessionTable:
         """Raise QuotaExceededError where tenant or process have *spared* sessions already."""
         tenant, process, others = session.owner.tenant, session.process, self.by_id.values()
         if session.owner != ANYBODY and sum(x.owner.tenant == tenant for x in others) >= spared:
-            raise QuotaExceededError("max_sessions", self._limit, f"tenant {tenant!r}")
+            raise QuotaExceededError("max_sessions", self.limit, f"tenant {tenant!r}")
         held = sum(one.process == process for one in others) if process else 0
         if held >= spared:
             whose = f"one process with {held} clients (close some, {spared} are for others)"
-            raise QuotaExceededError("max_sessions", self._limit, whose)
+            raise QuotaExceededError("max_sessions", self.limit, whose)
 
     def get(self, session_id: int, owner: Principal | None = None) -> Session:
         """Return a live session and take note of it; where *owner* is given, only look at it.

@@ -22,7 +22,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import UNKNOWN, check_tag
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError, KVStoreError
-from kvstore.proto.messages import representation_from_message, representation_to_message
+from kvstore.proto.messages import as_message, representation_from_message
 from kvstore.proto.types import DIGEST_BYTES, Namespace
 from kvstore.server.blending.content_index import MAX_LEARNED, Learned
 from kvstore.server.blending.gates import MAX_GATES, GateName, GateState
@@ -38,14 +38,11 @@ GATES_FILE_NAME = "gates.kvh"
 MAX_FILE_BYTES = 64 << 20
 SAVE_EVERY_S = 300.0
 """A power cut costs what was learned since, and no chunk."""
-
 RETRY_GATES_S = 10.0
 """Gates are saved as soon as one changed, as one that closed must not be open after a crash; and
 that long after a save that failed."""
-
 MAX_MODEL_BYTES = 1 << 14
 """Of one Representation; one that takes more is not kept."""
-
 MAX_NAME_CHARS = 256
 """Of a model in a gate's row, and of a session's client; what is longer is cut."""
 
@@ -147,7 +144,9 @@ def pack_models(spaces: Sequence[ModelNamespace]) -> bytes:
     """Return the section ``models``, the last of *spaces* last."""
     rows = []
     for one in spaces[-MAX_SPACES:]:
-        data = representation_to_message(one.representation).SerializeToString(deterministic=True)
+        data = as_message(pb.Representation, one.representation).SerializeToString(
+            deterministic=True
+        )
         if len(data) <= MAX_MODEL_BYTES:
             rows.append(_Model(one.namespace, one.tenant, one.client[:MAX_NAME_CHARS], data))
     return _MODELS.dump_json(rows)
@@ -261,14 +260,12 @@ class SavedState:
         What is damaged or of another version is as good as not there, and counted.
         """
         store, gates = self._store, self._gates
-        self._load(
-            self._path,
-            {
-                "history": lambda found, age_s: store.catalog.restore(unpack_history(found, age_s)),
-                "models": lambda found, _: store.spaces.restore(unpack_models(found)),
-                "variants": lambda found, _: store.blends.contents.recall(unpack_variants(found)),
-            },
-        )
+        learned: dict[str, Callable[[Sections, float], object]] = {
+            "history": lambda found, age_s: store.catalog.restore(unpack_history(found, age_s)),
+            "models": lambda found, _: store.spaces.restore(unpack_models(found)),
+            "variants": lambda found, _: store.blends.contents.recall(unpack_variants(found)),
+        }
+        self._load(self._path, learned)
         self._load(self._gates_path, {"gates": lambda found, _: gates.restore(unpack_gates(found))})
 
     def _load(self, path: Path, parts: Mapping[str, Callable[[Sections, float], object]]) -> None:

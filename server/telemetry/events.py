@@ -57,6 +57,11 @@ MAX_OUTCOMES = 16_384
 """Chunks whose last outcome is remembered; the oldest is forgotten first. About 6 MB."""
 MAX_DETAIL_CHARS = 200
 PAGE_EVENTS = 512
+EVENT_READERS = 16
+"""Each has a thread of its own while it reads."""
+EVENT_READERS_PER_TENANT = 4
+POLL_S = 0.02
+"""How late an event may be: what comes meanwhile goes out together."""
 MAX_SPACES = 4096
 """Namespaces whose events have numbers of their own. One that is pushed out goes on from the number
 of all, and learns it."""
@@ -86,11 +91,7 @@ class EventLog:
     """
 
     def __init__(
-        self,
-        tiers: Collection[str],
-        size: int,
-        held: Held,
-        on_restart: Callable[[], object] = bool,
+        self, tiers: Collection[str], size: int, held: Held, on_restart: Callable[[], object] = bool
     ) -> None:
         self.held = held
         self.on_restart = on_restart

@@ -29,7 +29,6 @@ TOP_PREFIXES = 10
 TOP_EVERY_S = 10.0
 """The whole index is gone through for them."""
 SHOWN_TENANTS = 16
-_SHOWN_OF_STATS = ("used_bytes", "capacity_bytes", "chunks")
 
 MAX_PAGE_BYTES = 100_000
 """Of the page with all that it loads."""
@@ -57,7 +56,6 @@ class Dashboard:
         self._backend = backend
         self._counters = backend.store.counters
         self._clock = backend.checks.clock
-        self._born_s = self._clock()
         self._lock = threading.Lock()  # guards the looks
         self._looks: deque[Look] = deque([self._look()], maxlen=LOOKS_KEPT)
         self._prefixes: list[list[object]] = []
@@ -103,7 +101,7 @@ class Dashboard:
         return {
             "state": "draining" if backend.sessions.is_draining else "serving",
             "version": backend.identity.version,
-            "uptime_s": now["at_s"] - self._born_s,
+            "uptime_s": now["at_s"] - backend.identity.started_at,
             "chunks": len(store.catalog),
             "sessions": len(backend.sessions),
             "leases": len(store.catalog.leases),
@@ -123,7 +121,8 @@ class Dashboard:
         store, tiers = self._backend.store, []
         for slot in store.tiers.slots.values():
             report, stats = store.catalog.eviction.policy_report(slot.name), slot.tier.stats()
-            tier: dict[str, Any] = {name: getattr(stats, name) for name in _SHOWN_OF_STATS}
+            names = ("used_bytes", "capacity_bytes", "chunks")
+            tier: dict[str, Any] = {name: getattr(stats, name) for name in names}
             tier |= {"name": slot.name, "codec": slot.encoder.name, "reason": slot.reason}
             tier |= {"load_bytes_per_s": slot.bytes_per_s, "policy": report.name}
             tiers.append(tier | {"curve": sorted(report.curve.items())})
@@ -137,10 +136,8 @@ class Dashboard:
                 space = store.spaces.of(Namespace(one.key[:DIGEST_BYTES]))
                 model = space.representation.model_id if space else "unknown"
                 tenant = space.tenant if space else "unknown"
-                digest, layout = (
-                    one.key[DIGEST_BYTES:].hex()[:12],
-                    next(iter(one.copies.values())).layout,
-                )
+                digest = one.key[DIGEST_BYTES:].hex()[:12]
+                layout = next(iter(one.copies.values())).layout
                 tokens, tiers = one.context_tokens + layout.tokens, ", ".join(one.copies)
                 self._prefixes.append([digest, model, tenant, tiers, tokens, one.hits])
         return self._prefixes

@@ -27,10 +27,9 @@ import structlog
 import zmq
 
 from kvstore.proto.types import ROOT, Fidelity
-from kvstore.server.api.event_calls import POLL_S
 from kvstore.server.security.key_files import WatchedFile
 from kvstore.server.settings.settings import Settings
-from kvstore.server.telemetry.events import EventLog, EventReader, Page
+from kvstore.server.telemetry.events import POLL_S, EventLog, EventReader, Page
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.event_sockets import EventSockets, load_key, parse_readers
 
@@ -86,22 +85,19 @@ def block_events(page: Page) -> list[BlockEvent]:
     """
     blocks: list[BlockEvent] = [AllBlocksCleared()] if page.cleared else []
     for event in page.events:
-        medium = MEDIA[event.tier]
+        medium, tokens = MEDIA[event.tier], event.tokens
         last = blocks[-1] if blocks else None
-        if event.tokens and event.fidelity is Fidelity.exact:
+        if tokens and event.fidelity is Fidelity.exact:
             parent = None if event.parent == ROOT else event.space + event.parent
-            link = (medium, event.tokens, parent)
+            link = (medium, tokens, parent)
             if (
                 isinstance(last, BlockStored)
                 and (last.medium, last.block_size, last.block_hashes[-1]) == link
             ):
                 last.block_hashes.append(event.key)
             else:
-                blocks.append(
-                    BlockStored(
-                        [event.key], parent, [], event.tokens, None, medium, None, LOCAL, OWNER
-                    )
-                )
+                new = BlockStored([event.key], parent, [], tokens, None, medium, None, LOCAL, OWNER)
+                blocks.append(new)
         elif isinstance(last, BlockRemoved) and last.medium == medium:
             last.block_hashes.append(event.key)
         else:

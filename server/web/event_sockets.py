@@ -56,7 +56,6 @@ def load_key(folder: Path) -> bytes:
 
 
 def _make_private(folder: Path, name: str, fix: str) -> None:
-    """Make *folder* for this user alone, or refuse one that others may enter."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder, name, fix)
@@ -101,9 +100,6 @@ class ConnectionCap:
         socket.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.news.connect(where)
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def hold(self) -> None:
         """Take in who came and went, and hang up on who is too many."""
         with suppress(zmq.Again):
@@ -122,25 +118,18 @@ class ConnectionCap:
         scheme, _, place = _bound(self._socket).partition("://")
         family = sockets.AF_UNIX if scheme == "ipc" else sockets.AF_INET6
         expected = place if scheme == "ipc" else (int(place.rpartition(":")[2]),)
-        with suppress(OSError):  # gone by itself
-            own_descriptor = os.dup(descriptor)
-            try:
-                link = sockets.socket(family, sockets.SOCK_STREAM, fileno=own_descriptor)
-            except OSError:  # no socket
-                os.close(own_descriptor)
-                return
-            with link:
-                own = link.getsockname()  # a path, or host, port and more
-                # The number may be another file's by now: only what came to this address is ended.
-                if expected in (own, own[1:2]):
-                    link.shutdown(sockets.SHUT_RDWR)
+        kind = sockets.SOCK_STREAM
+        with suppress(OSError), sockets.fromfd(descriptor, family, kind) as link:  # gone by itself
+            own = link.getsockname()  # a path, or host, port and more
+            # The number may be another file's by now: only what came to this address is ended.
+            if expected in (own, own[1:2]):
+                link.shutdown(sockets.SHUT_RDWR)
 
 
 def _bound(socket: Socket) -> str:
-    """Return where a socket is bound, as tcp://HOST:PORT or ipc://PATH."""
     endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
-    return endpoint.decode()
+    return endpoint.decode()  # tcp://HOST:PORT or ipc://PATH
 
 
 SEND_QUEUE_BATCHES = 10_000
@@ -258,7 +247,9 @@ class EventSockets:
         for cap in self._caps:
             cap.hold()
         with suppress(zmq.Again):
-            while self._admission is not None and self.readers is not None:
+            for _ in range(MAX_CONNECTIONS):  # then events have their turn
+                if self._admission is None or self.readers is None:
+                    return
                 frames = self._admission.recv_multipart(zmq.NOBLOCK)
                 version, request, _, _, _, mechanism, *proof = frames
                 self.readers.refresh()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, permutations
 from typing import TYPE_CHECKING, cast
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -102,12 +102,10 @@ class MetricsText(Collector):
         self._counters = counters
         self._gauges = gauges
         self._tiers = tiers
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def text(self) -> bytes:
         """Return the page."""
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
         """Yield every family; called by the library."""

@@ -19,8 +19,9 @@ from trust_world import World
 
 from kvstore.cli.main import main
 from kvstore.cli.pins import parse_duration_ms
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
 Kvstore = Callable[..., tuple[int, str, str]]
@@ -428,6 +429,6 @@ def test_a_representation_stands_for_a_namespace_that_the_server_forgot(
     server.node.store.spaces.restore([])
     assert listed(kvstore, "--address", server.address) == []
     path = tmp_path / "model.json"
-    path.write_text(json_format.MessageToJson(representation_to_message(SMALL)))
+    path.write_text(json_format.MessageToJson(as_message(pb.Representation, SMALL)))
     argv = ("--address", server.address, "--model-representation", path)
     assert len(listed(kvstore, *argv)) == len(keys)

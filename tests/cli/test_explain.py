@@ -22,7 +22,7 @@ from kvstore.client import ClientOptions
 from kvstore.client.resolving import ResolveTerms
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, DType, Representation
 from kvstore.server.blending.gates import TRIALS
 
@@ -53,7 +53,7 @@ def prompt(tmp_path: Path) -> Path:
 
 def written(folder: Path, kind: Representation) -> Path:
     path = folder / "representation.json"
-    path.write_text(json_format.MessageToJson(representation_to_message(kind)))
+    path.write_text(json_format.MessageToJson(as_message(pb.Representation, kind)))
     return path
 
 

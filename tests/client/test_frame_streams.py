@@ -149,7 +149,7 @@ def test_a_put_that_finds_no_thread_goes_through_grpc(
     store(client, 1, 2)
     # Its thread is done a little after its answer.
     assert eventually(lambda: streams._clients_served == 0)
-    monkeypatch.setattr(streams, "_clients_served", streams.limits.client_threads)
+    monkeypatch.setattr(streams, "_clients_served", streams._client_threads)
     store(client, 2, 2)
     assert not _streams_idle(client)  # it was hung up on
 
@@ -526,19 +526,19 @@ def test_a_server_that_sends_a_byte_now_and_then_costs_the_deadline() -> None:
 @pytest.fixture
 def late_tls() -> Iterator[Entrance]:
     """Where TLS is spoken after 0.7 s, and nothing is said then."""
-    tls, ended = make_tls(), threading.Event()
+    (context, certificate), ended = make_tls(), threading.Event()
 
     def run() -> None:
         link, _ = listener.accept()
         ended.wait(0.7)
-        with link, suppress(OSError), tls.context.wrap_socket(link, server_side=True):
+        with link, suppress(OSError), context.wrap_socket(link, server_side=True):
             ended.wait(SOON_S)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=run)
         thread.start()
         where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        yield Entrance(where, tls.certificate, messages.attach(7, bytes(16)).attach)
+        yield Entrance(where, certificate, messages.attach(7, bytes(16)).attach)
         ended.set()
         thread.join()
 

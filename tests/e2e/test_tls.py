@@ -23,7 +23,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     UnauthenticatedError,
 )
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.server.settings.settings import load_config
 
 
@@ -134,7 +134,7 @@ def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(tmp_path
     address = f"localhost:{server.node.port}"
     connections = [Connection(address, 1, access=access) for access in (bad, good)]
     try:
-        request = pb.OpenSessionRequest(representation=representation_to_message(SMALL))
+        request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
         for connection in connections:
             connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
         assert len(server.node.sessions) == 2

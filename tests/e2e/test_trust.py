@@ -21,7 +21,7 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     UnauthenticatedError,
 )
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
 
 
@@ -93,7 +93,7 @@ def test_another_tenants_chunks_are_as_if_they_were_not_there(world: World) -> N
 def test_whoever_names_another_tenant_is_refused(world: World) -> None:
     for tenant in ("zeta", "pool:none", "pool:", "default"):
         request = pb.OpenSessionRequest(
-            representation=representation_to_message(SMALL), tenant=tenant
+            representation=as_message(pb.Representation, SMALL), tenant=tenant
         )
         with pytest.raises(PermissionDeniedError, match="tenant"):
             world.call(world.acme, "OpenSession", request)

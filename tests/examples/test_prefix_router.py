@@ -192,7 +192,7 @@ def test_events_that_were_lost_are_made_up_for(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A router that is too slow for what the store keeps hears what is there once more."""
-    monkeypatch.setattr("kvstore.server.api.event_calls.POLL_S", 0.3)
+    monkeypatch.setattr("kvstore.server.api.service.POLL_S", 0.3)
     server = LocalServer(tmp_path, "--tiers", "cpu", "--limits", "events_kept=2")
     try:
         a = server.connect("grpc", options=OPTIONS)

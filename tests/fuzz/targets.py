@@ -27,7 +27,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import ChunkCorruptError, KVStoreError
 from kvstore.proto.frame import COMPONENT, FIXED_BYTES, check_frame, parse_header
-from kvstore.proto.messages import representation_to_message, unpack_info
+from kvstore.proto.messages import as_message, unpack_info
 from kvstore.server.settings.settings import load_config
 from kvstore.server.store.saved_state import (
     unpack_gates,
@@ -247,7 +247,7 @@ class Rpc:
         try:
             self._schedule.world.sessions.get(self._session_id)
         except KVStoreError:
-            message = pb.OpenSessionRequest(representation=representation_to_message(SMALL))
+            message = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
             reply = self._schedule.service.OpenSession(message, None)
             self._session_id = reply.session_id
         return self._session_id

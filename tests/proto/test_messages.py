@@ -12,6 +12,7 @@ from golden.strategies import chunk_infos, layouts, representations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.client.batches import match_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -23,12 +24,11 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import MAX_COMPONENTS, check_frame
 from kvstore.proto.keys import cut_keys, keys_of_digests, split_digests
 from kvstore.proto.messages import (
+    as_message,
     layout_from_message,
     layout_to_message,
-    match_from_message,
     pack_info,
     representation_from_message,
-    representation_to_message,
     unpack_info,
 )
 from kvstore.proto.types import (
@@ -47,7 +47,7 @@ LAYOUT = template().layout
 
 @given(representations)
 def test_a_representation_arrives_as_it_was_sent(representation: Representation) -> None:
-    sent = representation_to_message(representation).SerializeToString()
+    sent = as_message(pb.Representation, representation).SerializeToString()
     assert representation_from_message(pb.Representation.FromString(sent)) == representation
 
 
@@ -201,7 +201,7 @@ def test_an_answer_to_a_lookup_that_contradicts_itself_is_an_error(wrong: dict[s
 
 
 def test_a_representation_without_rope_is_refused() -> None:
-    message = representation_to_message(REPRESENTATION)
+    message = as_message(pb.Representation, REPRESENTATION)
     message.ClearField("rope")
     with pytest.raises(RepresentationError, match="rope=None: give the rope parameters"):
         representation_from_message(message)
@@ -220,7 +220,7 @@ def test_a_representation_without_rope_is_refused() -> None:
     ],
 )
 def test_a_representation_with_a_field_left_out_is_refused(field: str, named: str) -> None:
-    message = representation_to_message(REPRESENTATION)
+    message = as_message(pb.Representation, REPRESENTATION)
     message.ClearField(field)
     with pytest.raises(RepresentationError) as caught:
         representation_from_message(message)
@@ -235,7 +235,7 @@ def test_an_empty_message_is_refused() -> None:
 @pytest.mark.parametrize("field", ["kind", "dtype"])
 @pytest.mark.parametrize("value", [7, 255, (1 << 32) - 1])
 def test_unknown_kinds_and_dtypes_are_refused(field: str, value: int) -> None:
-    message = representation_to_message(REPRESENTATION)
+    message = as_message(pb.Representation, REPRESENTATION)
     setattr(message.layer_groups[0], field, value)
     with pytest.raises(RepresentationError, match=f"{value} is not a valid"):
         representation_from_message(message)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.client.batches import batch_from_message, match_from_message
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -16,14 +17,16 @@ PLAN = LoadPlan((PlanRange(0, 2, False, 1.5), PlanRange(2, 5, True, 2.5)), 3.0, 
 
 def reply_of(plan: LoadPlan | None) -> pb.LookupResponse:
     reply = pb.LookupResponse()
-    messages.add_plan(reply, plan)
+    if plan is not None:
+        ranges = [messages.as_message(pb.PlanRange, one) for one in plan.ranges]
+        reply = messages.as_message(pb.LookupResponse, plan, plan=ranges)
     return pb.LookupResponse.FromString(reply.SerializeToString())
 
 
 @pytest.mark.parametrize("plan", [PLAN, LoadPlan((), 1.0, 1.0), None])
 def test_a_plan_comes_out_as_it_went_in(plan: LoadPlan | None) -> None:
     asked = plan.ranges[-1].stop if plan and plan.ranges else 0
-    assert messages.plan_from_message(reply_of(plan), asked) == plan
+    assert match_from_message(reply_of(plan), asked).plan == plan
 
 
 def test_a_plan_knows_what_it_loads() -> None:
@@ -36,7 +39,7 @@ def test_a_plan_knows_what_it_loads() -> None:
 def test_a_plan_with_gaps_is_damaged(bounds: list[tuple[int, int]]) -> None:
     ranges = tuple(PlanRange(first, stop, True, 1.0) for first, stop in bounds)
     with pytest.raises(KVStoreError, match="5 chunks is damaged"):
-        messages.plan_from_message(reply_of(LoadPlan(ranges, 1.0, 1.0)), 5)
+        match_from_message(reply_of(LoadPlan(ranges, 1.0, 1.0)), 5)
 
 
 def test_engines_travel_with_a_lookup() -> None:
@@ -66,12 +69,11 @@ def test_chains_are_cut_where_they_were_joined(chains: list[list[bytes]]) -> Non
 
 
 def test_a_batch_comes_out_as_it_went_in() -> None:
-    uses = messages.pack_uses([1, 2, 1 << 31])
-    assert uses == bytes([1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 128])
+    uses = bytes([1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 128])
     message = pb.PlanResponse(order=[1, 0], uses=uses, kept=2, peak_chunks=3)
-    batch = messages.batch_from_message(message, [1, 2])
+    batch = batch_from_message(message, [1, 2])
     assert (batch.order, batch.uses) == ((1, 0), ((1,), (2, 1 << 31)))
     assert (batch.kept, batch.peak_chunks) == (2, 3)
     for lengths in ([1, 1], [3], [1, 1, 1]):
         with pytest.raises(KVStoreError, match="damaged"):
-            messages.batch_from_message(message, lengths)
+            batch_from_message(message, lengths)

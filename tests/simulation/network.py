@@ -20,7 +20,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import FrameTemplate, check_frame
 from kvstore.proto.keys import chunk_key, representation_digest
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ROOT,
@@ -137,7 +137,9 @@ class NetworkSchedule:
     # --- messages
 
     def open(self, client: Client, arrives: float = 0.9) -> None:
-        request = pb.OpenSessionRequest(representation=representation_to_message(REPRESENTATION))
+        request = pb.OpenSessionRequest(
+            representation=as_message(pb.Representation, REPRESENTATION)
+        )
         reply = self.service.OpenSession(request, _NO_CONTEXT)
         if self.draw.random() < arrives:  # else the answer is lost
             client.session_id = reply.session_id

@@ -27,7 +27,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, parse_header
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import ChunkKey, Fidelity, PutOutcome
 
 ServerMaker = Callable[..., LocalServer]
@@ -85,7 +85,7 @@ def test_session_of_an_incomplete_identity_is_refused_by_the_name_of_the_field(
     server: LocalServer, field: str
 ) -> None:
     change, message = INCOMPLETE[field]
-    request = pb.OpenSessionRequest(representation=representation_to_message(SMALL))
+    request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
     change(request.representation)
     connection = server.dial()
     with server.unchanged(), pytest.raises(RepresentationError, match=message):
@@ -100,7 +100,7 @@ def test_session_of_no_identity_at_all_is_refused(server: LocalServer) -> None:
 
 def test_client_name_has_a_limit(server: LocalServer) -> None:
     request = pb.OpenSessionRequest(
-        representation=representation_to_message(SMALL), client="x" * 129
+        representation=as_message(pb.Representation, SMALL), client="x" * 129
     )
     with pytest.raises(InvalidRequestError, match=r"client='xxx.*: give at most 128"):
         server.dial().call("OpenSession", request, DEADLINE_MS, object)

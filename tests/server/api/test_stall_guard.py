@@ -17,7 +17,6 @@ from local_server import LocalServer, eventually
 from prompts import SMALL, frame_of
 
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.api.load_shedding import GRACE_S, STALL_S, StallGuard
 
 SERVICE = "/kvstore.v1.KVStore/"
@@ -49,7 +48,7 @@ def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
     with ThreadPoolExecutor(4) as threads:
         for count, one in enumerate(silent, 1):
             threads.submit(list, guard.each(one, one))
-            assert eventually(lambda count=count: len(guard) == count)  # type: ignore[misc]
+            assert eventually(lambda count=count: len(guard._waiting) == count)  # type: ignore[misc]
         now[0] = GRACE_S / 2
         assert guard.tick() == 0
         now[0] = GRACE_S
@@ -59,16 +58,14 @@ def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
         assert guard.tick() == 0
         now[0] = STALL_S
         assert guard.tick() == 2
-    assert len(guard) == 0
+    assert len(guard._waiting) == 0
 
 
-def test_what_is_sent_is_passed_on_and_a_call_without_its_message_is_told() -> None:
-    guard = StallGuard(1, lambda: 0.0)
-    context: Any = Silent()
-    assert guard.only(iter([b"one"]), context) == b"one"
-    assert list(guard.each(iter([b"a", b"b"]), context)) == [b"a", b"b"]
-    with pytest.raises(InvalidRequestError, match="message"):
-        guard.only(iter([]), context)
+def test_a_call_without_its_message_is_told(server: LocalServer) -> None:
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.stream_unary(SERVICE + "Lookup", None, None)(iter([]), timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "send one with the call" in str(caught.value.details())
 
 
 def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes]) -> Any:

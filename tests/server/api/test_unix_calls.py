@@ -39,7 +39,7 @@ from kvstore.proto.unix_socket import (
 )
 from kvstore.server.api import unix_calls, unix_server
 from kvstore.server.api.unix_calls import UnixCalls, can_send
-from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixLimits, UnixServer
+from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixServer
 from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Session, SessionTable
@@ -536,9 +536,7 @@ class Plane:
     def __init__(self, path: Path, threads: int = 4) -> None:
         self.table = SessionTable(8, 1000, lambda _: b"", lambda: 0.0, os.urandom)
         self.session = session_of(self.table)
-        self.plane = UnixServer(
-            path, self.table, {}, lambda: 0.0, UnixLimits(8, 1 << 20, threads, 64), OPEN
-        )
+        self.plane = UnixServer(path, self.table, {}, OPEN, threads, 64)
         self.begun = threading.Semaphore(0)
         self.let_go = threading.Event()
         self.host = attached(str(path), self.session)

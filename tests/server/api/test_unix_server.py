@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import LocalServer, eventually, open_session
 from prompts import SMALL, chunks_of, keys_of
-from socket_peer import OPEN, STAGING_BYTES, Claim, Peer, staging, ticking
+from socket_peer import STAGING_BYTES, Claim, Peer, staging, ticking
 
 from kvstore.client.staging import StagingMemory
 from kvstore.proto import kvstore_pb2 as pb
@@ -30,8 +30,9 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import KVLayout
 from kvstore.proto.unix_socket import Op, Reply, Request
 from kvstore.server.api import unix_server
-from kvstore.server.api.unix_server import SlabFile, UnixLimits, UnixServer
+from kvstore.server.api.unix_server import SlabFile, UnixServer
 from kvstore.server.security.authorization import Authorizer
+from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import SessionTable
 
 ServerMaker = Callable[..., LocalServer]
@@ -378,7 +379,7 @@ class Clock:
 
 
 def sessions(clock: Clock) -> SessionTable:
-    return SessionTable(8, 1000, lambda tenant: b"", clock, os.urandom)
+    return SessionTable(2, 1000, lambda tenant: b"", clock, os.urandom)
 
 
 def no_slabs(slab_id: int, tenant: str) -> tuple[int, int]:
@@ -394,11 +395,10 @@ def open_plane_of(
     table: SessionTable,
     slab_file: SlabFile,
     clock: Clock,
-    authorizer: Authorizer = OPEN,
     descriptors: int = 64,
 ) -> UnixServer:
-    limits = UnixLimits(2, 1 << 20, 4, descriptors)
-    return UnixServer(path, table, {Op.slab: slab_file}, clock, limits, authorizer)
+    authorizer = Authorizer(table, TenantLimits({}, clock), None, clock=clock)
+    return UnixServer(path, table, {Op.slab: slab_file}, authorizer, 4, descriptors)
 
 
 def test_peer_that_connects_and_stays_silent_is_hung_up_on(tmp_path: Path, no_leaks: None) -> None:
@@ -449,7 +449,7 @@ def test_a_ring_that_was_taken_is_written_down_and_one_that_was_not_as_well(
 ) -> None:
     clock = Clock()
     table, notes = sessions(clock), list[tuple[object, ...]]()
-    monkeypatch.setattr(OPEN, "note_on", lambda *event: notes.append(event))
+    monkeypatch.setattr(Authorizer, "note_on", lambda _, *event: notes.append(event))
     plane = open_plane_of(tmp_path / "s.sock", table, no_slabs, clock)
     plane.take_ring = lambda session, request, exported: None
     session = table.open(SMALL, "test")
@@ -470,7 +470,7 @@ def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
     tmp_path: Path, no_leaks: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    plane = open_plane_of(tmp_path / "s.sock", sessions(clock), no_slabs, clock, OPEN, 1)
+    plane = open_plane_of(tmp_path / "s.sock", sessions(clock), no_slabs, clock, 1)
     with closing(plane), Peer(str(plane.path)) as first, Peer(str(plane.path)) as second:
         assert first.ask(b"hello") is Reply.invalid
         assert second.is_hung_up()

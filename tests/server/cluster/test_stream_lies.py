@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, InvalidFrameError, TierUnavailableError
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkInfo
+from kvstore.server.bulk import tcp_server
 from kvstore.server.bulk.tcp_server import BulkServer, listen
 from kvstore.server.cluster.peer_connections import StreamLink, dial_peer
 from kvstore.server.settings.settings import Settings
@@ -150,15 +150,15 @@ class _Full:
         return self._listener.accept()
 
 
-def test_without_a_descriptor_it_listens_again_a_little_later(make_server: ServerMaker) -> None:
+def test_without_a_descriptor_it_listens_again_a_little_later(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB")
     assert server.node.bulk is not None
     listener = _Full()
-    service, limits = server.node.bulk.service, server.node.bulk.limits
+    monkeypatch.setattr(tcp_server, "listen", lambda host, port: (listener, listener.address))
     told = dial_peer(Settings(), server.address, "other", SILENCE_S)
-    with closing(
-        BulkServer(cast("socket.socket", listener), listener.address, None, service, limits)
-    ) as streams:
+    with closing(BulkServer(Settings(bulk="127.0.0.1:0"), server.node.bulk.service, 64)) as streams:
         reached(other(told, bulk_address=listener.address)).close()
         assert listener.accepts == 2
         assert streams.is_alive()

@@ -16,7 +16,7 @@ from kvstore.cli.spaces import ask_spaces
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, RepresentationError
-from kvstore.proto.messages import representation_to_message
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import (
     MAX_FACTOR_CHARS,
     MAX_IDENTITY_CHARS,
@@ -35,7 +35,7 @@ TEXTS = ("model_id", "model_revision", "adapter_digest", "quantization", "tokeni
 
 
 def make_longest() -> pb.Representation:
-    kind = representation_to_message(SMALL)
+    kind = as_message(pb.Representation, SMALL)
     for name in TEXTS:
         setattr(kind, name, "x".ljust(MAX_IDENTITY_CHARS, WIDEST))
     kind.rope.scaling = "scaling".ljust(MAX_FACTOR_CHARS, WIDEST)
@@ -127,7 +127,7 @@ def many_groups(kind: pb.Representation) -> None:
 def test_an_identity_of_no_shape_opens_no_session(
     server: LocalServer, spoil: Callable[[pb.Representation], None], field: str
 ) -> None:
-    kind = representation_to_message(SMALL)
+    kind = as_message(pb.Representation, SMALL)
     spoil(kind)
     request = pb.OpenSessionRequest(representation=kind)
     with pytest.raises(RepresentationError, match=field) as refused:
@@ -143,7 +143,7 @@ def test_an_identity_of_no_shape_opens_no_session(
 def test_a_client_with_a_name_that_does_not_print_opens_no_session(
     server: LocalServer, client: str
 ) -> None:
-    kind = representation_to_message(SMALL)
+    kind = as_message(pb.Representation, SMALL)
     request = pb.OpenSessionRequest(representation=kind, client=client)
     with pytest.raises(InvalidRequestError, match="client") as refused:
         server.dial().call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)

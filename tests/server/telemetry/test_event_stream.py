@@ -28,7 +28,7 @@ from kvstore.proto.errors import (
     UnauthenticatedError,
 )
 from kvstore.proto.types import ChunkKey
-from kvstore.server.api.event_calls import EVENT_READERS, EVENT_READERS_PER_TENANT
+from kvstore.server.telemetry.events import EVENT_READERS, EVENT_READERS_PER_TENANT
 
 OPTIONS = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)
 
@@ -117,7 +117,7 @@ def test_a_reader_hears_of_its_own_model_alone(server: LocalServer) -> None:
 def test_who_was_away_hears_only_what_was_missed(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.server.api.event_calls.BEAT_S", 0.1)
+    monkeypatch.setattr("kvstore.server.api.service.BEAT_S", 0.1)
     client = server.connect("grpc")
     keys = store(client, 1, 2)
     with following(client) as (_, heard):
@@ -169,7 +169,7 @@ def test_a_restart_clears_what_was_known_and_a_new_session_is_made_for_it(tmp_pa
 def test_a_quiet_server_says_that_it_lives(
     server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.server.api.event_calls.BEAT_S", 0.1)
+    monkeypatch.setattr("kvstore.server.api.service.BEAT_S", 0.1)
     client = server.connect("grpc")
     with client.events() as pages:
         first, second = next(pages), next(pages)
@@ -211,7 +211,7 @@ def test_readers_have_limits_and_leave_their_seats(
                 return False
 
     assert eventually(may_read)
-    monkeypatch.setattr("kvstore.server.api.event_calls.EVENT_READERS", 0)
+    monkeypatch.setattr("kvstore.server.api.service.EVENT_READERS", 0)
     assert eventually(lambda: not may_read())
     assert EVENT_READERS > EVENT_READERS_PER_TENANT
     assert client.status().version

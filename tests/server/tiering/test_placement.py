@@ -233,7 +233,7 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
 
 def test_an_exclusive_tier_takes_no_durable_puts() -> None:
     with closing(make_core("evict", exclusive=True)) as core:
-        assert not core.store.can_be_durable
+        assert core.store.durable is None
         with pytest.raises(InvalidRequestError, match="durable"):
             core.put(core.open_session(), prompt(1), durable=True)
 

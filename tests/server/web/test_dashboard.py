@@ -512,7 +512,7 @@ def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
 
 def _backend(clock: Callable[[], float], **parts: Any) -> Any:
     """What the dashboard looks at."""
-    checks, identity = SimpleNamespace(clock=clock), SimpleNamespace(version="1")
+    checks, identity = SimpleNamespace(clock=clock), SimpleNamespace(version="1", started_at=0.0)
     parts = {"store": SimpleNamespace(counters=Counters())} | parts
     return SimpleNamespace(checks=checks, identity=identity, **parts)
 

@@ -61,7 +61,7 @@ class Router:
 
     def has(self, connections: int, refused: int) -> bool:
         self.cap.hold()
-        return (len(self.cap), self.refused) == (connections, refused)
+        return (len(self.cap._open), self.refused) == (connections, refused)
 
     def close(self) -> None:
         self.context.destroy(linger=0)
