@@ -15,7 +15,7 @@ import structlog
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import Fidelity
 from kvstore.server.cluster.refill import attach_refills
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import (
     NO_QUOTA,
     MissRatioCurve,
@@ -23,8 +23,7 @@ from kvstore.server.eviction.quotas import (
     PartitionTable,
     Quota,
 )
-from kvstore.server.eviction.registry import make_policy
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases

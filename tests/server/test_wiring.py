@@ -14,9 +14,8 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import MarconiEviction
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction
-from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.settings.settings import load_config

@@ -21,6 +21,7 @@ from prompts import LARGE, SMALL, store
 from socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 
 from kvstore.client import ClientOptions
+from kvstore.client.local_link import parse_answer
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
 from kvstore.proto.types import ChunkKey
@@ -34,7 +35,6 @@ from kvstore.proto.unix_socket import (
     Request,
     pack_answer,
     pack_call,
-    parse_answer,
     unpack_answer,
 )
 from kvstore.server.api import unix_calls, unix_server
