@@ -51,6 +51,10 @@ class DirectoryId(NamedTuple):
     position: int
     folders: int
 
+    def line(self) -> bytes:
+        """Return what the folder's file ``DISK`` says."""
+        return signed_line(f"kvstore disk-set 1 {self.set_id} {self.position} {self.folders}")
+
     @classmethod
     def read(cls, path: Path) -> DirectoryId | None:
         """Return what the folder *path* says it is; None when it says nothing."""
@@ -322,11 +326,10 @@ class DataFiles:
         if first is None and len(self.directories) == 1:
             return
         set_id = os.urandom(16).hex() if first is None else first.set_id
-        folders = len(self.directories)
         for position, directory in reversed(list(enumerate(self.directories))):
-            if DirectoryId.read(directory.path) != (set_id, position, folders):
-                line = signed_line(f"kvstore disk-set 1 {set_id} {position} {folders}")
-                directory.write("DISK", line)
+            wanted = DirectoryId(set_id, position, len(self.directories))
+            if DirectoryId.read(directory.path) != wanted:
+                directory.write("DISK", wanted.line())
 
     def _open(self, file: DataFile) -> None:
         try:
