@@ -72,14 +72,12 @@ def open_tiers(config: Settings, counters: Counters, clock: Clock, opened: ExitS
         register = gpu.device.register
     add(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
     if "disk" in config.tiers:
-        from kvstore.tiers.disk import DiskOptions, DiskTier
-        from kvstore.tiers.disk_files import DiskConfig
+        from kvstore.tiers.disk import DiskTier, file_bytes_for
 
-        first, *others = (DiskConfig(one.path, one.capacity_bytes) for one in config.disk)
-        options = DiskOptions(
-            tuple(others), is_direct=config.disk_direct, largest_frame_bytes=config.max_frame_bytes
-        )
-        add(hidden(DiskTier(first.path, first.capacity_bytes, options=options)))
+        folders = [(one.path, one.capacity_bytes) for one in config.disk]
+        file_bytes = file_bytes_for(sum(size for _, size in folders), config.max_frame_bytes)
+        disk = DiskTier(*folders, file_bytes=file_bytes, is_direct=config.disk_direct)
+        add(hidden(disk))
     if config.peers:
         add(_open_peer_tier(config, counters, clock))
     if "redis" in config.tiers:

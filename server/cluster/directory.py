@@ -27,7 +27,7 @@ from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import Limits, parse_endpoint
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
-from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
+from kvstore.tiers.redis_client import Call, RedisClient
 
 MAX_READ_KEYS = 512
 """Keys of one round trip."""
@@ -337,7 +337,7 @@ class Directory:
         try:
             replies = self._link.ask(calls)
             pairs = zip(lost, replies[::2], strict=True)
-            lost = [key for key, reply in pairs if isinstance(reply, NodeDown)]
+            lost = [key for key, reply in pairs if isinstance(reply, KVStoreError)]
         except OutOfMemoryError:
             self._counters.add("directory_dropped_words", len(lost))
             lost = []

@@ -16,7 +16,7 @@ from itertools import islice
 from redis.exceptions import OutOfMemoryError
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.tiers.redis_client import Call, NodeDown, RedisClient
+from kvstore.tiers.redis_client import Call, RedisClient
 
 MAX_NODES = 1024
 MAX_ADDRESS_CHARS = 128
@@ -140,9 +140,9 @@ class Membership:
             replies = self._link.ask(calls, reply_bytes=MAX_ANSWER_BYTES)
         except OutOfMemoryError:
             raise is_full(self._link) from None
-        answers = [reply for reply in replies if not isinstance(reply, NodeDown)]
+        answers = [reply for reply in replies if not isinstance(reply, TierUnavailableError)]
         if not answers:
-            raise next(reply.error for reply in replies if isinstance(reply, NodeDown))
+            raise next(reply for reply in replies if isinstance(reply, TierUnavailableError))
         states: list[bytes] = []
         rivals: list[NodeAddress | None] = []
         living: dict[NodeAddress | None, None] = {}

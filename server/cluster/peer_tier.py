@@ -58,6 +58,7 @@ class PeerTier(Tier):
     read_only: ClassVar[bool] = True
     reads_parts: ClassVar[bool] = False
     capacity_bytes = 0
+    max_frame_bytes = MAX_FRAME_BYTES
 
     def __init__(self, peers: Peers, counters: Counters, clock: Callable[[], float]) -> None:
         self.peers = peers
@@ -205,14 +206,6 @@ class PeerTier(Tier):
     def delete(self, key: ChunkKey) -> bool:
         with self._lock:
             return self._index.pop(key, None) is not None
-
-    @override
-    def allocated_bytes(self, size_bytes: int) -> int:
-        return size_bytes
-
-    @override
-    def max_frame_bytes(self) -> int:
-        return MAX_FRAME_BYTES
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TierFullError(self.name, 0, 0)
