@@ -98,8 +98,7 @@ class GetStream:
                 store.release(session, self.lease_id)
 
     def _ranges(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
-        """Yield the places of frames in reach, and ranges of others; one read for neighbours."""
-        reading = RangeRead(self.store.reads, terms)
+        reading = RangeRead(self.store.reads, terms)  # one read for neighbours
         for index, group in groupby(self.request.ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
@@ -111,7 +110,6 @@ class GetStream:
                 yield from reading.parts(index, keys[index], spans)
 
     def _frames(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
-        """Yield the chunks in order; places that need no load come together."""
         reads, remote = self.store.reads, self.store.tiers.remote
         first, lenders = 0, set[int]()
         if terms.reach:

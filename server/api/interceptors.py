@@ -114,12 +114,9 @@ class CallWrapper:
 def _each_admitted(
     authorizer: Authorizer, call: AuthenticatedContext, method: str, requests: Iterator[Any]
 ) -> Iterator[Any]:
-    """Yield the messages of a stream; one that names another session is checked anew.
-
-    The stream is one request, of the tenant that its first message is about.
-    """
     principal, last, frames = call.principal, None, 0
     assert principal is not None
+    # One request, of the tenant that the first message is about; another session is checked anew.
     for request in requests:
         session_id = getattr(request, "session_id", 0)
         if session_id != last:

@@ -336,7 +336,6 @@ class DataCalls:
         return pb.PutResponse(**outcomes(results))
 
     def _raw_header(self, session: Session, data: bytes) -> FrameHeader:
-        """Return the header of a raw frame that *session* may put. Raises what it is not."""
         header = parse_header(as_bytes(data))
         size_bytes = header.header_bytes
         require(len(data) == size_bytes, "headers", len(data), f"this one has {size_bytes}")
