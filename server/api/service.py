@@ -473,13 +473,9 @@ class DataCalls:
                 raise UnauthenticatedError("credentials: not valid any more; call with others")
             page, now = reader.poll(), self._clock()
             if page is not None:
-                events = [
-                    messages.as_message(
-                        pb.ChunkEvent, one, parent=b"" if one.parent == ROOT else one.parent
-                    )
-                    for one in page.events
-                ]
-                yield messages.as_message(pb.EventsResponse, page, events=events)
+                yield messages.as_message(  # a root's parent is empty there
+                    pb.EventsResponse, page, parent=lambda one: one.parent.replace(ROOT, b"")
+                )
                 sent_at = now
             elif now - sent_at >= BEAT_S:
                 yield pb.EventsResponse(cursor=reader.cursor)
