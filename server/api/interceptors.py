@@ -80,8 +80,9 @@ class CallWrapper:
                 try:
                     if trust is not None:
                         who = trust.authenticator
-                        call.principal = ANYBODY
-                        if not who.is_open:
+                        if who.is_open:
+                            call.principal = ANYBODY
+                        else:
                             metadata = context.invocation_metadata() or ()
                             call.principal = who.principal_of(metadata, context.auth_context())
                         if handler.request_streaming:
