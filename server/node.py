@@ -30,7 +30,7 @@ from kvstore.server.api.unix_server import CONNECTIONS_PER_SESSION, UnixServer
 from kvstore.server.api.validation import Checks
 from kvstore.server.blending.content_index import ContentReader
 from kvstore.server.index.known_models import KnownModels
-from kvstore.server.security.authorization import Trust
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import SessionTable
 from kvstore.server.settings.process_limits import (
     BULK_SHARE,
@@ -80,8 +80,7 @@ def run_jobs(jobs: Iterable[Callable[[], object]]) -> None:
 class Node:
     """One server: tiers, store, Unix socket and gRPC. ``port`` is the one it got.
 
-    Raises KVStoreError with one sentence when something it was to use cannot be used; nothing is
-    left open then.
+    Raises KVStoreError, and leaves nothing open, when something it was to use cannot be used.
     """
 
     def __init__(self, config: Settings, clock: Clock = time.monotonic) -> None:
@@ -106,8 +105,7 @@ class Node:
 
     def _open(self, part: PartT) -> PartT:
         """Return *part*, which is closed in the end, before what was opened before it."""
-        closable: Any = part
-        self._opened.callback(closable.close)
+        self._opened.callback(cast("Any", part).close)
         return part
 
     def _open_store(self) -> None:
@@ -118,7 +116,7 @@ class Node:
         models = KnownModels()
         store = build_store(config, clock, self.counters, self._opened, models, _new_id)
         self.store, slots = store, store.tiers.slots
-        self._saved_state: SavedState | None = None
+        self._saved_state = None
         if "disk" in slots:
             self._saved_state = SavedState(store, config.disk[0].path, time.time)
             self._saved_state.load()
@@ -131,9 +129,9 @@ class Node:
         self.sessions = SessionTable(config.max_sessions, ttl_ms, salts, clock, os.urandom)
         self.sessions.on_open += [models.note, store.begin_session]
         self.sessions.on_close.append(store.end_session)
-        self.trust = self._open(Trust(config, self.sessions, clock))
-        self.trust.authorizer.counters = self.counters
-        store.catalog.leases.tenant_of = self.trust.authorizer.lease_terms
+        self.trust = self._open(Authorizer(config, self.sessions, clock))
+        self.trust.counters = self.counters
+        store.catalog.leases.tenant_of = self.trust.lease_terms
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:
             self._open(self._tracing)
@@ -154,11 +152,9 @@ class Node:
         if config.directory:
             from kvstore.server.cluster.directory import open_directory
 
-            self.directory = self._open(
-                open_directory(
-                    config, boot_id, self.port, identity.bulk_address, self.counters, clock
-                )
-            )
+            bulk_address, counters = identity.bulk_address, self.counters
+            found = open_directory(config, boot_id, self.port, bulk_address, counters, clock)
+            self.directory = self._open(found)
             store.catalog.listeners.append(self.directory)
         self._scrub = self._open(Scrub(store.moves, config.scrub_tiers, config.scrub_bytes_per_s))
         self.events, self.publisher = self._open_events(boot_id)
@@ -170,7 +166,7 @@ class Node:
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.unix_server is not None:
             learn = store.catalog.drain_some
-            calls = UnixCalls(service, trust.authorizer, learn, self._tracing)
+            calls = UnixCalls(service, trust, learn, self._tracing)
             self.unix_server.answer = calls.answer
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -206,14 +202,13 @@ class Node:
         return log, self._open(open_publisher(config, log, boot_id, self.counters))
 
     def _open_unix_server(self) -> UnixServer | None:
-        path = self._config.socket_path_for(self.port)
+        config, max_sessions = self._config, self._config.max_sessions
+        path = config.socket_path_for(self.port)
         if path is None:
             return None
-        config = self._config
-        most = (CONNECTIONS_PER_SESSION + 2) * config.max_sessions
-        most = share_of(SOCKET_SHARE, self._taken, most)
+        most = share_of(SOCKET_SHARE, self._taken, (CONNECTIONS_PER_SESSION + 2) * max_sessions)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        sessions, authorizer = self.sessions, self.trust.authorizer
+        sessions, authorizer = self.sessions, self.trust
         try:
             return self._open(UnixServer(path, sessions, files, authorizer, config.workers, most))
         except InvalidRequestError as error:
@@ -251,7 +246,7 @@ class Node:
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, BulkServer
 
-        authorizer = self.trust.authorizer
+        authorizer = self.trust
         service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
@@ -352,6 +347,5 @@ class Node:
 
 def tenant_salts(config: Settings) -> Callable[[str], bytes]:
     """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
-    path = config.secret_file
-    secret = path.read_bytes() if path is not None else b""
+    secret = config.secret_file.read_bytes() if config.secret_file is not None else b""
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")

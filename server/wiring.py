@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import structlog
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.types import Fidelity
 from kvstore.server.cluster.refill import attach_refills
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import (
     NO_QUOTA,
     MissRatioCurve,
@@ -22,16 +23,15 @@ from kvstore.server.eviction.quotas import (
     PartitionTable,
     Quota,
 )
-from kvstore.server.eviction.registry import make_policy
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.catalog import Catalog
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.index.holds import Leases
 from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.key_files import WatchedFile, parse_encryption_keys
-from kvstore.server.settings.rules import GpuConfig, is_auto
+from kvstore.server.settings.rules import GpuConfig, auto_fidelity, is_auto
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import format_size
+from kvstore.server.settings.values import DIRECTORY, format_size
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import ADMISSIONS
@@ -72,16 +72,12 @@ def open_tiers(config: Settings, counters: Counters, clock: Clock, opened: ExitS
         register = gpu.device.register
     add(CpuTier(config.cpu_size, config.cpu_slab_bytes, register))
     if "disk" in config.tiers:
-        from kvstore.tiers.disk import DiskOptions, DiskTier
-        from kvstore.tiers.disk_files import DiskConfig
+        from kvstore.tiers.disk import DiskTier, file_bytes_for
 
-        first, *others = (DiskConfig(one.path, one.capacity_bytes) for one in config.disk)
-        options = DiskOptions(
-            tuple(others),
-            is_direct=config.disk_direct,
-            largest_frame_bytes=config.max_frame_bytes,
-        )
-        add(hidden(DiskTier(first.path, first.capacity_bytes, options=options)))
+        folders = [(one.path, one.capacity_bytes) for one in config.disk]
+        file_bytes = file_bytes_for(sum(size for _, size in folders), config.max_frame_bytes)
+        disk = DiskTier(*folders, file_bytes=file_bytes, is_direct=config.disk_direct)
+        add(hidden(disk))
     if config.peers:
         add(_open_peer_tier(config, counters, clock))
     if "redis" in config.tiers:
@@ -117,24 +113,29 @@ def _open_peer_tier(config: Settings, counters: Counters, clock: Clock) -> PeerT
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.cluster.peers import Peers
 
-    for address in config.peer_addresses:
+    addresses = [name for name in config.peers or () if name != DIRECTORY]
+    for address in addresses:
         key_metadata(config, address)
-    peers = Peers(config.peer_addresses, config.limits, partial(dial_peer, config), counters, clock)
+    peers = Peers(addresses, config.limits, partial(dial_peer, config), counters, clock)
     return PeerTier(peers, counters, clock)
 
 
 def hiding(config: Settings) -> Callable[[Tier], Tier]:
-    """Return what encrypts a tier; without keys it leaves tiers as they are.
-
-    The file of keys is looked at again with each frame. Raises InvalidRequestError for one that
-    cannot be used.
+    """Return what encrypts a tier, which without keys does nothing; it reads a replaced file of
+    keys again. Raises InvalidRequestError for one that cannot be used.
     """
     path = config.encryption_keys
     if path is None:
         return lambda tier: tier
     from kvstore.tiers.encrypted import EncryptedTier, KeyRing
 
-    file = WatchedFile((path,), _by_epoch)
+    def by_epoch(data: bytes) -> dict[int, bytes]:
+        if not (rows := parse_encryption_keys(data)):
+            fix = "has no key; make one with kvstore keys new"
+            raise InvalidRequestError("encryption_keys", len(data), fix)
+        return {epoch: row.key for epoch, row in rows.items()}
+
+    file = WatchedFile((path,), by_epoch)
 
     def now() -> Mapping[int, bytes]:
         file.refresh()
@@ -142,14 +143,6 @@ def hiding(config: Settings) -> Callable[[Tier], Tier]:
 
     keys = KeyRing(now, os.urandom)
     return lambda tier: EncryptedTier(tier, keys)
-
-
-def _by_epoch(data: bytes) -> dict[int, bytes]:
-    rows = parse_encryption_keys(data)
-    if not rows:
-        fix = "has no key; make one with kvstore keys new"
-        raise InvalidRequestError("encryption_keys", len(data), fix)
-    return {epoch: row.key for epoch, row in rows.items()}
 
 
 def make_policies(
@@ -255,6 +248,8 @@ def _slot(
     encoder = TierCodec(LOSSLESS if is_auto(name) else name, by_tenant, models.terms_of)
     if is_auto(name):
         encoder.name = f"{name}, measuring"
+        # It promises no durable puts before it has chosen, where it may choose a loss.
+        encoder.is_exact &= auto_fidelity(name) is Fidelity.exact
     rule = config.write.get(tier.name)
     return TierSlot(
         tier, encoder, policy, breaker, clock, ADMISSIONS[rule] if rule else None,
@@ -263,8 +258,7 @@ def _slot(
 
 
 def batch_parallelism() -> dict[str, int]:
-    """Return how many threads share chunks that one server is asked for in a row, by queue.
-
-    Of more than there are cores for, all would be late.
+    """Return how many threads share what one server sends in a row, by queue: one a core, as of
+    more all would be late.
     """
     return {"load-peer": len(os.sched_getaffinity(0))}

@@ -17,7 +17,7 @@ from kvstore.proto.unix_socket import Reach, pack_places
 from kvstore.server.api.validation import Checks, require
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
-from kvstore.server.store.reads import IN_MEMORY, NO_REACH, LayerPart, RangeRead, ReadTerms
+from kvstore.server.store.reads import IN_MEMORY, NO_REACH, LayerPart, ReadTerms
 from kvstore.server.store.store import Store
 
 REACH: dict[int, frozenset[Reach]] = {
@@ -98,16 +98,16 @@ class GetStream:
                 store.release(session, self.lease_id)
 
     def _ranges(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
-        reading = RangeRead(self.store.reads, terms)  # one read for neighbours
+        reads = self.store.reads  # one read for neighbours
         for index, group in groupby(self.request.ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
-            found = reading.place(keys[index]) if terms.reach else None
+            found = reads.chosen_place(keys[index], terms) if terms.reach else None
             if found is not None:
                 yield self._places(index, pack_places([found[1]]), [found[0]])
             else:
                 spans = [(one.start, one.stop) for one in group]
-                yield from reading.parts(index, keys[index], spans)
+                yield from reads.ranges(index, keys[index], spans, terms)
 
     def _frames(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
         reads, remote = self.store.reads, self.store.tiers.remote

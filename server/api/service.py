@@ -38,12 +38,12 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import Checks, outcomes, require
-from kvstore.server.security.authorization import Trust, access_to
+from kvstore.server.security.authorization import Authorizer, access_to
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
 from kvstore.server.store.reads import NO_REACH
-from kvstore.server.store.reservations import PutResult
+from kvstore.server.store.reservations import PutResult, PutTicket
 from kvstore.server.store.scrub import Scrub
 from kvstore.server.store.store import Store
 from kvstore.server.store.writes import check_put
@@ -95,7 +95,7 @@ class Backend:
     sessions: SessionTable
     checks: Checks
     identity: Identity
-    trust: Trust | None = None
+    trust: Authorizer | None = None
     unix_server: UnixServer | None = None
     device_puts: DevicePuts | None = None
     scrub: Scrub | None = None
@@ -298,7 +298,8 @@ class DataCalls:
             for reservation_id, offset in zip(request.reservation_ids, offsets, strict=True):
                 ticket = writes.claim(session, reservation_id)
                 try:
-                    frame = staging.part(offset, ticket.frame_bytes)
+                    sized = ticket.info if isinstance(ticket, PutTicket) else ticket.part
+                    frame = staging.part(offset, sized.size_bytes)
                 except KVStoreError:
                     writes.discard(ticket)
                     raise

@@ -78,7 +78,7 @@ class Checks:
     def durable(self, store: Store) -> None:
         """Refuse a durable put where nothing survives a restart."""
         fix = "start the server with a disk tier whose codec loses nothing"
-        require(store.can_be_durable, "durable", True, fix)
+        require(store.durable, "durable", True, fix)
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
         """Return the session's keys of packed digests."""

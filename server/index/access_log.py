@@ -14,7 +14,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import EvictionPolicy, Rows
 from kvstore.server.eviction.quotas import MissRatioCurve, identities
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.chunk_index import ChunkIndex
 from kvstore.server.index.hints import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Holds, Leases

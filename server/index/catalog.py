@@ -463,7 +463,7 @@ class Catalog:
         with self._lock:
             self._access_log.apply_all()
             now = self._clock()
-            rows = np.fromiter(filter(known.history.knows, self._index.known_rows()), np.intp)
+            rows = np.fromiter(filter(known.history.hits_of, self._index.known_rows()), np.intp)
             rows = rows[-MAX_CHUNKS:]
             saved = SavedHistory.of(list(known.groups), known.history, rows, now)
             saved.chunks["key"] = self._index.keys(rows)

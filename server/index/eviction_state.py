@@ -129,10 +129,8 @@ class EvictionState:
         policy, now = self._state.policies[tier], self._state.clock()
         if not isinstance(policy, PartitionedEviction):
             rows = policy.victims(stays, now)
-        elif wanted.is_own:
-            rows = policy.victims_of(wanted.partition, stays, now)
         else:
-            rows = policy.victims_for(wanted.partition, stays, now)
+            rows = policy.victims_for(wanted.partition, stays, now, is_own=wanted.is_own)
         parent = self._index.parents.__getitem__
         return self._state.metadata.hints.in_order(rows, parent, len(policy))
 

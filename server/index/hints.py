@@ -18,7 +18,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkInfo
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.quotas import MissRatioCurve, PartitionTable
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.tiers.base import DEFAULT_TENANT
 
 LOOK_AHEAD = 32

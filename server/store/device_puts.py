@@ -45,7 +45,6 @@ _LOOK_S = 2e-3
 
 logger = structlog.get_logger(__name__)
 
-
 RingFrame: TypeAlias = tuple[FrameHeader, int]
 """A frame's header, and where in the ring it begins."""
 
@@ -148,6 +147,7 @@ class DevicePuts:
         """
         if self._store.writes.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
+        results, placed = list[PutResult](), dict[int, PutTicket]()
         with self._using(session) as ring:
             for header, offset in frames:
                 if offset + header.frame_bytes > len(ring.memory):
@@ -159,7 +159,19 @@ class DevicePuts:
             written = self._tier.device.import_event(event)
             self._wait_for(written, session, deadline)
             self._stream.wait(written)  # so that the device sees what was written before it
-            return self._put(ring, session, frames, deadline, hints)
+            try:
+                for at, (header, _) in enumerate(frames):
+                    begun = self._reserve(session, header.info(), deadline, hints)
+                    if isinstance(begun, PutTicket):
+                        placed[at] = begun
+                        begun = PutResult(PutOutcome.pending)
+                    results.append(begun)
+                for at, found in zip(list(placed), self._copied(ring, frames, placed), strict=True):
+                    results[at] = self._commit(placed.pop(at), frames[at][0], found)
+            finally:
+                for ticket in placed.values():
+                    self._reservations.discard(ticket)
+        return results
 
     def _wait_for(self, event: Event, session: Session, deadline: float) -> None:
         pause_s = _FIRST_LOOK_S
@@ -171,39 +183,14 @@ class DevicePuts:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_S)
 
-    def _put(
-        self,
-        ring: Imported,
-        session: Session,
-        frames: Sequence[RingFrame],
-        deadline: float,
-        hints: Hints,
-    ) -> list[PutResult]:
-        results: list[PutResult] = []
-        placed: dict[int, PutTicket] = {}
-        try:
-            for at, (header, _) in enumerate(frames):
-                begun = self._reserve(session, header.info(), deadline, hints)
-                if isinstance(begun, PutTicket):
-                    placed[at] = begun
-                    begun = PutResult(PutOutcome.pending)
-                results.append(begun)
-            for at, found in zip(list(placed), self._copied(ring, frames, placed), strict=True):
-                results[at] = self._commit(placed.pop(at), frames[at][0], found)
-        finally:
-            for ticket in placed.values():
-                self._reservations.discard(ticket)
-        return results
-
     def _reserve(
         self, session: Session, info: ChunkInfo, deadline: float, hints: Hints
     ) -> PutTicket | PutResult:
         reservations, slot = self._reservations, self._slot
         if self._store.states is not None and info.layout.has(LayerKind.state):
-            return reservations.refuse(
-                info.key, "whether its state is kept is judged in CPU memory"
-            )
-        most_bytes = slot.tier.max_frame_bytes()
+            reason = "whether its state is kept is judged in CPU memory"
+            return reservations.refuse(info.key, reason)
+        most_bytes = slot.tier.max_frame_bytes
         if info.size_bytes > most_bytes:
             return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
         return reservations.reserve(session, info, deadline, hints, device=slot)
@@ -215,9 +202,7 @@ class DevicePuts:
         if not placed:
             return []
         stream, begun = self._stream, list[Sums]()
-        heads = {
-            at: np.frombuffer(bytearray(pack_header(frames[at][0])), np.uint8) for at in placed
-        }
+        packed = {at: bytearray(pack_header(frames[at][0])) for at in placed}
         places = [
             FrameAt(cast("Place", ticket.reservation.place).offset, frames[at][0], 0)
             for at, ticket in placed.items()
@@ -226,11 +211,10 @@ class DevicePuts:
         def work() -> bool:
             try:
                 for at, ticket in placed.items():
-                    out, head = self._tier.opened(ticket.reservation, stream), heads[at]
-                    start = frames[at][1]
-                    stream.copy(out[: len(head)], tensor_over(head))
-                    body = ring.memory[start + len(head) : start + len(out)]
-                    stream.copy(out[len(head) :], body)
+                    out, start = self._tier.opened(ticket.reservation, stream), frames[at][1]
+                    size = len(packed[at])
+                    stream.copy(out[:size], tensor_over(np.frombuffer(packed[at], np.uint8)))
+                    stream.copy(out[size:], ring.memory[start + size : start + len(out)])
                 stream.launch(lambda: begun.append(self._kernels.sums(self._tier.memory, places)))
             finally:  # after an error too: what was queued until then still writes
                 stream.record().synchronize()
@@ -250,9 +234,7 @@ class DevicePuts:
 
 
 def open_device_puts(store: Store) -> DevicePuts | None:
-    """Return what takes puts on the device of the gpu tier; None, after a warning, where the
-    kernels that sum them cannot be had.
-    """
+    """Return what takes puts on the gpu tier; None, after a warning, without kernels for sums."""
     tier = store.tiers.gpu_tier
     assert tier is not None
     try:

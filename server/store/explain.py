@@ -24,20 +24,16 @@ MAX_SIMILAR = 3
 
 _SEARCHED = 32
 """Of the others, those that differ least are searched for so many of a prompt's chunks."""
-
 _COUNTED = 6
 
 MAX_MISSES = 1024
 MAX_REPORTS = 256
 """Sessions whose engine's counts are remembered, those that ended included."""
-
 MAX_COUNTS = 64
 MAX_NAME_CHARS = 64
-
 MAX_REASONS = 4
 MAX_REASON_CHARS = 240
 """Of one of them; a longer one is cut."""
-
 _MAX_NAMED = 4
 """Fields in which two identities differ, named for each chunk."""
 
@@ -46,10 +42,7 @@ Differing: TypeAlias = tuple[ModelNamespace, list[FieldDifference]]
 
 
 class ChunkFacts(NamedTuple):
-    """What was known of one chunk at ``at_s``, by which it is a hit or none; no words yet.
-
-    ``down`` has the tiers with a copy that were left alone, and why.
-    """
+    """What was known of one chunk at ``at_s``. ``down``: tiers with it, left alone, and why."""
 
     key: ChunkKey
     least: Fidelity
@@ -60,9 +53,7 @@ class ChunkFacts(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """One chunk: a word for scripts, a sentence for people, and tiers and what lies there, in the
-    order in which they are read.
-    """
+    """One chunk: a word for scripts, a sentence for people, and the copies, nearest tier first."""
 
     key: ChunkKey
     state: str
@@ -133,12 +124,10 @@ class Explainer:
         named = (n for n in counts if len(n) <= MAX_NAME_CHARS and n not in reasons)
         fit = nsmallest(MAX_REASONS, reasons)
         fit += nsmallest(MAX_COUNTS - len(fit), named)
-        kept = {_cut(name): counts[name] for name in fit}
-        if not kept:
-            return
-        report = Report(self._clock(), session, kept)
-        with self._lock:
-            remember(self._reports, session.session_id, report, MAX_REPORTS)
+        report = Report(self._clock(), session, {_cut(name): counts[name] for name in fit})
+        if fit:
+            with self._lock:
+                remember(self._reports, session.session_id, report, MAX_REPORTS)
 
     def misses(self, count: int) -> list[LoggedMiss]:
         """Return the last *count* misses, the latest first."""
@@ -157,10 +146,9 @@ class Explainer:
         """Record a lookup that found less than it asked for; its reason is made when it is read."""
         if match.ready < len(keys):
             facts = self.facts(keys[match.ready], least)
+            miss = LoggedMiss(session, facts, len(keys), match.ready, match.pending)
             with self._lock:
-                self._misses.append(
-                    LoggedMiss(session, facts, len(keys), match.ready, match.pending)
-                )
+                self._misses.append(miss)
 
     def explain(
         self, space: Namespace, keys: Sequence[ChunkKey], least: Fidelity = Fidelity.exact
@@ -213,8 +201,7 @@ class Explainer:
     def reason(self, facts: ChunkFacts, others: Sequence[Differing], ago: str = "ago") -> Reason:
         """Say of one chunk why it can be read, or why not; *others* are those of its space."""
         key, seen, outcome = facts.key, facts.seen, facts.outcome
-        order = [name for name in self._slots if name in seen.copies]
-        copies = tuple((name, seen.copies[name]) for name in order)
+        copies = tuple((name, seen.copies[name]) for name in self._slots if name in seen.copies)
         if seen.is_expired:
             return Reason(key, "expired", "its time to live is up; put it again", copies)
         fit = [name for name, info in copies if info.fidelity >= facts.least]
@@ -247,10 +234,7 @@ class Explainer:
     # --- other identities
 
     def _similar(self, others: Sequence[Differing], keys: Sequence[ChunkKey]) -> list[SimilarModel]:
-        found = [
-            (other, differing, any(self._has(other, key) for key in keys[:_SEARCHED]))
-            for other, differing in others
-        ]
+        found = [(*one, any(self._has(one[0], key) for key in keys[:_SEARCHED])) for one in others]
         found.sort(key=lambda one: not one[2])
         # Counting goes through the whole index, so few are counted.
         count_in = self._catalog.queries.count_in
@@ -258,13 +242,13 @@ class Explainer:
         return [SimilarModel(*one) for one in counted if one[0]][:MAX_SIMILAR]
 
     def _elsewhere(self, key: ChunkKey, others: Sequence[Differing]) -> Reason | None:
-        named = next((differing for other, differing in others if self._has(other, key)), None)
-        if named is None:
-            return None
-        parts = [f"{d.field}: {d.stored} stored, {d.asked} asked" for d in named[:_MAX_NAMED]]
-        if len(named) > _MAX_NAMED:
-            parts.append(f"{len(named) - _MAX_NAMED} more")
-        return Reason(key, "other_identity", "stored under another identity: " + "; ".join(parts))
+        for other, named in others:
+            if self._has(other, key):
+                known = [f"{d.field}: {d.stored} stored, {d.asked} asked" for d in named]
+                more = [f"{len(known) - _MAX_NAMED} more"] if len(known) > _MAX_NAMED else []
+                text = "stored under another identity: " + "; ".join(known[:_MAX_NAMED] + more)
+                return Reason(key, "other_identity", text)
+        return None
 
     def _has(self, space: ModelNamespace, key: ChunkKey) -> bool:
         return bool(self._catalog.holders(ChunkKey(space.namespace + key[DIGEST_BYTES:])))

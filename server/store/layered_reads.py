@@ -158,8 +158,8 @@ class _Source:
 class LayerwiseRead:
     """Sends layer i of all chunks while layer i+1 is read. Used once, by one thread, under a lease.
 
-    Raw frames of a lower tier are read layer by layer, straight into CPU memory: a promotion once
-    all of it came. Other frames are promoted whole before their first layer.
+    Raw frames of a lower tier are read layer by layer, straight into CPU memory, and promoted once
+    whole; others are promoted before their first layer.
     """
 
     def __init__(self, moves: Moves, keys: Sequence[ChunkKey], terms: ReadTerms) -> None:
@@ -182,8 +182,7 @@ class LayerwiseRead:
         try:
             self._open()
             for source in self._sources:
-                data = source.frame[: source.header.header_bytes]
-                yield self._part(source, 0, data)
+                yield self._part(source, 0, source.frame[: source.header.header_bytes])
             yield from self._segments()
         finally:
             self._reads.close()
@@ -201,8 +200,8 @@ class LayerwiseRead:
     def _open(self) -> None:
         begun: list[_Source | None] = []
         for index, key in enumerate(self._keys):
-            ahead = range(len(begun), min(len(self._keys), index + 1 + READ_AHEAD_CHUNKS))
-            begun += [self._begin(at, self._keys[at]) for at in ahead]
+            for ahead in self._keys[len(begun) : index + 1 + READ_AHEAD_CHUNKS]:
+                begun.append(self._begin(len(begun), ahead))
             source = begun[index]
             if source is None or not self._is_opened(source, key):
                 return

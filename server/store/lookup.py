@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import islice
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import EngineTerms, LoadPlan
@@ -17,7 +18,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey, Fidelity, Match
 from kvstore.server.index.catalog import PrefixMatch
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.plans import PlanQuestion, plan_loads
+from kvstore.server.store.plans import plan_loads
 from kvstore.server.tiering.admission import StateAdmission, Trigger, remember
 from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.prefetch import Prefetch
@@ -25,6 +26,8 @@ from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
 NEGATIVE_TTL_S = 0.1
+"""How long a shared tier is not queried for what it did not have: what another node puts meanwhile
+is a miss."""
 MAX_NEGATIVE_KEYS = 4096
 MAX_SHARED_CHUNKS = 1 << 18
 """Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
@@ -42,38 +45,7 @@ LEARNT_AT_ONCE = 1024
 PROBE_CHUNKS = 16
 """Queried first; when a shared tier has them, the rest."""
 
-
-class NegativeCache:
-    """Remembers for a moment which chunk a shared tier did not have: it is not queried again.
-
-    A chain ends at its first missing chunk, so one key stands for all behind it; what another node
-    puts meanwhile is a miss. Thread-safe; *clock* returns monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._until: OrderedDict[ChunkKey, float] = OrderedDict()
-        # Guards the dictionary.
-        self._lock = threading.Lock()
-
-    def note(self, key: ChunkKey) -> None:
-        """*key* is not there."""
-        with self._lock:
-            remember(self._until, key, self._clock() + NEGATIVE_TTL_S, MAX_NEGATIVE_KEYS)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        with self._lock:
-            return self._until.get(key, 0.0) > self._clock()
-
-
-class RemoteHints(Protocol):
-    """What the tier of other servers' memory has beside what every tier has."""
-
-    def find(self, keys: Sequence[ChunkKey], until: float) -> list[ChunkInfo | None]:
-        """Return what peers have of *keys*; ends by *until*, a point on the clock."""
-
-    def stale(self, *, everything: bool = False) -> list[ChunkKey]:
-        """Return the chunks whose hints are too old, or all of them."""
+Seconds: TypeAlias = NDArray[np.float64]
 
 
 class Lookup:
@@ -99,8 +71,11 @@ class Lookup:
         self._names = tuple(slot.name for slot in self._sources)
         self._shared = [slot for slot in lower if slot.tier.shared]
         self._peers = moves.tiers.remote
+        self._peer_tier: Any = self._peers and self._peers.tier  # a PeerTier, of a folder above
         self._peer_queries = threading.BoundedSemaphore(MAX_PEER_QUERIES)
-        self._negative = NegativeCache(moves.clock)
+        self._absent: OrderedDict[ChunkKey, float] = OrderedDict()
+        """First chunks that a shared tier did not have, each for all behind it, and until when."""
+        self._lock = threading.Lock()  # guards changes of it
         self._states = states
 
     def lookup(
@@ -139,14 +114,15 @@ class Lookup:
                 if is_due and self._moves.copy_to(key, slot) is None:
                     placement.note_write(slot.name, key)
         sources, sizes = found.sources[:ready], found.sizes[:ready]
-        load_us = np.zeros(ready, "<u4")
+        load_s = np.zeros(ready)
         for number in set(sources.tobytes()):
             here = sources == number
-            load_us[here] = np.minimum(1e6 * self._sources[number].fetch_s(sizes[here]), 0xFFFFFFFF)
+            load_s[here] = self._sources[number].fetch_s(sizes[here])
         plan = None
         if engine:
             placement.note_engine(session.namespace, engine.prefill)
-            plan = self._plan(keys, found, ready, engine)
+            rates = np.array([slot.decode_s_per_byte for slot in self._sources])
+            plan = self._plan(keys, load_s, rates[sources] * sizes, engine)
         if lease_id and lease != "ranged":
             self._prefetch.found(session, keys[:ready], sources, sizes, lease_id)
         return Match(
@@ -155,7 +131,7 @@ class Lookup:
             missing=len(keys) - ready - found.pending,
             tier_names=self._names,
             sources=sources.tobytes(),
-            loads=load_us.tobytes(),
+            loads=np.minimum(1e6 * load_s, 0xFFFFFFFF).astype("<u4").tobytes(),
             lease_id=lease_id,
             lease_ttl_ms=self._lease_ttl_ms if lease_id else 0,
             plan=plan,
@@ -169,22 +145,15 @@ class Lookup:
         return self.lookup(session, keys, deadline, lease=False, min_fidelity=least).ready
 
     def _plan(
-        self, keys: Sequence[ChunkKey], found: PrefixMatch, ready: int, engine: EngineTerms
+        self, keys: Sequence[ChunkKey], load_s: Seconds, decode_s: Seconds, engine: EngineTerms
     ) -> LoadPlan:
-        tokens = self._catalog.queries.tokens(keys[:ready])
-        ready = tokens.index(0) if 0 in tokens else ready  # one may be gone again
-        load_s, decode_s = np.zeros(ready), np.zeros(ready)
-        sources, sizes = found.sources[:ready], found.sizes[:ready]
-        for number in sorted(set(sources.tobytes())):
-            here, slot = sources == number, self._sources[number]
-            decode_s[here] = slot.decode_s_per_byte * sizes[here]
-            load_s[here] = slot.fetch_s(sizes[here])
-        usual = max(tokens[:ready], default=0)
-        total = max(engine.prompt_tokens, sum(tokens[:ready]) + (len(keys) - ready) * usual)
-        question = PlanQuestion(
-            tokens[:ready], load_s.tolist(), decode_s.tolist(), len(keys), total
-        )
-        return plan_loads(question, engine.prefill)
+        tokens = self._catalog.queries.tokens(keys[: len(load_s)])
+        if 0 in tokens:  # one may be gone again
+            del tokens[tokens.index(0) :]
+        ready, chunks = len(tokens), len(keys)
+        loads, decodes = load_s[:ready].tolist(), decode_s[:ready].tolist()
+        total = max(engine.prompt_tokens, sum(tokens) + (chunks - ready) * max(tokens, default=0))
+        return plan_loads(tokens, loads, decodes, chunks, total, engine.prefill)
 
     def _match(
         self,
@@ -216,7 +185,7 @@ class Lookup:
             missing = found.first_missing
             if missing >= len(keys):
                 break
-            if keys[missing] in self._negative:
+            if self._absent.get(keys[missing], 0.0) > self._moves.clock():
                 self._counters.add("spared_questions")
                 break
             end = min(missing + count, len(keys))
@@ -226,7 +195,10 @@ class Lookup:
                 found = self._match(keys, min_fidelity, again=True)
             if found.first_missing < end:
                 if all_answered:
-                    self._negative.note(keys[found.first_missing])
+                    until = self._moves.clock() + NEGATIVE_TTL_S
+                    with self._lock:
+                        key = keys[found.first_missing]
+                        remember(self._absent, key, until, MAX_NEGATIVE_KEYS)
                 break
         return found
 
@@ -292,7 +264,7 @@ class Lookup:
             if until is None:
                 found.extend(slot.tier.find(keys))
             else:
-                found.extend(cast("RemoteHints", slot.tier).find(keys, until))
+                found.extend(self._peer_tier.find(keys, until))
             return True
 
         slot.guarded(work, "find")
@@ -305,8 +277,8 @@ class Lookup:
     def drop_remote_hints(self, *, everything: bool = False) -> None:
         """Drop from the index what peers reported and is not to be counted on any more."""
         if self._peers is not None:
-            tier, catalog = self._peers.tier, self._catalog
-            for key in cast("RemoteHints", tier).stale(everything=everything):
+            tier, catalog = self._peer_tier, self._catalog
+            for key in tier.stale(everything=everything):
                 if catalog.cast_out(tier.name, key, even_if_held=False):
                     catalog.purged(tier.name, key)
                 if tier.name not in catalog.holders(key):

@@ -51,13 +51,13 @@ Claim: TypeAlias = "list[NDArray[np.bool_]]"
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """What is put of a chunk: a frame of ``frame_bytes`` of a shard.
+    """What is put of a chunk: a frame of ``size_bytes`` of a shard.
 
     A streamed one waits in memory of the server until it is whole.
     """
 
     shard: Shard
-    frame_bytes: int
+    size_bytes: int
     is_streamed: bool = False
 
 
@@ -76,11 +76,6 @@ class PartTicket:
     room: Bytes | None = None
     ticket_id: int = 0
     until: float = math.inf
-
-    @property
-    def frame_bytes(self) -> int:
-        """Size of the frame that is to come."""
-        return self.part.frame_bytes
 
 
 class PartialChunk:
@@ -199,8 +194,7 @@ class PartialChunk:
 
 def _same(name: str, given: object, known: object) -> None:
     if given != known:
-        fix = f"another writer of this chunk stated {known}"
-        raise InvalidRequestError(name, given, fix)
+        raise InvalidRequestError(name, given, f"another writer of this chunk stated {known}")
 
 
 class ParallelWrites:
@@ -224,7 +218,7 @@ class ParallelWrites:
         Raises InvalidRequestError for a part of another chunk than other writers state,
         QuotaExceededError.
         """
-        stream_bytes = ticket.frame_bytes if ticket.part.is_streamed else 0
+        stream_bytes = ticket.part.size_bytes if ticket.part.is_streamed else 0
         with self._lock:
             chunk = self._chunks.get(ticket.info.key)
             need_bytes = stream_bytes if chunk else stream_bytes + ticket.info.size_bytes
@@ -266,7 +260,6 @@ class ParallelWrites:
             self._reservations.discard(reserved)
         elif self._reservations.has(info.key):  # others were, and have made it whole since
             self._drop(lambda one: one is chunk)
-            return PutResult(PutOutcome.exists)
         with self._lock:
             if (known := self._chunks.get(info.key)) is not None:
                 known.join(ticket)
@@ -281,7 +274,7 @@ class ParallelWrites:
         """Drop one part; the chunk waits for another writer of it."""
         if ticket.room is not None:
             ticket.room = None
-            self._release(ticket.frame_bytes)
+            self._release(ticket.part.size_bytes)
 
     def commit(self, ticket: PartTicket, frame: Bytes | None) -> PutResult:
         """Verify *frame*, which its writer may still have a hand on, and put it where it belongs.
@@ -291,13 +284,7 @@ class ParallelWrites:
         """
         assert frame is not None
         try:
-            header = _read_header(ticket, frame)
-            with self._lock:
-                chunk = self._chunks.get(ticket.info.key)
-                claim = [] if chunk is None else chunk.claim(ticket.part.shard)
-            if chunk is None:
-                return self._too_late(ticket)
-            return self._fill(chunk, claim, ticket, header, frame)
+            return self._commit(ticket, frame)
         except KVStoreError as error:
             self._reservations.reject(ticket.info.key, error)
             raise
@@ -309,15 +296,13 @@ class ParallelWrites:
             return PutResult(PutOutcome.exists)
         return self._reservations.refuse(ticket.info.key, "its other shards did not come in time")
 
-    def _fill(
-        self,
-        chunk: PartialChunk,
-        claim: Claim,
-        ticket: PartTicket,
-        header: FrameHeader,
-        frame: Bytes,
-    ) -> PutResult:
-        shard = ticket.part.shard
+    def _commit(self, ticket: PartTicket, frame: Bytes) -> PutResult:
+        header, shard = _read_header(ticket, frame), ticket.part.shard
+        with self._lock:
+            chunk = self._chunks.get(ticket.info.key)
+            claim = [] if chunk is None else chunk.claim(shard)
+        if chunk is None:
+            return self._too_late(ticket)
         is_right = is_whole = False
         try:
             chunk.fill(header, frame, shard, claim)

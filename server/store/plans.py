@@ -30,24 +30,8 @@ MAX_STRETCHES = 6
 """Of more stretches only plans of the first kind are weighed: a plan takes below a millisecond."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanQuestion:
-    """What can be loaded of a prompt, and how long it is.
-
-    ``tokens[i]`` and ``load_s[i]`` are of chunk i of those in reach, the head of the chain;
-    ``decode_s[i]`` is spent on it beside the load of the next. ``chunks`` is how many were asked
-    for, ``total_tokens`` of the whole prompt, at least theirs.
-    """
-
-    tokens: Sequence[int]
-    load_s: Sequence[float]
-    decode_s: Sequence[float]
-    chunks: int
-    total_tokens: int
-
-
 class _Prompt(NamedTuple):
-    """The question in running sums, from 0 on: tokens, and seconds of loading, before chunk i.
+    """Running sums, from 0 on: tokens, and seconds of loading, before chunk i.
 
     ``lag_s``: how long the last chunk is decoded once it is there, at most.
     """
@@ -59,24 +43,32 @@ class _Prompt(NamedTuple):
     prefill: PrefillModel
 
 
-def plan_loads(question: PlanQuestion, prefill: PrefillModel) -> LoadPlan:
-    """Return the fastest plan of both kinds; of equals, the one that loads least."""
-    load_s, decode_s = np.array(question.load_s, float), np.array(question.decode_s, float)
+def plan_loads(
+    tokens: Sequence[int],
+    load_s: Sequence[float],
+    decode_s: Sequence[float],
+    chunks: int,
+    total_tokens: int,
+    prefill: PrefillModel,
+) -> LoadPlan:
+    """Return the fastest plan of both kinds; of equals, the one that loads least.
+
+    *tokens[i]* and *load_s[i]* are of chunk i of those in reach, the head of the chain;
+    *decode_s[i]* is spent on it beside the load of the next. *chunks* is how many were requested,
+    *total_tokens* of the whole prompt, at least theirs.
+    """
     # Loads and decodes in a row of two stations: no later than the slower of both at each chunk,
     # and once the faster.
     loaded_s = np.concatenate([[0.0], np.cumsum(np.maximum(load_s, decode_s))])
     lag_s = float(np.minimum(load_s, decode_s).max(initial=0.0))
-    starts = np.concatenate([[0], np.cumsum(np.array(question.tokens, np.int64))])
-    prompt = _Prompt(starts, loaded_s, lag_s, question.total_tokens, prefill)
+    starts = np.concatenate([[0], np.cumsum(np.array(tokens, np.int64))])
+    prompt = _Prompt(starts, loaded_s, lag_s, total_tokens, prefill)
     best_s, choice = _two_cuts(prompt)
-    for other in _stretched(question):
+    for other in _stretched(list(zip(tokens, load_s, decode_s, strict=True))):
         other_s = _time_s(prompt, other)
         if other_s < best_s:
             best_s, choice = other_s, other
-    recompute_s = _time_s(prompt, [])
-    best_s = min(best_s, recompute_s)
-    ranges = _ranges(prompt, choice, len(question.tokens), question.chunks)
-    return LoadPlan(tuple(ranges), 1000 * best_s, 1000 * recompute_s)
+    return LoadPlan(_ranges(prompt, choice, chunks), 1000 * best_s, 1000 * _time_s(prompt, []))
 
 
 Choice = list[tuple[int, int]]
@@ -122,9 +114,8 @@ def _two_cuts(prompt: _Prompt) -> tuple[float, Choice]:
     return best_s, best
 
 
-def _stretched(question: PlanQuestion) -> list[Choice]:
+def _stretched(costs: Sequence[tuple[int, float, float]]) -> list[Choice]:
     """Return every choice over the stretches of chunks that load alike; none if they are many."""
-    costs = list(zip(question.tokens, question.load_s, question.decode_s, strict=True))
     if len(costs) <= MAX_STRETCHES:
         edges = list(range(len(costs) + 1))
     else:
@@ -141,7 +132,7 @@ def _stretched(question: PlanQuestion) -> list[Choice]:
     return choices
 
 
-def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[PlanRange]:
+def _ranges(prompt: _Prompt, choice: Choice, chunks: int) -> tuple[PlanRange, ...]:
     ranges: list[PlanRange] = []
     done = 0
     for first, stop in choice:
@@ -153,10 +144,10 @@ def _ranges(prompt: _Prompt, choice: Choice, ready: int, chunks: int) -> list[Pl
         ranges.append(PlanRange(first, stop, load=True, ms=1000 * load_s))
         done = stop
     if done < chunks:
-        begin = int(prompt.starts[min(done, ready)])
+        begin = int(prompt.starts[done])
         rest_s = prompt.prefill.seconds(max(1, prompt.total - begin), begin)
         ranges.append(PlanRange(done, chunks, load=False, ms=1000 * rest_s))
-    return ranges
+    return tuple(ranges)
 
 
 @dataclass(frozen=True, slots=True)

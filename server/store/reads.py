@@ -83,10 +83,7 @@ class ReadTerms:
 
 @dataclass(slots=True)
 class Loads:
-    """What one get loads from lower tiers. Ends with it, unless another get waits for a load.
-
-    For one thread.
-    """
+    """What one get loads, in its thread. Ends with it, unless another get waits for a load."""
 
     moves: Moves
     terms: ReadTerms
@@ -182,7 +179,7 @@ class Reads:
                     yield result
                 finally:
                     if loads.own_bytes:
-                        self.release_bypass(loads.own_bytes)
+                        self._release_bypass(loads.own_bytes)
                         loads.own_bytes = 0
         finally:
             if loads.claims:
@@ -263,15 +260,11 @@ class Reads:
     def _place(
         self, key: ChunkKey, holders: Sequence[str], terms: ReadTerms
     ) -> tuple[TierSlot, Place] | None:
-        """Return where the reader finds *key* without a load: here, or on one of its peers if that
-        is the nearest copy.
-        """
+        """Return where the reader finds *key* without a load, on a peer if no copy is nearer."""
         for slot in self._slots_of(terms.reach):
             is_left_alone = slot is self._tiers.file_backed and slot.breaker.is_open
-            if slot.name in holders and not is_left_alone:
-                place = self.place_of(slot, key)
-                if place is not None:
-                    return slot, place
+            if slot.name in holders and not is_left_alone and (place := self.place_of(slot, key)):
+                return slot, place
         remote = self._tiers.remote
         if remote is None or not terms.peers or self.moves.nearest(key, holders)[:1] != [remote]:
             return None
@@ -330,9 +323,7 @@ class Reads:
     def _begin(
         self, index: int, keys: Sequence[ChunkKey], origins: list[str], loads: Loads
     ) -> None:
-        """Begin loads of what comes behind chunk *index*; add to *origins* where each key is read
-        from, "" where it is nowhere.
-        """
+        """Begin loads behind chunk *index*; add to *origins* where each key is, "" for nowhere."""
         if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
             start = index + READ_AHEAD_CHUNKS if index else 1
             if following := keys[start : index + 2 * READ_AHEAD_CHUNKS]:
@@ -398,7 +389,7 @@ class Reads:
         """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
         slot = self._tiers.slots[name]
         info = self._catalog.copies(key).get(name)
-        if info is None or not self.reserve_bypass(info.size_bytes):
+        if info is None or not self._reserve_bypass(info.size_bytes):
             return None
         work = partial(self.moves.read_bypass, info, slot)
         frame: Bytes | None = None
@@ -407,14 +398,14 @@ class Reads:
             frame = cast("Bytes | None", loads.result(ticket))
         finally:
             if frame is None:
-                self.release_bypass(info.size_bytes)
+                self._release_bypass(info.size_bytes)
         if frame is None:
             return None
         self._counters.add("read_throughs")
         loads.own_bytes = info.size_bytes
         return LayerPart(index, name, info.size_bytes, 0, frame)
 
-    def reserve_bypass(self, size_bytes: int) -> bool:
+    def _reserve_bypass(self, size_bytes: int) -> bool:
         """Account for memory of a reader's own; False when there is too much of it already."""
         with self._lock:
             if self._bypass_bytes + size_bytes > self._bypass_limit_bytes:
@@ -422,40 +413,29 @@ class Reads:
             self._bypass_bytes += size_bytes
             return True
 
-    def release_bypass(self, size_bytes: int) -> None:
-        """Account for it no more."""
+    def _release_bypass(self, size_bytes: int) -> None:
         with self._lock:
             self._bypass_bytes -= size_bytes
 
+    # --- ranges: of the smallest copy with levels, of all copies where none has
 
-class RangeRead:
-    """Reads of leased chunks for one request. Of the copies of a chunk one with levels is chosen
-    before others, of those the smallest.
-    """
-
-    def __init__(self, reads: Reads, terms: ReadTerms) -> None:
-        self._reads = reads
-        self._moves = reads.moves
-        self._tiers = reads.moves.tiers
-        self._terms = terms
-
-    def place(self, key: ChunkKey) -> tuple[str, Place] | None:
+    def chosen_place(self, key: ChunkKey, terms: ReadTerms) -> tuple[str, Place] | None:
         """Return the tier of the chosen copy and where the reader reads it in place."""
-        name, _ = self._chosen(key)
-        slot, tiers, reach = self._tiers.slots.get(name), self._tiers, self._terms.reach
+        name, _ = self._chosen(key, terms)
+        slot, tiers, reach = self._tiers.slots.get(name), self._tiers, terms.reach
         is_here = slot is tiers.cpu and Reach.memory in reach
         if slot is None or not (is_here or (slot is tiers.file_backed and Reach.file in reach)):
             return None
-        place = self._reads.place_of(slot, key)
+        place = self.place_of(slot, key)
         return None if place is None else (name, place)
 
-    def parts(
-        self, index: int, key: ChunkKey, spans: Iterable[tuple[int, int]]
+    def ranges(
+        self, index: int, key: ChunkKey, spans: Iterable[tuple[int, int]], terms: ReadTerms
     ) -> Iterator[LayerPart]:
         """Yield *spans*, from a byte to another, of the chosen copy of chunk *index*, cut at its
         end; nothing when there is none, or not in time. Their memory is lent until the next.
         """
-        name, info = self._chosen(key)
+        name, info = self._chosen(key, terms)
         if info is None:
             return
         if name == self._tiers.cpu.name:
@@ -464,7 +444,7 @@ class RangeRead:
                 if frame is not None and len(data := frame[start:stop]):
                     yield LayerPart(index, name, len(frame), start, data)
             return
-        size, slot, moves = info.size_bytes, self._tiers.slots[name], self._moves
+        size, slot, moves = info.size_bytes, self._tiers.slots[name], self.moves
         cut = [(start, min(stop, size) - start) for start, stop in spans if start < size]
         ranges = [(start, np.empty(count, np.uint8)) for start, count in cut if count > 0]
         size_bytes = sum(len(out) for _, out in ranges)
@@ -476,32 +456,30 @@ class RangeRead:
                 slot.note_load(size_bytes, moves.clock() - started)
             return is_read
 
-        if not self._reads.reserve_bypass(size_bytes):
+        if not self._reserve_bypass(size_bytes):
             return
-        loads, number = Loads(moves, self._terms), next(_numbers).to_bytes(8, "little")
+        loads, number = Loads(moves, terms), next(_numbers).to_bytes(8, "little")
         work = partial(moves.read_from, slot, key, partial(slot.guarded, read, "read"))
         try:
             if loads.result(loads.submit(slot, b"ranges" + key + number, work)):
-                moves.counters.add("get_bytes", size_bytes)
+                self._counters.add("get_bytes", size_bytes)
                 for start, out in ranges:
                     yield LayerPart(index, name, size, start, out)
         finally:
             loads.close()
-            self._reads.release_bypass(size_bytes)
+            self._release_bypass(size_bytes)
 
-    def _chosen(self, key: ChunkKey) -> tuple[str, ChunkInfo | None]:
-        copies = {
-            name: info
-            for name, info in self._moves.catalog.copies(key).items()
-            if info.fidelity >= self._terms.least and not self._tiers.slots[name].breaker.is_open
-        }
-        order = {name: (not _has_levels(i.codec_id), i.size_bytes) for name, i in copies.items()}
-        name = min(order, key=order.__getitem__, default="")
-        return name, copies.get(name)
+    def _chosen(self, key: ChunkKey, terms: ReadTerms) -> tuple[str, ChunkInfo | None]:
+        fit = [
+            (name, info)
+            for name, info in self._catalog.copies(key).items()
+            if info.fidelity >= terms.least and not self._tiers.slots[name].breaker.is_open
+        ]
+        return min(fit, key=_levels_then_size, default=("", None))
 
 
-def _has_levels(codec_id: int) -> bool:
-    try:
-        return codec_by_id(codec_id).max_levels > 0
-    except UnknownCodecError:
-        return False
+def _levels_then_size(copy: tuple[str, ChunkInfo]) -> tuple[bool, int]:
+    has_levels = False
+    with suppress(UnknownCodecError):
+        has_levels = codec_by_id(copy[1].codec_id).max_levels > 0
+    return not has_levels, copy[1].size_bytes

@@ -55,11 +55,6 @@ class PutTicket:
     ticket_id: int = 0
     until: float = math.inf
 
-    @property
-    def frame_bytes(self) -> int:
-        """Size of the frame that is to come."""
-        return self.info.size_bytes
-
 
 class Reservations:
     """Room for chunks that are put, which are pending from then on. Thread-safe.

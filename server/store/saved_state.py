@@ -38,14 +38,11 @@ GATES_FILE_NAME = "gates.kvh"
 MAX_FILE_BYTES = 64 << 20
 SAVE_EVERY_S = 300.0
 """A power cut costs what was learned since, and no chunk."""
-
 RETRY_GATES_S = 10.0
 """Gates are saved as soon as one changed, as one that closed must not be open after a crash; and
 that long after a save that failed."""
-
 MAX_MODEL_BYTES = 1 << 14
 """Of one Representation; one that takes more is not kept."""
-
 MAX_NAME_CHARS = 256
 """Of a model in a gate's row, and of a session's client; what is longer is cut."""
 
@@ -263,14 +260,12 @@ class SavedState:
         What is damaged or of another version is as good as not there, and counted.
         """
         store, gates = self._store, self._gates
-        self._load(
-            self._path,
-            {
-                "history": lambda found, age_s: store.catalog.restore(unpack_history(found, age_s)),
-                "models": lambda found, _: store.spaces.restore(unpack_models(found)),
-                "variants": lambda found, _: store.blends.contents.recall(unpack_variants(found)),
-            },
-        )
+        learned: dict[str, Callable[[Sections, float], object]] = {
+            "history": lambda found, age_s: store.catalog.restore(unpack_history(found, age_s)),
+            "models": lambda found, _: store.spaces.restore(unpack_models(found)),
+            "variants": lambda found, _: store.blends.contents.recall(unpack_variants(found)),
+        }
+        self._load(self._path, learned)
         self._load(self._gates_path, {"gates": lambda found, _: gates.restore(unpack_gates(found))})
 
     def _load(self, path: Path, parts: Mapping[str, Callable[[Sections, float], object]]) -> None:

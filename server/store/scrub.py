@@ -168,14 +168,11 @@ class Scrub:
             self._counters.add("scrubbed_bytes", size_bytes)
             taken += size_bytes
             if bytes_per_s:
-                self._wait(started + taken / bytes_per_s - self._clock())
+                self._closing.wait(max(0.0, started + taken / bytes_per_s - self._clock()))
         report.passes += 1
         report.is_running = False
         self._counters.add("scrub_passes")
         return self.report()
-
-    def _wait(self, seconds: float) -> None:
-        self._closing.wait(max(0.0, seconds))
 
     def _run(self) -> None:
         while True:

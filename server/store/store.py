@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
@@ -68,23 +69,20 @@ class Store:
         self._new_id = new_id
         lower = moves.tiers.lower
         self._keepers = [s for s in lower if s.tier.survives_restart and not s.tier.shared]
-        exact = (s for s in self._keepers if s.encoder.is_exact and not s.is_exclusive)
-        self._durable = next(exact, None)
-        self.can_be_durable = self._durable is not None
-        """Whether a tier of this node survives a restart, and keeps chunks as they are."""
         self._waiters = threading.BoundedSemaphore(max(1, config.workers // WORKERS_PER_WAITER))
         self._lookup = Lookup(moves, config.lease_ttl_ms, self._prefetch, self.states)
         self.lookup = self._lookup.lookup
-        terms = GateTerms(
-            limits.blend_ratio,
-            config.blend_agreement,
-            config.blend_divergence,
-            limits.blend_shadows,
-        )
+        ratio, shadows = limits.blend_ratio, limits.blend_shadows
+        terms = GateTerms(ratio, config.blend_agreement, config.blend_divergence, shadows)
         gates = Gates(terms, lambda: new_id() / 2**64, self.counters)
-        self.blends = Blending(
-            moves, self._lookup.ready, config.lease_ttl_ms, gates, config.blend_contents
-        )
+        ready, contents = self._lookup.ready, config.blend_contents
+        self.blends = Blending(moves, ready, config.lease_ttl_ms, gates, contents)
+
+    @property
+    def durable(self) -> TierSlot | None:
+        """The tier of this node, if any, that survives a restart and keeps chunks as they are."""
+        exact = (s for s in self._keepers if s.encoder.is_exact and not s.is_exclusive)
+        return next(exact, None)
 
     def harden(
         self, keys: Sequence[ChunkKey], results: Sequence[PutResult], deadline: float
@@ -94,8 +92,7 @@ class Store:
         Return *results* with those refused that do not by the deadline. Raises
         InvalidRequestError when no tier of this node survives a restart.
         """
-        slot = self._durable
-        if slot is None:
+        if (slot := self.durable) is None:
             fix = "start the server with a disk tier whose codec loses nothing"
             raise InvalidRequestError("durable", True, fix)
         both = list(zip(keys, results, strict=True))
@@ -137,9 +134,8 @@ class Store:
                     lost.add(key)
             return True
 
-        ticket = self._work_queue.submit(
-            f"store-{slot.name}", name, lambda: slot.guarded(work), urgent=True
-        )
+        queue, guarded = f"store-{slot.name}", partial(slot.guarded, work)
+        ticket = self._work_queue.submit(queue, name, guarded, urgent=True)
         return self._outcome(ticket, deadline), lost
 
     def _outcome(self, ticket: Ticket | None, deadline: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 from simulation.clock import FakeClock
@@ -13,19 +14,31 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import MarconiEviction
-from kvstore.server.eviction.policy import EvictionPolicy
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction
-from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.hints import ChunkMetadata
+from kvstore.server.index.known_models import KnownModels
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
-from kvstore.server.wiring import make_policies
+from kvstore.server.telemetry.metrics import Counters
+from kvstore.server.wiring import build_store, make_policies
 from kvstore.tiers.base import Tier
 
 CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
 
 
 # --- settings
+
+
+@pytest.mark.parametrize(("codec", "is_durable"), [("auto", True), ("auto:bounded", False)])
+def test_no_put_is_called_durable_while_a_lossy_codec_may_be_chosen(
+    codec: str, is_durable: bool, tmp_path: Path
+) -> None:
+    disk = ["--tiers", "cpu,disk", "--disk", f"{tmp_path}:16MiB", "--codec", f"disk={codec}"]
+    config = load_config(["--cpu-size", "16MiB", "--limits", "cpu_slab_bytes=1MiB", *disk])
+    with ExitStack() as opened:
+        store = build_store(config, FakeClock(), Counters(), opened, KnownModels(), lambda: 1)
+        assert (store.durable is not None) == is_durable
 
 
 def test_each_tier_has_the_policy_that_was_named_for_it() -> None:

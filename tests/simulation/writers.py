@@ -166,7 +166,7 @@ class Writers:
     def harden(self, keys: list[ChunkKey], results: list[PutResult]) -> None:
         """What is acknowledged as durable is on the disk, flushed, when the answer comes."""
         store, disk = self.world.store, self.world.disk
-        assert store.can_be_durable == (disk is not None)
+        assert (store.durable is None) == (disk is None)
         if disk is None:
             return
         deadline = self.deadline()

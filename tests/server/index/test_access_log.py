@@ -12,9 +12,8 @@ from typing_extensions import override
 
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
-from kvstore.server.eviction.policy import EvictionPolicy, Rows
+from kvstore.server.eviction.policy import EvictionPolicy, Rows, make_policy
 from kvstore.server.eviction.quotas import LEAST_SAMPLED, MissRatioCurve
-from kvstore.server.eviction.registry import make_policy
 from kvstore.server.index.access_log import MAX_EVENTS, MAX_ROWS, AccessLog, Lookup, Stored
 
 FULL = InsertInfo()

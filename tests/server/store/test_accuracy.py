@@ -231,9 +231,11 @@ def disk_frame(core: Core, version: Version) -> Bytes:
 
 
 def test_a_durable_put_needs_a_disk_that_loses_nothing(core: Core, session: Session) -> None:
-    assert not core.store.can_be_durable
+    assert core.store.durable is None
     with pytest.raises(InvalidRequestError, match="whose codec loses nothing"):
         core.put(session, prompt(1), durable=True)
+    core.slot("disk").encoder.use("raw", " (auto)")
+    assert core.store.durable is core.slot("disk")
 
 
 def test_a_lossy_frame_is_not_encoded_with_loss_again() -> None:

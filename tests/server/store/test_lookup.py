@@ -27,7 +27,7 @@ from kvstore.proto.types import (
 )
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.security.sessions import Session
-from kvstore.server.store.lookup import MAX_NEGATIVE_KEYS, NEGATIVE_TTL_S, NegativeCache
+from kvstore.server.store.lookup import MAX_NEGATIVE_KEYS, NEGATIVE_TTL_S
 
 TIER_BYTES = 2 << 20
 VERSIONS = prompt(4)
@@ -187,31 +187,10 @@ def test_slower_holders_are_said_to_take_longer(core: Core, session: Session) ->
     assert match.sources == bytes([0, 1])
 
 
-def test_a_key_is_absent_for_a_moment_after_it_was_noted() -> None:
-    clock = FakeClock()
-    absent = NegativeCache(clock)
-    assert key(1) not in absent
-    absent.note(key(1))
-    assert key(1) in absent
-    assert key(2) not in absent
-    clock.advance(NEGATIVE_TTL_S)
-    assert key(1) not in absent
-
-
-def test_noting_again_starts_the_moment_anew() -> None:
-    clock = FakeClock()
-    absent = NegativeCache(clock)
-    absent.note(key(1))
-    clock.advance(NEGATIVE_TTL_S * 0.75)
-    absent.note(key(1))
-    clock.advance(NEGATIVE_TTL_S * 0.75)
-    assert key(1) in absent
-
-
-def test_no_more_keys_are_remembered_than_the_limit_and_the_oldest_go() -> None:
-    absent = NegativeCache(FakeClock())
-    keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(MAX_NEGATIVE_KEYS + 2)]
-    for one in keys:
-        absent.note(one)
-    assert [one in absent for one in keys[:3]] == [False, False, True]
-    assert keys[-1] in absent
+def test_no_more_absent_chunks_are_remembered_than_the_limit_and_the_oldest_go(
+    core: Core, session: Session, redis: AskedRedis
+) -> None:
+    keys = [key(number) for number in range(MAX_NEGATIVE_KEYS + 2)]
+    for one in [*keys, keys[-1], keys[2], keys[1]]:
+        look_up(core, session, [one])
+    assert redis.asked == [[one] for one in [*keys, keys[1]]]

@@ -6,15 +6,24 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.proto.plans import LoadPlan, PrefillModel
-from kvstore.server.store.plans import MAX_STRETCHES, PlanQuestion, plan_batch, plan_loads
+from kvstore.server.store.plans import MAX_STRETCHES, plan_batch, plan_loads
 
 ENGINE = PrefillModel(0.01, 1e-4, 1e-8)
+
+
+class PlanQuestion(NamedTuple):
+    tokens: Sequence[int]
+    load_s: Sequence[float]
+    decode_s: Sequence[float]
+    chunks: int
+    total_tokens: int
 
 
 def question(
@@ -77,16 +86,16 @@ def check(plan: LoadPlan, asked: PlanQuestion, prefill: PrefillModel) -> None:
 
 
 def test_a_fast_tier_is_loaded_and_a_slow_one_is_not() -> None:
-    fast = plan_loads(question([0.001] * 8), ENGINE)
+    fast = plan_loads(*question([0.001] * 8), ENGINE)
     assert fast.loaded == list(range(8))
-    slow = plan_loads(question([9.0] * 8), ENGINE)
+    slow = plan_loads(*question([9.0] * 8), ENGINE)
     assert slow.loaded == []
     assert slow.plan_ms == slow.recompute_ms
 
 
 def test_the_head_is_computed_while_what_is_behind_it_loads() -> None:
     # A chunk computes in 25.6 ms, ten more for a start, and loads in 20: the first few win.
-    plan = plan_loads(question([0.020] * 10), ENGINE)
+    plan = plan_loads(*question([0.020] * 10), ENGINE)
     first, second, *_ = plan.ranges
     assert (first.load, second.load) == (False, True)
     assert plan.plan_ms < 1000 * (10 * 0.020 + ENGINE.seconds(10, 2560))
@@ -94,33 +103,33 @@ def test_the_head_is_computed_while_what_is_behind_it_loads() -> None:
 
 def test_a_slow_stretch_between_fast_ones_is_computed() -> None:
     loads = [0.0001] * 20 + [5.0] * 4 + [0.0001] * 20
-    plan = plan_loads(question(loads), ENGINE)
+    plan = plan_loads(*question(loads), ENGINE)
     assert plan.loaded == [*range(20), *range(24, 44)]
 
 
 def test_chunks_that_are_nowhere_are_computed() -> None:
-    plan = plan_loads(question([0.001] * 4, missing=3), ENGINE)
+    plan = plan_loads(*question([0.001] * 4, missing=3), ENGINE)
     assert [(one.first, one.stop, one.load) for one in plan.ranges] == [(0, 4, True), (4, 7, False)]
-    nothing = plan_loads(question([], missing=3), ENGINE)
+    nothing = plan_loads(*question([], missing=3), ENGINE)
     assert [(one.first, one.stop, one.load) for one in nothing.ranges] == [(0, 3, False)]
     assert nothing.plan_ms == nothing.recompute_ms
 
 
 def test_decoding_runs_beside_the_next_load_and_counts_once_at_the_end() -> None:
-    plan = plan_loads(question([0.002] * 4, decode_s=0.001), ENGINE)
+    plan = plan_loads(*question([0.002] * 4, decode_s=0.001), ENGINE)
     (load, *_) = plan.ranges
     assert load.ms == pytest.approx(4 * 2 + 1)
-    slow = plan_loads(question([0.002] * 4, decode_s=9.0), ENGINE)
+    slow = plan_loads(*question([0.002] * 4, decode_s=9.0), ENGINE)
     assert slow.loaded == []
 
 
 def test_a_prompt_that_is_here_whole_still_computes_its_last_token() -> None:
-    plan = plan_loads(question([0.001] * 4, tail=0), ENGINE)
+    plan = plan_loads(*question([0.001] * 4, tail=0), ENGINE)
     assert plan.plan_ms == pytest.approx(4 + 1000 * ENGINE.seconds(1, 1023))
 
 
 def test_an_empty_prompt_has_an_empty_plan() -> None:
-    assert plan_loads(PlanQuestion([], [], [], 0, 0), ENGINE).ranges == ()
+    assert plan_loads(*PlanQuestion([], [], [], 0, 0), ENGINE).ranges == ()
 
 
 SECONDS = st.floats(0, 0.5)
@@ -132,7 +141,7 @@ def test_no_plan_is_faster_for_chunks_that_load_alike(
     count: int, load: float, decode: float, tail: int, missing: int, prefill: PrefillModel
 ) -> None:
     asked = question([load] * count, tail=tail, missing=missing, decode_s=decode)
-    plan = plan_loads(asked, prefill)
+    plan = plan_loads(*asked, prefill)
     check(plan, asked, prefill)
     assert plan.plan_ms == pytest.approx(1000 * fastest(asked, prefill))
 
@@ -147,7 +156,7 @@ def test_no_plan_is_faster_for_a_few_chunks_whatever_they_are(
 ) -> None:
     tokens, loads, decodes = zip(*chunks, strict=True) if chunks else ((), (), ())
     asked = PlanQuestion(tokens, loads, decodes, len(chunks), sum(tokens) + tail)
-    plan = plan_loads(asked, prefill)
+    plan = plan_loads(*asked, prefill)
     check(plan, asked, prefill)
     assert plan.plan_ms == pytest.approx(1000 * fastest(asked, prefill))
 
@@ -164,7 +173,7 @@ def test_no_plan_is_slower_than_computing_everything(
     tokens, loads, decodes = zip(*chunks, strict=True) if chunks else ((), (), ())
     count = len(chunks) + missing
     asked = PlanQuestion(tokens, loads, decodes, count, sum(tokens) + tail + missing)
-    check(plan_loads(asked, prefill), asked, prefill)
+    check(plan_loads(*asked, prefill), asked, prefill)
 
 
 Names = tuple[object, ...]

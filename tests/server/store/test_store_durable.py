@@ -36,7 +36,7 @@ def test_a_durable_put_survives_the_process(tmp_path: Path) -> None:
     versions = prompt(6)
     with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
         session = core.open_session()
-        assert core.store.can_be_durable
+        assert core.store.durable is core.slot("disk")
         assert outcomes_of(core.put(session, versions, durable=True)) == {PutOutcome.stored}
         assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 6
     with closing(open_disk(tmp_path / "disk", DISK_BYTES)) as disk, closing(Core([disk])) as core:
@@ -80,7 +80,7 @@ def test_a_durable_put_of_what_exists_hardens_it(core: Core, session: Session) -
 
 def test_durable_puts_are_refused_by_name_without_a_disk() -> None:
     with closing(Core()) as core:
-        assert not core.store.can_be_durable
+        assert core.store.durable is None
         session = core.open_session()
         with pytest.raises(InvalidRequestError, match="disk tier"):
             core.put(session, prompt(1), durable=True)

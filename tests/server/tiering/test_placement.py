@@ -16,7 +16,7 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.plans import EngineTerms, PrefillModel
 from kvstore.server.eviction.access_history import AccessHistory
-from kvstore.server.eviction.reuse_estimate import ReuseForecast
+from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms
@@ -233,7 +233,7 @@ def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
 
 def test_an_exclusive_tier_takes_no_durable_puts() -> None:
     with closing(make_core("evict", exclusive=True)) as core:
-        assert not core.store.can_be_durable
+        assert core.store.durable is None
         with pytest.raises(InvalidRequestError, match="durable"):
             core.put(core.open_session(), prompt(1), durable=True)
 
