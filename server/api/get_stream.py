@@ -98,7 +98,7 @@ class GetStream:
                 store.release(session, self.lease_id)
 
     def _ranges(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
-        reads = self.store.reads  # one read for neighbours
+        reads = self.store.reads
         for index, group in groupby(self.request.ranges, key=attrgetter("index")):
             if index >= len(keys):
                 continue
@@ -106,7 +106,7 @@ class GetStream:
             if found is not None:
                 yield self._places(index, pack_places([found[1]]), [found[0]])
             else:
-                spans = [(one.start, one.stop) for one in group]
+                spans = [(one.start, one.stop) for one in group]  # one read for neighbours
                 yield from reads.ranges(index, keys[index], spans, terms)
 
     def _frames(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
