@@ -31,7 +31,7 @@ from kvstore.server.index.known_models import KnownModels
 from kvstore.server.security.key_files import WatchedFile, parse_encryption_keys
 from kvstore.server.settings.rules import GpuConfig, auto_fidelity, is_auto
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import format_size
+from kvstore.server.settings.values import DIRECTORY, format_size
 from kvstore.server.store.store import Store
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import ADMISSIONS
@@ -113,9 +113,10 @@ def _open_peer_tier(config: Settings, counters: Counters, clock: Clock) -> PeerT
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.cluster.peers import Peers
 
-    for address in config.peer_addresses:
+    addresses = [name for name in config.peers or () if name != DIRECTORY]
+    for address in addresses:
         key_metadata(config, address)
-    peers = Peers(config.peer_addresses, config.limits, partial(dial_peer, config), counters, clock)
+    peers = Peers(addresses, config.limits, partial(dial_peer, config), counters, clock)
     return PeerTier(peers, counters, clock)
 
 

@@ -151,7 +151,7 @@ class AdminCalls:
     def Quota(self, request: pb.QuotaRequest, caller: Principal) -> pb.QuotaResponse:
         """Return what a tenant takes and may take; of other tenants to admins alone."""
         tenant = request.tenant or caller.tenant
-        if tenant != caller.tenant and not caller.is_admin():
+        if tenant != caller.tenant and "admin" not in caller.roles:
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
         tenants = [tenant]
         if tenant == EVERY_TENANT:
@@ -205,10 +205,10 @@ class AdminCalls:
         for slot in self._store.tiers.slots.values():
             state = "degraded" if (why := slot.reason) else "serving"
             tier = reply.tiers.add(name=slot.name, codec=slot.encoder.name, state=state)
-            if caller.is_admin():
+            if "admin" in caller.roles:
                 tier.MergeFrom(as_message(pb.TierStatus, slot.tier.stats(), reason=why))
                 catalog.eviction.policy_report(slot.name).fill(tier)
-        if not caller.is_admin():
+        if "admin" not in caller.roles:
             return reply
         reply.ghosts = catalog.evicted_count()
         reply.gates.extend(as_message(pb.Gate, gate) for gate in self._store.blends.gates.views())

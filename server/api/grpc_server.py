@@ -22,7 +22,7 @@ from kvstore.server.api.service import Backend, DataCalls
 from kvstore.server.security.certificates import server_credentials
 from kvstore.server.settings.process_limits import GRPC_SHARE, share_of
 from kvstore.server.settings.settings import Settings
-from kvstore.server.settings.values import join_endpoint, unresolved
+from kvstore.server.settings.values import join_endpoint, parse_endpoint, unresolved
 from kvstore.server.store.explain import Explainer
 from kvstore.server.telemetry.request_trace import RequestLog
 
@@ -135,7 +135,7 @@ def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Serve
             ("grpc.keepalive_permit_without_calls", 1),
         ],
     )
-    return server, _open(server, config.listen_address, "listen", tls)
+    return server, _open(server, parse_endpoint(config.listen), "listen", tls)
 
 
 def most_connections(max_sessions: int, taken: int) -> int:

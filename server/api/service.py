@@ -38,7 +38,7 @@ from kvstore.server.api.interceptors import principal_of
 from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.unix_server import UnixServer
 from kvstore.server.api.validation import Checks, outcomes, require
-from kvstore.server.security.authorization import Trust, access_to
+from kvstore.server.security.authorization import Authorizer, access_to
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
 from kvstore.server.store.explain import Explainer
@@ -95,7 +95,7 @@ class Backend:
     sessions: SessionTable
     checks: Checks
     identity: Identity
-    trust: Trust | None = None
+    trust: Authorizer | None = None
     unix_server: UnixServer | None = None
     device_puts: DevicePuts | None = None
     scrub: Scrub | None = None

@@ -97,10 +97,8 @@ class PeerTier(Tier):
             is_usual = self._were_up <= up and not everything
             self._were_up = up
             index = list(islice(self._index.items(), STALE_PER_TICK if is_usual else None))
-        for key, known in index:
-            if known.since < oldest or up.isdisjoint(known.chunk.peers):
-                gone.append(key)
-        return list(dict.fromkeys(gone))
+        late = (k for k, one in index if one.since < oldest or up.isdisjoint(one.chunk.peers))
+        return list(dict.fromkeys([*gone, *late]))
 
     def check_again(self) -> None:
         """Query peers for some of what is known of them; for the thread of the upkeep."""

@@ -16,7 +16,7 @@ from kvstore.proto.errors import KVStoreError, PermissionDeniedError, Unauthenti
 from kvstore.server.api.service import Backend
 from kvstore.server.security.authenticator import CERTIFICATE as X509
 from kvstore.server.security.authenticator import SCHEME
-from kvstore.server.security.authorization import Trust
+from kvstore.server.security.authorization import Authorizer
 from kvstore.server.security.sessions import Principal
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
@@ -48,7 +48,7 @@ class Pages:
     """The application of the HTTP port. For its own thread alone."""
 
     def __init__(
-        self, config: Settings, trust: Trust, metrics: MetricsText, dashboard: Dashboard
+        self, config: Settings, trust: Authorizer, metrics: MetricsText, dashboard: Dashboard
     ) -> None:
         # This machine sees all of it. Other hosts see the dashboard where nobody on the way can
         # read or change it, or that was accepted; and the metrics with a proof, or where open.
@@ -91,14 +91,14 @@ class Pages:
             proof = [("authorization", _bearer(given))] if given else []
             certificate = {X509: [pem]} if pem else {}
             principal = self._trust.authenticator.principal_of(proof, certificate)
-            if not principal.is_admin():
+            if "admin" not in principal.roles:
                 raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
         except KVStoreError as error:
             if is_noted and (given or pem):  # else a browser wants to know what it should bring
                 host, port = request.client or ("", 0)
                 peer = f"http:{host}:{port}"
                 outcome = type(error).__name__
-                self._trust.authorizer.note(principal, METHOD, outcome, peer=lambda: peer)
+                self._trust.note(principal, METHOD, outcome, peer=lambda: peer)
             raise
 
     async def _answer(self, request: Request) -> Response:
@@ -148,7 +148,7 @@ def _bearer(given: str) -> str:
     return SCHEME + text.partition(":")[2]
 
 
-def open_http(config: Settings, backend: Backend, trust: Trust) -> HttpServer:
+def open_http(config: Settings, backend: Backend, trust: Authorizer) -> HttpServer:
     """Serve the metrics and the dashboard at ``--http``. Raises InvalidRequestError."""
     store = backend.store
     metrics = MetricsText(
