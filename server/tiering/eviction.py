@@ -53,7 +53,7 @@ class Eviction:
         """
         tier = slot.tier
         size = request.info.size_bytes
-        if size > (most := tier.max_frame_bytes()):
+        if size > (most := tier.max_frame_bytes):
             fix = f"tier {tier.name!r} takes {most} at most"
             raise InvalidRequestError("frame_bytes", size, fix)
         key = request.info.key

@@ -210,7 +210,7 @@ def test_a_frame_that_no_empty_tier_holds_is_refused_as_invalid(
     core: Core, session: Session
 ) -> None:
     info, _ = make_frame(1, 250, representation=REPRESENTATION)
-    assert info.size_bytes > core.cpu.max_frame_bytes()
+    assert info.size_bytes > core.cpu.max_frame_bytes
     with pytest.raises(InvalidRequestError, match="frame_bytes"):
         core.store.writes.begin_all(session, [info], core.later())[0]
     assert_nothing_left(core)
