@@ -261,9 +261,8 @@ class AdminCalls:
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, fidelity_of(request.min_fidelity))
             reply.hit_chunks = found.hit_chunks
-            reply.left_out += _fill(
-                reply.chunks, map(_reason, found.reasons), messages.MESSAGE_BYTES
-            )
+            reasons, room_bytes = map(_reason, found.reasons), messages.MESSAGE_BYTES
+            reply.left_out += _fill(reply.chunks, reasons, room_bytes)
             reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
             misses = self._explainer.misses(request.recent)

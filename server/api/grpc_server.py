@@ -82,9 +82,7 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
 
 
 def _answer(backend: Backend, method: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Return *method* as gRPC calls it: it takes the session of a request, the caller, or gRPC's
-    context.
-    """
+    """Return *method* as gRPC calls it; its second parameter's name says what it takes."""
     sessions = backend.sessions
     features = FEATURE_SHARED_MEMORY if backend.unix_server is not None else 0
     features |= FEATURE_DURABLE_PUT if backend.store.durable else 0

@@ -80,8 +80,9 @@ class CallWrapper:
                 try:
                     if trust is not None:
                         who = trust.authenticator
-                        call.principal = ANYBODY
-                        if not who.is_open:
+                        if who.is_open:
+                            call.principal = ANYBODY
+                        else:
                             metadata = context.invocation_metadata() or ()
                             call.principal = who.principal_of(metadata, context.auth_context())
                         if handler.request_streaming:
@@ -114,12 +115,9 @@ class CallWrapper:
 def _each_admitted(
     authorizer: Authorizer, call: AuthenticatedContext, method: str, requests: Iterator[Any]
 ) -> Iterator[Any]:
-    """Yield the messages of a stream; one that names another session is checked anew.
-
-    The stream is one request, of the tenant that its first message is about.
-    """
     principal, last, frames = call.principal, None, 0
     assert principal is not None
+    # One request, of the tenant that the first message is about; another session is checked anew.
     for request in requests:
         session_id = getattr(request, "session_id", 0)
         if session_id != last:

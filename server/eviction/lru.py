@@ -32,33 +32,31 @@ def closes_circle(row: int, parent: int, parents: array[int], children: array[in
 class LeafCursor:
     """Leaves, which come by *rank*, least first, and the parents that they expose in between."""
 
-    __slots__ = ("_exposed", "_leaves", "_next", "_next_rank", "_rank")
+    __slots__ = ("_heap", "_leaf", "_leaves", "_rank")
 
     def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
         self._leaves, self._rank = leaves, rank
-        self._exposed: list[tuple[float, int]] = []
-        self._next = next(leaves, NO_ROW)
-        self._next_rank = rank(self._next)
+        self._heap: list[tuple[float, int]] = []
+        """The exposed, and the next of *leaves*."""
+        self._leaf = NO_ROW
+        self.take()
 
     def add(self, row: int) -> None:
         """Put in a row that is not among the leaves."""
-        heapq.heappush(self._exposed, (self._rank(row), row))
+        heapq.heappush(self._heap, (self._rank(row), row))
 
     @property
     def first(self) -> int:
         """What ``take`` returns next."""
-        if self._exposed and (not self._next or self._exposed[0][0] < self._next_rank):
-            return self._exposed[0][1]
-        return self._next
+        return self._heap[0][1] if self._heap else NO_ROW
 
     def take(self) -> int:
         """Take out the first row and return it; NO_ROW when there is none."""
-        row = self.first
-        if row != self._next:
-            heapq.heappop(self._exposed)
-        elif row:
-            self._next = after = next(self._leaves, NO_ROW)
-            self._next_rank = self._rank(after)
+        row = heapq.heappop(self._heap)[1] if self._heap else NO_ROW
+        if row == self._leaf:
+            self._leaf = next(self._leaves, NO_ROW)
+            if self._leaf:
+                self.add(self._leaf)
         return row
 
 

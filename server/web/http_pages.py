@@ -64,7 +64,6 @@ class Pages:
         self.app = Starlette(routes=[Route(f"/{name}", self._answer) for name in names])
 
     def _refusal(self, request: Request, *, is_page: bool) -> Response | None:
-        """Return the answer to who may not see it; None to who may."""
         # By the kernel's word: the connection does not leave this machine.
         ends = request.client, request.scope.get("server")
         is_local = all(end is not None and is_loopback(end[0]) for end in ends)
@@ -83,7 +82,6 @@ class Pages:
         return None
 
     def _check(self, request: Request, *, is_noted: bool = True) -> None:
-        """See that an admin calls. Raises UnauthenticatedError, PermissionDeniedError."""
         given = request.headers.get("authorization", "")
         pem: bytes = request.scope.get("state", {}).get(CERTIFICATE, b"")
         principal: Principal | None = None
