@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -292,12 +292,12 @@ class Catalog:
         """Return how many chunks after the known ones are being written, or are beside one."""
         is_coming, is_expired = self.in_flight.is_coming, self._metadata.hints.is_expired
 
-        def follows(key: ChunkKey) -> bool:
-            row = self._index.row(key)
-            return is_coming(key) or (row != NO_ROW and not is_expired(row, now_s))
+        def follows(at: int) -> bool:
+            row = self._index.row(keys[at])
+            return is_coming(keys[at]) or (row != NO_ROW and not is_expired(row, now_s))
 
-        beside = list(takewhile(follows, islice(keys, known, None)))
-        return len(beside) if any(map(is_coming, beside)) else 0
+        beside = list(takewhile(follows, range(known, len(keys))))
+        return len(beside) if any(is_coming(keys[at]) for at in beside) else 0
 
     def _choose(
         self, rows: Rows, least: Fidelity, tiers: Sequence[str | None]

@@ -51,7 +51,7 @@ class InFlightPuts:
                     hints.set_expiry(row, NEVER)
                 self._forget(key)
                 return False
-            self.writers[key] += 1
+            self.writers[key] = self.writers.get(key, 0) + 1
             return True
 
     def end(self, key: ChunkKey) -> None:
