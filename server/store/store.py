@@ -98,26 +98,21 @@ class Store:
         both = list(zip(keys, results, strict=True))
         done = (PutOutcome.stored, PutOutcome.exists)
         accepted = [key for key, result in both if result.outcome in done]
-        copied = self._copied(accepted, slot, deadline)
-        failure, lost = self._flushed(accepted, slot, deadline)
-        reasons = {
-            key: reason or failure or ("lost before it was flushed" if key in lost else "")
-            for key, reason in zip(accepted, copied, strict=True)
-        }
+        reasons, failure = self._secured(accepted, slot, deadline)
         refused = PutOutcome.refused
         return [
             PutResult(refused, f"not durable: {why}") if (why := reasons.get(key)) else result
             for key, result in both
         ]
 
-    def _copied(self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float) -> list[str]:
-        tickets = [self.moves.copy_to(key, slot, urgent=True) for key in keys]
-        return [self._outcome(ticket, deadline) for ticket in tickets]
-
-    def _flushed(
+    def _secured(
         self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
-    ) -> tuple[str, set[ChunkKey]]:
-        """Return why it failed, and which *keys* are not on the medium after it."""
+    ) -> tuple[dict[ChunkKey, str], str]:
+        """Copy *keys* to *slot* and flush it. Return why each is not safe there, "" where it is,
+        and why the flush failed.
+        """
+        tickets = [self.moves.copy_to(key, slot, urgent=True) for key in keys]
+        copied = [self._outcome(ticket, deadline) for ticket in tickets]
         # A name of its own: a flush that already runs may have begun before our chunks came.
         name = b"flush" + self._new_id().to_bytes(8, "little")
         lost: set[ChunkKey] = set()
@@ -136,7 +131,12 @@ class Store:
 
         queue, guarded = f"store-{slot.name}", partial(slot.guarded, work)
         ticket = self._work_queue.submit(queue, name, guarded, urgent=True)
-        return self._outcome(ticket, deadline), lost
+        failure = self._outcome(ticket, deadline)
+        reasons = {
+            key: reason or failure or ("lost before it was flushed" if key in lost else "")
+            for key, reason in zip(keys, copied, strict=True)
+        }
+        return reasons, failure
 
     def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
         if ticket is None:
@@ -309,8 +309,7 @@ class Store:
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:
             return not alone
-        slot = self._keepers[0]
-        reasons = self._copied(alone, slot, deadline)
-        failure, lost = self._flushed(alone, slot, deadline)
+        reasons, failure = self._secured(alone, self._keepers[0], deadline)
         # A copy that came later may have pushed an earlier one out.
-        return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
+        is_lost = failure or any(reasons.values())
+        return not (is_lost or self.catalog.queries.only_on(*volatile))
