@@ -98,7 +98,7 @@ class Store:
         both = list(zip(keys, results, strict=True))
         done = (PutOutcome.stored, PutOutcome.exists)
         accepted = [key for key, result in both if result.outcome in done]
-        reasons, failure = self._secured(accepted, slot, deadline)
+        reasons, _ = self._secured(accepted, slot, deadline)
         refused = PutOutcome.refused
         return [
             PutResult(refused, f"not durable: {why}") if (why := reasons.get(key)) else result
@@ -108,9 +108,7 @@ class Store:
     def _secured(
         self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
     ) -> tuple[dict[ChunkKey, str], str]:
-        """Copy *keys* to *slot* and flush it. Return why each is not safe there, "" where it is,
-        and why the flush failed.
-        """
+        """Copy *keys* to *slot* and flush it; return why each is not safe, and the flush failed."""
         tickets = [self.moves.copy_to(key, slot, urgent=True) for key in keys]
         copied = [self._outcome(ticket, deadline) for ticket in tickets]
         # A name of its own: a flush that already runs may have begun before our chunks came.
