@@ -98,19 +98,26 @@ class Store:
         both = list(zip(keys, results, strict=True))
         done = (PutOutcome.stored, PutOutcome.exists)
         accepted = [key for key, result in both if result.outcome in done]
-        reasons, _ = self._secured(accepted, slot, deadline)
+        copied = self._copied(accepted, slot, deadline)
+        failure, lost = self._flushed(accepted, slot, deadline)
+        reasons = {
+            key: reason or failure or ("lost before it was flushed" if key in lost else "")
+            for key, reason in zip(accepted, copied, strict=True)
+        }
         refused = PutOutcome.refused
         return [
             PutResult(refused, f"not durable: {why}") if (why := reasons.get(key)) else result
             for key, result in both
         ]
 
-    def _secured(
-        self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
-    ) -> tuple[dict[ChunkKey, str], str]:
-        """Copy *keys* to *slot* and flush it; return why each is not safe, and the flush failed."""
+    def _copied(self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float) -> list[str]:
         tickets = [self.moves.copy_to(key, slot, urgent=True) for key in keys]
-        copied = [self._outcome(ticket, deadline) for ticket in tickets]
+        return [self._outcome(ticket, deadline) for ticket in tickets]
+
+    def _flushed(
+        self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
+    ) -> tuple[str, set[ChunkKey]]:
+        """Return why it failed, and which *keys* are not on the medium after it."""
         # A name of its own: a flush that already runs may have begun before our chunks came.
         name = b"flush" + self._new_id().to_bytes(8, "little")
         lost: set[ChunkKey] = set()
@@ -129,12 +136,7 @@ class Store:
 
         queue, guarded = f"store-{slot.name}", partial(slot.guarded, work)
         ticket = self._work_queue.submit(queue, name, guarded, urgent=True)
-        failure = self._outcome(ticket, deadline)
-        reasons = {
-            key: reason or failure or ("lost before it was flushed" if key in lost else "")
-            for key, reason in zip(keys, copied, strict=True)
-        }
-        return reasons, failure
+        return self._outcome(ticket, deadline), lost
 
     def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
         if ticket is None:
@@ -307,7 +309,8 @@ class Store:
         alone = self.catalog.queries.only_on(*volatile)
         if not self._keepers:
             return not alone
-        reasons, failure = self._secured(alone, self._keepers[0], deadline)
+        slot = self._keepers[0]
+        reasons = self._copied(alone, slot, deadline)
+        failure, lost = self._flushed(alone, slot, deadline)
         # A copy that came later may have pushed an earlier one out.
-        is_lost = failure or any(reasons.values())
-        return not (is_lost or self.catalog.queries.only_on(*volatile))
+        return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
